@@ -1,0 +1,48 @@
+# Every target makes its own environment in .venv first; the second run finds it ready.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+# Two test workers share the cores: one thread each is faster than two that fight.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint docs bench format clean
+
+help:
+	@echo "make demo    run the product's main job on a small model"
+	@echo "make test    lint, types, tests, doctests, docs, examples: all that CI runs"
+	@echo "make lint    formatting, lint rules and types only"
+	@echo "make docs    build the documentation into docs/_build"
+	@echo "make bench   measure; results go to benchmarks/results"
+	@echo "make format  rewrite the code in the house format"
+	@echo "make clean   remove everything that the targets made"
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/specify.py
+
+test: lint
+	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --cov --cov-report term
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+docs: $(READY)
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+bench: $(READY)
+	$(BIN)/python benchmarks/tesa_costs.py
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv docs/_build .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build

@@ -1,0 +1,156 @@
+"""From a mask back to its pattern: the most regular one that holds, and how dense the mask is inside it.
+
+This is how zeros that are already in a checkpoint get a name. The one idea to know is the order of questions, from
+what says most to what says least: dense, channels, blocks, V:N:M, N:M, unstructured; the first that holds is the
+answer. Patterns that cannot hold are ruled out by density or by a few rows before the whole mask is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparta.tesa.mask import as_mask
+from sparta.tesa.patterns.base import Pattern
+from sparta.tesa.patterns.block import Block
+from sparta.tesa.patterns.channel import Channel
+from sparta.tesa.patterns.nm import NM
+from sparta.tesa.patterns.unstructured import Unstructured
+from sparta.tesa.patterns.vnm import VNM
+
+__all__ = ["Detection", "detect"]
+
+# Tried in the order of what they leave: lowest density first and, at equal density, the smaller group, because
+# n:m implies 2n:2m. Powers of two, and the pairs V:N:M is published with.
+_PAIRS = sorted(
+    [(n, m) for m in (2, 4, 8, 16, 32) for n in (1, 2, 4, 8, 16) if 2 * n <= m] + [(2, 5), (2, 10), (2, 20)],
+    key=lambda pair: (pair[0] / pair[1], pair[1]),
+)
+_ROWS_PER_BLOCK = (128, 64, 32, 16)
+_SAMPLE = 128  # rows that rule most patterns out; a multiple of all of the above
+_SMALLEST_BLOCK = 4  # elements; anything smaller is better called unstructured
+
+
+@dataclass(frozen=True)
+class Detection:
+    """What :func:`detect` found.
+
+    Parameters
+    ----------
+    pattern
+        The most regular pattern that holds; None when every element is live.
+    density
+        Fraction of live elements.
+    inside
+        Fraction of live elements among those the pattern lets live: 1 for whole channels and blocks, the density
+        divided by the pattern's capacity for N:M and V:N:M, the density itself for unstructured.
+    """
+
+    pattern: Pattern | None
+    density: float
+    inside: float
+
+    def __str__(self) -> str:
+        if self.pattern is None:
+            return "dense"
+        inside = "" if self.inside in {1.0, self.density} else f" ({self.inside:.2f} inside)"
+        return f"{self.pattern}, density {self.density:.2f}{inside}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the detection as plain JSON values."""
+        pattern = None if self.pattern is None else self.pattern.to_dict()
+        return {"pattern": pattern, "density": self.density, "inside": self.inside}
+
+
+def detect(mask: Tensor) -> Detection:
+    """Return the most regular pattern that holds for `mask`, and the density inside it.
+
+    Parameters
+    ----------
+    mask
+        Bool tensor (True = live), or a numeric one of zeros and ones, of any shape, stride and device.
+
+    Returns
+    -------
+    Detection
+        `pattern` is None for a dense mask (every element live, or no element at all), ``Channel(0)`` for a mask
+        without live elements. A mask along a single axis is N:M or unstructured: there, each element is a channel.
+
+    Examples
+    --------
+    >>> diagonal = torch.eye(4, dtype=torch.bool)
+    >>> print(detect(diagonal.repeat_interleave(32, 0).repeat_interleave(32, 1)))
+    block 32×32, density 0.25
+    >>> print(detect(NM(2, 4).project(torch.rand(32, 32))))
+    2:4, density 0.50
+    """
+    mask = as_mask(mask)
+    live = int(torch.count_nonzero(mask))
+    if live == mask.numel():
+        return Detection(None, 1.0, 1.0)
+    density = live / mask.numel()
+    if live == 0 and mask.ndim:
+        return Detection(Channel(0), 0.0, 1.0)
+    whole = _whole_units(mask)
+    if whole is not None:
+        return Detection(whole, density, 1.0)
+    for pattern in _group_patterns(mask, density):
+        if pattern.holds(_sample(mask, pattern.axis)) and pattern.holds(mask):
+            return Detection(pattern, density, density / pattern.capacity(mask.shape))
+    return Detection(Unstructured(), density, density)
+
+
+def _whole_units(mask: Tensor) -> Pattern | None:
+    """Return the channels or the largest blocks that `mask` is made of, or None."""
+    steps = [_change_step(mask, axis) for axis in range(mask.ndim)]
+    changing = [axis for axis in range(mask.ndim) if steps[axis] != 0]
+    if len(changing) == 1 and sum(size > 1 for size in mask.shape) > 1:
+        return Channel(changing[0])
+    if mask.ndim < 2:
+        return None
+    # along an axis without changes the whole axis is one block
+    sizes = [step or length for step, length in zip(steps, mask.shape, strict=True)]
+    candidates = [Block(sizes[0], sizes[1])]
+    if mask.ndim > 2:
+        candidates.append(Block(sizes[-2], sizes[-1], axes=(-2, -1)))
+    largest = max(candidates, key=lambda block: block.h * block.w)
+    return largest if largest.h * largest.w >= _SMALLEST_BLOCK else None
+
+
+def _change_step(mask: Tensor, axis: int) -> int:
+    """Return the greatest step of which every position where the slices along `axis` change is a multiple.
+
+    0 means that no two slices differ.
+    """
+    length = mask.shape[axis]
+    changes = mask.narrow(axis, 1, length - 1) ^ mask.narrow(axis, 0, length - 1)
+    others = [dim for dim in range(mask.ndim) if dim != axis]
+    if others:  # torch reads an empty list of axes as all axes
+        changes = changes.any(others)
+    return math.gcd(*(changes.nonzero().flatten() + 1).tolist())
+
+
+def _group_patterns(mask: Tensor, density: float) -> Iterator[NM | VNM]:
+    """Yield the V:N:M and then the N:M patterns that fit `mask` and its density, the most regular first."""
+    fitting = [
+        NM(n, m, axis)
+        for axis in (1, 0)
+        for n, m in _PAIRS
+        if axis < mask.ndim and m <= mask.shape[axis] and density <= NM(n, m, axis).capacity(mask.shape)
+    ]
+    for nm in fitting:
+        # with m = 2n the rows have nothing to agree on; and what is not N:M cannot be V:N:M
+        if mask.ndim > 1 and nm.m > 2 * nm.n and nm.holds(_sample(mask, nm.axis)):
+            height = mask.shape[1 - nm.axis]
+            yield from (VNM(v, nm.n, nm.m, nm.axis) for v in _ROWS_PER_BLOCK if v <= height)
+    yield from fitting
+
+
+def _sample(mask: Tensor, axis: int) -> Tensor:
+    """Return a few rows of groups along `axis`: where a pattern is broken in them, it is broken in `mask`."""
+    return mask.narrow(1 - axis, 0, min(_SAMPLE, mask.shape[1 - axis])) if mask.ndim > 1 else mask

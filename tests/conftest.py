@@ -1,0 +1,30 @@
+"""Tiers of tests: `tests/gpu` needs CUDA and is skipped with a reason without it; all else runs on the CPU."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Triton reads this when it is imported: without a GPU its kernels run in the interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+settings.register_profile("sparta", deadline=None, max_examples=60, derandomize=True)
+settings.load_profile("sparta")
+
+_GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.is_relative_to(_GPU_TESTS):
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed():
+    torch.manual_seed(0)

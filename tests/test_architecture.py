@@ -1,0 +1,90 @@
+"""The arrows of the design: which folder may import which, and what `import sparta` may cost."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sparta
+
+SOURCE = Path(sparta.__file__).parent
+GROUND = {"errors", "files", "tables", "version"}  # knows nothing above itself; everyone may use it
+
+MAY_USE = {
+    "tesa": set(),
+    "testing": {"tesa"},
+    "common": set(),
+    "sparsify": {"tesa"},
+    "scheduler": {"tesa", "sparsify"},
+    "create": {"tesa", "sparsify"},
+    "propagate": {"tesa"},
+    "specialize": {"tesa", "common", "testing"},
+    "nn": {"tesa", "common", "specialize", "testing"},
+    "compiler": {"tesa", "common", "propagate", "specialize", "nn", "testing"},
+}
+EVERYTHING = {"report", "cli", "__init__"}
+
+
+def room_of(path):
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def imported_rooms(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            package, *rest = name.split(".")
+            if package == "sparta" and rest and any((SOURCE / f"{rest[0]}{end}").exists() for end in ("", ".py")):
+                yield rest[0]
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_arrows_point_one_way(path):
+    room = room_of(path)
+    if room in EVERYTHING:
+        return
+    allowed = GROUND if room in GROUND else MAY_USE[room] | GROUND | {room}
+    assert set(imported_rooms(path)) <= allowed
+
+
+def test_the_check_would_notice_a_wrong_arrow(tmp_path):
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("from sparta.testing import block_mask\nimport sparta.errors\n")
+    assert set(imported_rooms(wrong)) == {"testing", "errors"}
+
+
+def run(code):
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_import_loads_nothing_beyond_torch():
+    code = (
+        "import sys, torch, numpy; before = {m.split('.')[0] for m in sys.modules}; import sparta; "
+        "after = {m.split('.')[0] for m in sys.modules}; print(*sorted(after - before))"
+    )
+    assert set(run(code).split()) - set(sys.stdlib_module_names) == {"sparta"}
+
+
+def test_import_works_without_optional_packages():
+    missing = ["optuna", "pydantic", "yaml", "safetensors", "rich", "typer", "jinja2", "ninja", "triton"]
+    code = (
+        f"import sys; sys.modules.update({{name: None for name in {missing}}}); import torch, sparta; "
+        "sparta.testing.block_mask((8, 8), (2, 2), 0.5); str(sparta.testing.environment()); "
+        "spec = sparta.Spec.from_pattern(torch.nn.Linear(8, 8), sparta.NM(2, 4)); print(spec)"
+    )
+    assert "2:4" in run(code)
+
+
+def test_unknown_attributes_are_named():
+    with pytest.raises(AttributeError, match="did you mean 'Block'"):
+        _ = sparta.Blok
+    assert "testing" in dir(sparta)

@@ -1,0 +1,49 @@
+"""The documentation builds without a warning, and every Python sample in it and in the README runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+SAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+def test_the_documentation_builds_without_a_warning(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-b",
+        "html",
+        ROOT / "docs",
+        tmp_path,
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "index.html").exists()
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "_build" not in p.parts], ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_samples_of_a_page_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    samples = SAMPLE.findall(page.read_text())
+    exec(compile("\n".join(samples), str(page), "exec"), {})  # noqa: S102 - our own documentation
+
+
+def test_samples_are_found():
+    assert len(SAMPLE.findall((ROOT / "README.md").read_text())) == 1
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_the_examples_run(example):
+    result = subprocess.run([sys.executable, example], capture_output=True, text=True, check=False, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
