@@ -17,7 +17,7 @@ from sparta.tesa.spec import Spec
 from sparta.version import __version__
 
 if TYPE_CHECKING:
-    from sparta import tesa, testing
+    from sparta import nn, tesa, testing
 
 __all__ = [
     "NM",
@@ -31,11 +31,12 @@ __all__ = [
     "__version__",
     "detect",
     "errors",
+    "nn",
     "tesa",
     "testing",
 ]
 
-_SUBPACKAGES = frozenset({"tesa", "testing"})
+_SUBPACKAGES = frozenset({"nn", "tesa", "testing"})
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a module

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from sparta.errors import FileFormatError, message
 
-__all__ = ["load_tensors", "save_tensors", "write_atomic"]
+__all__ = ["load_tensors", "private_folder", "save_tensors", "write_atomic"]
 
 _HEADER_LIMIT = 512 * 1024 * 1024
 
@@ -43,6 +44,29 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
             Path(temporary).unlink()
         raise
     _sync_folder(target.parent)
+
+
+def private_folder(name: str) -> Path:
+    """Return the folder `name` of this user's cache, made if it is not there, in which no one else can write.
+
+    The cache lies in ``$SPARTA_CACHE``, by default ``~/.cache/sparta``. A folder that belongs to someone else, or that
+    others may write to, is refused: what lies in it could have been planted.
+    """
+    named = os.environ.get("SPARTA_CACHE", "").strip()
+    root = Path(named).expanduser() if named else Path.home() / ".cache" / "sparta"
+    folder = root / name
+    try:
+        root.parent.mkdir(parents=True, exist_ok=True)
+        for level in (root, folder):
+            level.mkdir(mode=0o700, exist_ok=True)
+            _refuse_shared(level)
+    except OSError as error:
+        if isinstance(error, FileFormatError):
+            raise
+        raise FileFormatError(
+            message(f"cannot make the folder {folder}: {error.strerror}", fix="set SPARTA_CACHE to one you can write")
+        ) from error
+    return folder
 
 
 def save_tensors(
@@ -138,6 +162,19 @@ def _version_of(metadata: Mapping[str, str], file: Path) -> int:
     if not text.isdigit():
         raise FileFormatError(message(f"{file} has the format version {text!r}", "a whole number", "save it again"))
     return int(text)
+
+
+def _refuse_shared(folder: Path) -> None:
+    """Raise unless `folder` is a real folder of this user that no one else can write."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise FileFormatError(message(f"{folder} is not a folder", fix="remove it or set SPARTA_CACHE"))
+    if hasattr(os, "getuid") and status.st_uid != os.getuid():
+        raise FileFormatError(message(f"{folder} belongs to another user", fix="set SPARTA_CACHE to a folder of yours"))
+    if hasattr(os, "getuid") and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise FileFormatError(
+            message(f"others may write to the folder {folder}", fix=f"run `chmod go-w {folder}` or set SPARTA_CACHE")
+        )
 
 
 def _use_default_permissions(path: str) -> None:

@@ -214,6 +214,13 @@ def test_a_large_clustered_mask_uses_several_sizes():
     assert cover.cost < float(mask.sum())  # cheaper than executing it all fine-grained
 
 
+def test_many_coprime_heights_are_no_problem():
+    mask = torch.rand(100, 3) > 0.5
+    primes = [h for h in range(2, 100) if all(h % d for d in range(2, h))]  # their product has 37 digits
+    cover = block_cover(mask, {(h, 3): h**0.5 for h in primes})
+    assert torch.equal(torch.stack([part.owned for part in cover.parts]).any(0), mask)
+
+
 def test_strides_and_integer_masks_make_no_difference():
     mask = torch.rand(24, 40) > 0.6
     costs = {(1, 1): 1.0, (4, 4): 8.0, (8, 2): 7.0}

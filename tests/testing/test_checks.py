@@ -71,6 +71,29 @@ class TestRoundingPasses:
         with pytest.raises(CheckError):
             check(actual, expected)
 
+    def test_a_single_sum_that_cancelled_is_forgiven_what_many_are_not(self):
+        off, sums = 1 + 4e-5, {"reduction": 300}
+        check(torch.full((1, 1), off), torch.ones(1, 1), **sums)
+        with pytest.raises(CheckError):
+            check(torch.full((100, 100), off), torch.ones(100, 100), **sums)
+        # Not a product of two numbers, which has nothing to cancel, and not what the caller decided.
+        with pytest.raises(CheckError):
+            check(torch.full((1, 1), off), torch.ones(1, 1))
+        with pytest.raises(CheckError):
+            check(torch.full((1, 1), off), torch.ones(1, 1), rtol=1e-5, **sums)
+
+    def test_an_element_that_cancelled_where_a_loud_row_meets_a_loud_column(self):
+        loud = torch.ones(1000, dtype=torch.float64)
+        loud[0] = 1000
+        truth = torch.outer(loud, loud)
+        truth[0, 0] = truth[0, 5] = 0
+        actual = truth.float()
+        actual[0, 0] = 0.01
+        check(actual, truth)
+        actual[0, 5] = 0.01
+        with pytest.raises(CheckError, match=r"worst element \(0, 5\)"):
+            check(actual, truth)
+
     def test_half_precision_underflow(self):
         expected = torch.linspace(1e-8, 1e-6, 100, dtype=torch.float64)
         check(expected.half(), expected)

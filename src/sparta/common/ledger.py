@@ -29,6 +29,7 @@ Key = frozenset[tuple[str, object]]
 Direction = Literal["minimize", "maximize"]
 
 _ATTRIBUTE = "sparta"  # of a trial: state, seconds, reason; of a study: its space
+_POINT = "sparta point"  # of a trial that was chosen, not sampled: all its values, there from its first moment on
 _NOT_TRIED = ("duplicate", "abandoned")
 _REASON_LIMIT = 2000  # a compiler's complaint can be longer than a database's text column
 
@@ -56,8 +57,13 @@ class Ticket:
     """A point that was asked for and is not finished: what to try, and the study's trial that stands for it."""
 
     sample: Sample
-    key: Key
+    picks: dict[str, Scalar]
     trial: optuna.trial.Trial
+
+    @property
+    def key(self) -> Key:
+        """The point as sets of points have it."""
+        return key_of(self.picks)
 
 
 class Ledger:
@@ -83,6 +89,15 @@ class Ledger:
         The finished trials in the order in which they became known here.
     tried
         Their points.
+    best
+        The best of them that is complete, the earliest of equals, or None.
+
+    Examples
+    --------
+    >>> from optuna.samplers import RandomSampler
+    >>> ledger = Ledger({"tile": TunableItemCfg("choice", [16, 32])}, RandomSampler)
+    >>> ledger.finish(ledger.open({"tile": 32}), "complete", value=1.5)
+    Trial(number=0, params={'tile': 32}, value=1.5, state='complete', seconds=0.0, reason='')
     """
 
     def __init__(
@@ -100,14 +115,18 @@ class Ledger:
         self.space = space
         self.trials: list[Trial] = []
         self.tried: set[Key] = set()
+        self.best: Trial | None = None
+        self._sign = 1.0 if direction == "minimize" else -1.0
         self._closed_numbers: set[int] = set()
         self._tickets: dict[int, Ticket] = {}
-        self._elsewhere: set[Key] = set()
+        self._elsewhere: dict[Key, int] = {}
         self._resources = contextlib.ExitStack()
-        with quiet_optuna():
+        with contextlib.ExitStack() as unless_opened, quiet_optuna():
+            unless_opened.push(self._resources)
             self._study = self._open_study(direction, storage, study_name)
             self.refresh()
             self._study.sampler = sampler(len(self.trials))
+            unless_opened.pop_all()
 
     @property
     def open_here(self) -> set[Key]:
@@ -117,13 +136,17 @@ class Ledger:
     @property
     def open_elsewhere(self) -> set[Key]:
         """The points that others seem to be trying; a process that was killed leaves its points here for good."""
-        return self._elsewhere
+        return set(self._elsewhere)
+
+    def cost(self, trial: Trial) -> float:
+        """Return what a complete trial costs: its value, or minus its value if that is to be maximised."""
+        return self._sign * cast("float", trial.value)
 
     def refresh(self) -> None:
         """Read what others have written since the last time."""
         with quiet_optuna():
             frozen_trials = self._study.get_trials(deepcopy=False)
-        self._elsewhere = set()
+        self._elsewhere = {}
         for frozen in frozen_trials:
             if frozen.number in self._closed_numbers or frozen.number in self._tickets:
                 continue
@@ -133,20 +156,20 @@ class Ledger:
                 if point is not None and (trial := self._outcome_of(frozen, point[0])) is not None:
                     self._enter(trial, point[1])
             elif point is not None:
-                self._elsewhere.add(point[1])
+                self._elsewhere.setdefault(point[1], frozen.number)
 
     def suggest(self) -> Ticket:
         """Open the point that comes next: one that is queued in the study, or else one from its sampler."""
         with quiet_optuna():
             trial = self._study.ask()
-            found: dict[str, Scalar] = {}
+            picks: dict[str, Scalar] = {}
 
             def pick(path: str, item: TunableItemCfg) -> Scalar:
-                found[path] = _decode(item, _suggest(trial, path, item))
-                return found[path]
+                picks[path] = _decode(item, _suggest(trial, path, item))
+                return picks[path]
 
             sample = walk(self.space, pick)
-        ticket = Ticket(sample, key_of(found), trial)
+        ticket = Ticket(sample, picks, trial)
         self._tickets[trial.number] = ticket
         return ticket
 
@@ -161,8 +184,13 @@ class Ledger:
 
         walk(self.space, note)
         with quiet_optuna():
-            self._study.enqueue_trial(stored)
+            self._study.enqueue_trial(stored, user_attrs={_POINT: stored})
         return self.suggest()
+
+    def is_taken(self, ticket: Ticket) -> bool:
+        """Tell whether another process opened the same point at the same time and was first."""
+        self.refresh()
+        return ticket.key in self.tried or self._elsewhere.get(ticket.key, ticket.trial.number) < ticket.trial.number
 
     def finish(
         self, ticket: Ticket, state: TrialState, *, value: float | None = None, seconds: float = 0.0, reason: str = ""
@@ -170,8 +198,8 @@ class Ledger:
         """Write down what became of a point."""
         reason = reason[:_REASON_LIMIT]
         self._close_trial(ticket, {"state": state, "seconds": seconds, "reason": reason}, value)
-        # Read back from the study, not from the ticket: an objective may have changed the dict it was given.
-        sample = walk(self.space, lambda path, item: _decode(item, ticket.trial.params[path]))
+        # Made anew, because an objective may have changed the dict it was given.
+        sample = walk(self.space, lambda path, _: ticket.picks[path])
         trial = Trial(len(self.trials), sample, value, state, seconds, reason)
         self._enter(trial, ticket.key)
         return trial
@@ -189,6 +217,8 @@ class Ledger:
     def _enter(self, trial: Trial, key: Key) -> None:
         self.trials.append(trial)
         self.tried.add(key)
+        if trial.value is not None and (self.best is None or self.cost(trial) < self.cost(self.best)):
+            self.best = trial
 
     def _close_trial(self, ticket: Ticket, note: dict[str, Any], value: float | None = None) -> None:
         from optuna.trial import TrialState as OptunaState
@@ -207,10 +237,11 @@ class Ledger:
 
     def _point_of(self, frozen: optuna.trial.FrozenTrial) -> tuple[Sample, Key] | None:
         """Return the sample of a stored trial and its key, or None if it is none (another is still picking it)."""
+        stored = frozen.user_attrs.get(_POINT, frozen.params)
         found: dict[str, Scalar] = {}
 
         def pick(path: str, item: TunableItemCfg) -> Scalar:
-            found[path] = _decode(item, frozen.params[path])
+            found[path] = _decode(item, stored[path])
             return found[path]
 
         try:

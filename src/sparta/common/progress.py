@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 from sparta.common.result import Trial, shortened
 
@@ -18,16 +19,22 @@ Progress = Callable[[Trial, Trial | None], object]
 
 
 @contextlib.contextmanager
-def progress_view(progress: Progress | bool | None, total: int | None) -> Iterator[Progress]:
+def progress_view(progress: Progress | Literal[True] | None, total: int | None) -> Iterator[Progress]:
     """Give the callable that shows each finished trial.
 
     Parameters
     ----------
     progress
-        A callable to use as it is; True for a live line if stderr is a terminal and plain lines if not; None or False
-        for nothing.
+        A callable to use as it is; True for a live line if stderr is a terminal and plain lines if not; None for
+        nothing.
     total
         How many trials there will be at most, or None if nobody knows.
+
+    Examples
+    --------
+    >>> with progress_view(lambda trial, best: print(trial.value), 1) as show:
+    ...     show(Trial(0, {"tile": 16}, 2.5, "complete"), None)
+    2.5
     """
     if callable(progress):
         yield progress

@@ -185,9 +185,9 @@ def _params_text(params: Sample) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """Return a text on one line of at most `width` characters.
+    r"""Return a text on one line of at most `width` characters.
 
-    >>> shortened("error:\\n  too many resources requested", 20)
+    >>> shortened("error:\n  too many resources requested", 20)
     'error: too many r...'
     """
     line = " ".join(text.split())

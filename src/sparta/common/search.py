@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sparta.common.ledger import Ticket
 from sparta.common.progress import Progress, progress_view
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["search"]
 
-_NOTHING = object()
-
 
 def search(  # noqa: PLR0913 - one call says all there is to say about a search
     space: Space,
@@ -42,7 +41,7 @@ def search(  # noqa: PLR0913 - one call says all there is to say about a search
     seed: int = 0,
     storage: str | Path | optuna.storages.BaseStorage | None = None,
     study_name: str | None = None,
-    progress: Progress | bool | None = None,
+    progress: Progress | Literal[True] | None = None,
     initial: Iterable[Sample] = (),
     prepare: Callable[[Sample], object] | None = None,
     workers: int = 1,
@@ -64,7 +63,8 @@ def search(  # noqa: PLR0913 - one call says all there is to say about a search
         The most trials of the whole study: over all alternatives of the space, with those of earlier runs and of other
         machines. Needed, unless there is `max_seconds` or the space is finite.
     max_seconds
-        No trial begins after this long; but one trial is always completed if any can be.
+        No point is chosen after this long, except the very first; those already prepared are measured until one is
+        complete.
     seed
         Same seed, same objective: same trials. Give machines that share a study different seeds.
     storage, study_name
@@ -95,63 +95,98 @@ def search(  # noqa: PLR0913 - one call says all there is to say about a search
     >>> result.best, result.best_value, len(result.trials)
     ({'x': 7, 'y': 1}, 1.0, 30)
     """
-    _check_budget(max_trials, max_seconds, workers, prepare)
+    _check_arguments(max_trials, max_seconds, prepare, workers)
     with contextlib.ExitStack() as stack:
         tuner = Tuner(space, algo, seed=seed, storage=storage, study_name=study_name)
         stack.callback(tuner.close)
         if tuner.size is None and max_trials is None and max_seconds is None:
             given = "a search without an end: the space is continuous, and there is no budget"
             raise ValueRangeError(message(given, "max_trials, max_seconds or both"))
-        totals = [total for total in (max_trials, tuner.size) if total is not None]
-        run = _Run(
-            tuner=tuner,
-            objective=objective,
-            prepare=prepare,
-            deadline=math.inf if max_seconds is None else perf_counter() + max_seconds,
-            show=stack.enter_context(progress_view(progress, min(totals, default=None))),
-        )
         first = [normalize(tuner.space, sample) for sample in initial]
+        limits = [limit for limit in (max_trials, tuner.size) if limit is not None]
+        show = stack.enter_context(progress_view(progress, min(limits, default=None)))
+        deadline = math.inf if max_seconds is None else perf_counter() + max_seconds
         try:
-            for batch in run.batches(first, math.inf if max_trials is None else max_trials, workers):
-                run.measure(batch)
+            while not tuner.trials or perf_counter() < deadline:
+                room = workers if max_trials is None else min(workers, max_trials - len(tuner.trials))
+                tickets = list(islice(_tickets(tuner, first), max(room, 0)))
+                if not tickets:
+                    break
+                for ticket, prepared in zip(tickets, _prepare_all(prepare, tickets), strict=True):
+                    if perf_counter() >= deadline and tuner.best is not None:
+                        break
+                    show(_measure(tuner, ticket, objective, prepared), tuner.best)
         except KeyboardInterrupt:
             return TuningResult(tuner.trials, interrupted=True)
         return TuningResult(tuner.trials)
 
 
-@dataclass
-class _Run:
-    """A search under way."""
+@dataclass(frozen=True)
+class _Attempt:
+    """What came of calling one function for one candidate."""
 
-    tuner: Tuner
-    objective: Callable[..., float]
-    prepare: Callable[[Sample], object] | None
-    deadline: float
-    show: Progress
+    result: Any
+    state: TrialState
+    seconds: float
+    reason: str = ""
 
-    def batches(self, first: list[Sample], max_trials: float, workers: int) -> Iterator[list[_Candidate]]:
-        """Yield the candidates, as many as are prepared at the same time, until a budget or the space is spent."""
-        waiting = iter(first)
-        while not self.late:
-            room = min(workers, max_trials - len(self.tuner.trials))
-            tickets: list[Ticket] = []
-            with contextlib.suppress(NoMoreTrial):
-                while len(tickets) < room:
-                    ticket = next(filter(None, map(self.tuner.ask_for, waiting)), None)
-                    tickets.append(ticket or self.tuner.ask())
-            if not tickets:
-                return
-            yield self._prepared(tickets, workers)
 
-    @property
-    def late(self) -> bool:
-        return perf_counter() >= self.deadline
+def _attempt(function: Callable[..., Any], *arguments: object) -> _Attempt:
+    """Call a function; whatever it raises, short of an interrupt, becomes a state and a reason."""
+    start = perf_counter()
+    try:
+        result = function(*arguments)
+    except PrunedTrial as verdict:
+        return _Attempt(None, "pruned", perf_counter() - start, str(verdict) or "pruned without a reason")
+    except Exception as error:  # noqa: BLE001 - a candidate may fail in any way, and the search goes on
+        return _Attempt(None, "failed", perf_counter() - start, f"{type(error).__name__}: {error}")
+    return _Attempt(result, "complete", perf_counter() - start)
 
-    def measure(self, batch: list[_Candidate]) -> None:
-        """Call the objective for each candidate; those that are left when time is up stay untried."""
-        for candidate in batch:
-            best = TuningResult(self.tuner.trials).best_trial
-            if self.late and best is not None:
-                return
-            trial = self._measured(candidate)
-            ...
+
+def _tickets(tuner: Tuner, first: list[Sample]) -> Iterator[Ticket]:
+    """Yield points to try, those in `first` before all others, until none is left; empties `first` on the way."""
+    while first:
+        ticket = tuner.ask_for(first.pop(0))
+        if ticket is not None:
+            yield ticket
+    with contextlib.suppress(NoMoreTrial):
+        while True:
+            yield tuner.ask()
+
+
+def _prepare_all(prepare: Callable[[Sample], object] | None, tickets: list[Ticket]) -> list[_Attempt | None]:
+    """Prepare all candidates at the same time; returns when the last one is done, so that measuring is undisturbed."""
+    if prepare is None:
+        return [None] * len(tickets)
+    samples = [ticket.sample for ticket in tickets]
+    if len(samples) == 1:
+        return [_attempt(prepare, samples[0])]
+    with ThreadPoolExecutor(len(samples), thread_name_prefix="sparta-prepare") as pool:
+        return list(pool.map(partial(_attempt, prepare), samples))
+
+
+def _measure(tuner: Tuner, ticket: Ticket, objective: Callable[..., float], prepared: _Attempt | None) -> Trial:
+    """Call the objective for one candidate, unless preparing it failed, and write down the outcome."""
+    if prepared is None:
+        attempt = _attempt(lambda sample: float(objective(sample)), ticket.sample)
+    elif prepared.state == "complete":
+        attempt = _attempt(lambda sample: float(objective(sample, prepared.result)), ticket.sample)
+    else:
+        return tuner.tell(ticket, prepared.state, seconds=prepared.seconds, reason=prepared.reason)
+    seconds = attempt.seconds + (prepared.seconds if prepared else 0.0)
+    if attempt.state == "complete" and not math.isfinite(attempt.result):
+        return tuner.tell(ticket, "failed", seconds=seconds, reason=f"the value is {attempt.result}")
+    return tuner.tell(ticket, attempt.state, value=attempt.result, seconds=seconds, reason=attempt.reason)
+
+
+def _check_arguments(
+    max_trials: int | None, max_seconds: float | None, prepare: Callable[[Sample], object] | None, workers: int
+) -> None:
+    for name, count in (("max_trials", max_trials), ("workers", workers)):
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise ValueRangeError(message(f"{name} is {count!r}", "an integer, 1 or more"))
+    if max_seconds is not None and not max_seconds > 0:
+        raise ValueRangeError(message(f"max_seconds is {max_seconds!r}", "a number above 0, or None for no limit"))
+    if workers > 1 and prepare is None:
+        fix = "move compilation from the objective into prepare, or leave workers at 1"
+        raise ValueRangeError(message(f"{workers} workers and nothing to prepare", "workers with prepare", fix))

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import math
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -216,7 +218,11 @@ def coordinates(space: Space, sample: Sample, path: str = "") -> dict[str, Scala
 
 
 def key_of(found: Mapping[str, Scalar]) -> frozenset[tuple[str, object]]:
-    """Return a hashable key of a sample's :func:`coordinates`: equal keys, equal samples."""
+    """Return a hashable key of a sample's :func:`coordinates`: equal keys, equal samples.
+
+    >>> key_of({'/tile': 1}) == key_of({'/tile': 1.0}), key_of({'/tile': 1}) == key_of({'/tile': True})
+    (True, False)
+    """
     return frozenset((path, identity(value)) for path, value in found.items())
 
 
@@ -231,7 +237,11 @@ def normalize(space: Space, sample: Sample) -> Sample:
 
 
 def includes(space: Space, sample: Sample) -> bool:
-    """Tell whether a sample lies in a space."""
+    """Tell whether a sample lies in a space.
+
+    >>> includes({'tile': TunableItemCfg('choice', _value=[16, 32])}, {'tile': 64})
+    False
+    """
     try:
         coordinates(space, sample)
     except SpartaError:
@@ -260,19 +270,10 @@ def sample_at(space: Space, index: int) -> Sample:
     >>> sample_at({'a': TunableItemCfg('randint', [0, 10**9]), 'b': TunableItemCfg('choice', ['x', 'y'])}, 123456789)
     {'a': 61728394, 'b': 'y'}
     """
-    if isinstance(space, Mapping):
-        digits: dict[str, Sample] = {}
-        for name in reversed(list(space)):
-            index, digit = divmod(index, _finite_size(space[name]))
-            digits[name] = sample_at(space[name], digit)
-        return {name: digits[name] for name in space}
-    if space.options is None:
-        return space.domain.at(index)
-    for name, params in space.options.items():
-        if index < (count := _finite_size(params)):
-            return {_NAME: name, **sample_at(params, index)}
-        index -= count
-    raise IndexError(index)
+    size = _finite_size(space)
+    if not 0 <= index < size:
+        raise ValueRangeError(message(f"position {index} of a space of {size} samples", f"0 to {size - 1}"))
+    return _at(space, index)
 
 
 def samples_of(space: Space) -> Iterator[Sample]:
@@ -281,16 +282,24 @@ def samples_of(space: Space) -> Iterator[Sample]:
     >>> list(samples_of({'a': TunableItemCfg('choice', [1, 2]), 'b': TunableItemCfg('choice', ['x', 'y'])}))
     [{'a': 1, 'b': 'x'}, {'a': 1, 'b': 'y'}, {'a': 2, 'b': 'x'}, {'a': 2, 'b': 'y'}]
     """
-    return (sample_at(space, index) for index in range(_finite_size(space)))
+    return (_at(space, index) for index in range(_finite_size(space)))
 
 
 def default_of(space: Space) -> Sample:
-    """Return the sample to use before anything is known: first choices, low ends, centres of continuous ranges."""
+    """Return the sample to use before anything is known: first choices, low ends, centres of continuous ranges.
+
+    >>> default_of({'tile': TunableItemCfg('choice', _value=[16, 32]), 'rate': TunableItemCfg('uniform', [0, 1])})
+    {'tile': 16, 'rate': 0.5}
+    """
     return walk(space, lambda _, item: item.domain.middle)
 
 
 def draw(space: Space, rng: random.Random) -> Sample:
-    """Return a random sample: even at every pick, so that a small alternative is as likely as a large one."""
+    """Return a random sample: even at every pick, so that a small alternative is as likely as a large one.
+
+    >>> draw({'tile': TunableItemCfg('choice', _value=[16])}, random.Random(0))
+    {'tile': 16}
+    """
     return walk(space, lambda _, item: item.domain.draw(rng))
 
 
@@ -298,6 +307,9 @@ def mutate(space: Space, sample: Sample, rng: random.Random) -> Sample:
     """Return `sample` with one pick changed; if that opens another alternative, its parameters are drawn anew.
 
     A sample of which no pick could differ is returned as it is.
+
+    >>> mutate({'a': TunableItemCfg('choice', [16, 32]), 'b': TunableItemCfg('choice', [1])}, {'a': 16, 'b': 1}, random)
+    {'a': 32, 'b': 1}
     """
     old = coordinates(space, sample)
     changeable: list[str] = []
@@ -359,7 +371,11 @@ def from_nni_search_space(data: Mapping[str, Any]) -> Space:
 
 
 def to_json(space: Space) -> str:
-    """Return a space as JSON text in NNI's notation."""
+    """Return a space as JSON text in NNI's notation.
+
+    >>> to_json({'tile': TunableItemCfg('choice', _value=[(8, 8)])})
+    '{"tile": {"_type": "choice", "_value": [[8, 8]]}}'
+    """
     return json.dumps(to_nni_search_space(space))
 
 
@@ -373,7 +389,12 @@ def from_json(text: str) -> Space:
 
 
 def checked(space: object) -> Space:
-    """Return a space after checking that it is an item or a mapping of items with usable names."""
+    """Return a space after checking that it is an item or a mapping of items with usable names.
+
+    >>> checked({'tile': [16, 32]})
+    Traceback (most recent call last):
+    sparta.errors.ShapeError: the parameter 'tile' of a joint search space is [16, 32]; allowed: a TunableItemCfg; ...
+    """
     if isinstance(space, TunableItemCfg):
         return space
     return dict(_checked_params(space, "a joint search space"))
@@ -429,6 +450,22 @@ def _different(domain: Domain, value: Scalar, rng: random.Random) -> Scalar:
     # One position fewer is drawn from; the last one stands in where the old value is met, so all others are as likely.
     candidate = domain.at(rng.randrange(domain.count - 1))
     return domain.at(domain.count - 1) if identity(candidate) == identity(value) else candidate
+
+
+def _at(space: Space, index: int) -> Sample:
+    if isinstance(space, Mapping):
+        digits: dict[str, Sample] = {}
+        for name in reversed(list(space)):
+            index, digit = divmod(index, _finite_size(space[name]))
+            digits[name] = _at(space[name], digit)
+        return {name: digits[name] for name in space}
+    if space.options is None:
+        return space.domain.at(index)
+    sizes = [_finite_size(params) for params in space.options.values()]
+    starts = list(accumulate(sizes, initial=0))
+    chosen = bisect_right(starts, index) - 1
+    name, params = list(space.options.items())[chosen]
+    return {_NAME: name, **_at(params, index - starts[chosen])}
 
 
 def _finite_size(space: Space) -> int:

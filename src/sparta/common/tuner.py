@@ -15,11 +15,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparta.common.domains import Scalar
 from sparta.common.ledger import Direction, Key, Ledger, Ticket
 from sparta.common.result import NoMoreTrial, Trial, TrialState
 from sparta.common.space import (
     Sample,
     Space,
+    TunableItemCfg,
     checked,
     coordinates,
     draw,
@@ -27,6 +29,7 @@ from sparta.common.space import (
     mutate,
     sample_at,
     size_of,
+    walk,
 )
 from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
 
@@ -97,7 +100,6 @@ class Tuner:
         if self.algo == "grid" and self.size is None:
             fix = "use quniform instead of uniform, or another algorithm"
             raise ValueRangeError(message("a grid over a space with a continuous range", "a finite space", fix))
-        self._sign = 1.0 if optimize_mode == "minimize" else -1.0
         self._grid_position = 0
         self._by_id: dict[int, Ticket] = {}
         self._ledger = Ledger(
@@ -108,6 +110,11 @@ class Tuner:
     def trials(self) -> tuple[Trial, ...]:
         """The trials that are finished, also those of earlier runs and of other machines in the same study."""
         return tuple(self._ledger.trials)
+
+    @property
+    def best(self) -> Trial | None:
+        """The best trial that is complete, the earliest of equals, or None."""
+        return self._ledger.best
 
     def generate_parameters(self, parameter_id: int) -> Sample:
         """Return a point to try, to be known by `parameter_id`; raises :class:`NoMoreTrial` when all were tried."""
@@ -146,8 +153,35 @@ class Tuner:
 
     def ask(self) -> Ticket:
         """Open the next point; raises :class:`NoMoreTrial` when all were tried."""
+        while True:
+            self._ledger.refresh()
+            elsewhere = self._ledger.open_elsewhere
+            ticket = self._propose()
+            # A point that was open elsewhere before was chosen on purpose; any other may have been chosen by two.
+            if ticket.key in elsewhere or not self._ledger.is_taken(ticket):
+                return ticket
+            self._ledger.drop(ticket, "duplicate")
+
+    def ask_for(self, sample: Sample) -> Ticket | None:
+        """Open a given point, or return None if it was tried already."""
+        self._ledger.refresh()
+        key = key_of(coordinates(self.space, sample))
+        return None if key in self._ledger.tried | self._ledger.open_here else self._ledger.open(sample)
+
+    def tell(
+        self, ticket: Ticket, state: TrialState, *, value: float | None = None, seconds: float = 0.0, reason: str = ""
+    ) -> Trial:
+        """Write down what became of a point."""
+        return self._ledger.finish(ticket, state, value=value, seconds=seconds, reason=reason)
+
+    def close(self) -> None:
+        """Drop the points that are still open, and close the storage."""
+        self._by_id.clear()
+        self._ledger.close()
+
+    def _propose(self) -> Ticket:
+        """Open the point that the algorithm wants next, or one near it that was not tried."""
         ledger = self._ledger
-        ledger.refresh()
         excluded = ledger.tried | ledger.open_here
         # Points that are open elsewhere may be those of a process that was killed: they come last, but they come.
         if len(excluded | ledger.open_elsewhere) != self.size:
@@ -170,23 +204,6 @@ class Tuner:
             parents = islice(self._tournaments(rng), _NEIGHBOURS)
         return ledger.open(self._unseen(parents, excluded, rng))
 
-    def ask_for(self, sample: Sample) -> Ticket | None:
-        """Open a given point, or return None if it was tried already."""
-        self._ledger.refresh()
-        key = key_of(coordinates(self.space, sample))
-        return None if key in self._ledger.tried | self._ledger.open_here else self._ledger.open(sample)
-
-    def tell(
-        self, ticket: Ticket, state: TrialState, *, value: float | None = None, seconds: float = 0.0, reason: str = ""
-    ) -> Trial:
-        """Write down what became of a point."""
-        return self._ledger.finish(ticket, state, value=value, seconds=seconds, reason=reason)
-
-    def close(self) -> None:
-        """Drop the points that are still open, and close the storage."""
-        self._by_id.clear()
-        self._ledger.close()
-
     def _ticket(self, parameter_id: int) -> Ticket:
         if parameter_id not in self._by_id:
             known = ", ".join(map(str, self._by_id)) or "none"
@@ -198,10 +215,12 @@ class Tuner:
 
         if self.algo != "tpe":
             return optuna.samplers.RandomSampler(seed=self._seed)
-        # The parameters of one alternative are modelled together: tile sizes are good or bad in combination. A study
-        # that is resumed must not repeat the draws it began with, hence the count.
+        # A study that is resumed must not repeat the draws it began with, hence the count.
         return optuna.samplers.TPESampler(
-            seed=(self._seed + count) % 2**32, multivariate=True, group=True, constant_liar=True, **self._settings
+            seed=(self._seed + count) % 2**32,
+            n_startup_trials=self._settings["n_startup_trials"],
+            n_ei_candidates=self._settings["n_ei_candidates"],
+            constant_liar=True,
         )
 
     def _next_of_grid(self, excluded: set[Key]) -> Sample:
@@ -225,13 +244,10 @@ class Tuner:
         complete = [trial for trial in self._ledger.trials if trial.value is not None]
         if len(self._ledger.trials) < size or not complete:
             return
-        population = heapq.nsmallest(size, complete, key=self._rank)
+        population = heapq.nsmallest(size, complete, key=self._ledger.cost)
         while True:
             rivals = rng.sample(population, min(_TOURNAMENT, len(population)))
-            yield min(rivals, key=self._rank).params
-
-    def _rank(self, trial: Trial) -> tuple[float, int]:
-        return (self._sign * (trial.value or 0.0), trial.number)
+            yield min(rivals, key=self._ledger.cost).params
 
     def _unseen(self, parents: Iterator[Sample], excluded: set[Key], rng: random.Random) -> Sample:
         """Return a neighbour of one of the parents that is not excluded, or else any point that is not."""
@@ -244,14 +260,11 @@ class Tuner:
             if key_of(coordinates(self.space, sample)) not in excluded:
                 return sample
         if self.size is None:
-            return sample
+            return walk(self.space, lambda _, item: _draw_endless(item, rng))
         # Of len(excluded) + 1 points in a row at least one is not excluded.
         start = rng.randrange(self.size)
-        for step in range(len(excluded) + 1):
-            sample, key = self._at((start + step) % self.size)
-            if key not in excluded:
-                break
-        return sample
+        points = (self._at((start + step) % self.size) for step in range(len(excluded) + 1))
+        return next(sample for sample, key in points if key not in excluded)
 
 
 class Tunable:
@@ -288,6 +301,12 @@ class Tunable:
         {'_name': 'dense'}
         """
         return Tuner(search_space_cfg, algo, **(tuner_kw or {}))
+
+
+def _draw_endless(item: TunableItemCfg, rng: random.Random) -> Scalar:
+    """Draw a value; of a nested choice, an alternative with a continuous range if there is one: it never runs out."""
+    endless = [name for name, params in (item.options or {}).items() if size_of(params) is None]
+    return rng.choice(endless) if endless else item.domain.draw(rng)
 
 
 def _checked_algo(algo: str) -> str:

@@ -59,11 +59,11 @@ def _merged(first: TeSA, second: TeSA, *, join: bool) -> TeSA:
     one = (first.code, first.scale, first.zero_point)
     two = (second.code, second.scale, second.zero_point)
     first_is_less = Grid.combine(_less_or_equal, *one, *two)
-    pick = [
+    code, scale, zero_point = (
         Grid.combine(lambda less, a, b: torch.where(less if join else ~less, a, b), first_is_less, a, b)
         for a, b in zip(one, two, strict=True)
-    ]
-    return type(first)(state, value, *pick, dynamic=first.dynamic)
+    )
+    return type(first)(state, value, code, scale, zero_point, first.dynamic)
 
 
 def _joined_state(s1: Tensor, v1: Tensor, s2: Tensor, v2: Tensor) -> Tensor:

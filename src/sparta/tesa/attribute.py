@@ -192,7 +192,7 @@ class TeSA:
             raise ValueRangeError(message(f"bits of dtype {bits.dtype}", "an integer tensor"))
         grid = Grid.from_dense(bits)
         codes = torch.full(grid.cells.shape, ANY.code, dtype=torch.uint8)
-        for width in grid.cells.unique().tolist():
+        for width in torch.unique(grid.cells).tolist():
             if width:
                 codes[grid.cells == width] = format_of_bits(width).code
         states = Grid(grid.shape, grid.block, torch.where(grid.cells != 0, LIVE, CONSTANT).to(torch.uint8))
@@ -316,8 +316,8 @@ class TeSA:
             live = self.count("live")
             return {FORMATS[self.code.value()]: live} if live else {}
         coded = Grid.combine(lambda s, c: torch.where(s == LIVE, c + 1, 0), self.state, self.code)
-        codes = [int(c) for c in coded.cells.unique() if c]
-        return {FORMATS[c - 1]: Grid(coded.shape, coded.block, coded.cells == c).count() for c in codes}
+        counts = {f: Grid(coded.shape, coded.block, coded.cells == f.code + 1).count() for f in FORMATS}
+        return {f: count for f, count in counts.items() if count}
 
     @cached_property
     def pattern(self) -> Detection:
@@ -464,7 +464,7 @@ class TeSA:
                 )
         dynamic = frozenset().union(*(t.dynamic for t in tesas))
         columns = zip(*(t._grids() for t in tesas), strict=True)
-        return TeSA(*(Grid.cat(column, dim) for column in columns), dynamic=dynamic)
+        return TeSA._of_grids([Grid.cat(column, dim) for column in columns], dynamic)
 
     # ------------------------------------------------------------------ the algebra (see `sparta.tesa.algebra`)
 
@@ -533,8 +533,13 @@ class TeSA:
     def _grids(self) -> tuple[Grid, Grid, Grid, Grid, Grid]:
         return self.state, self.value, self.code, self.scale, self.zero_point
 
+    @classmethod
+    def _of_grids(cls, grids: Sequence[Grid], dynamic: Iterable[int]) -> TeSA:
+        state, value, code, scale, zero_point = grids
+        return cls(state, value, code, scale, zero_point, frozenset(dynamic))
+
     def _map(self, change: Callable[[Grid], Grid], dynamic: Iterable[int]) -> TeSA:
-        return TeSA(*(change(g) for g in self._grids()), dynamic=frozenset(dynamic))
+        return TeSA._of_grids([change(g) for g in self._grids()], dynamic)
 
     def _where(self, state: int) -> Grid:
         return Grid(self.shape, self.state.block, self.state.cells == state)

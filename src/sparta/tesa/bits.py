@@ -103,7 +103,7 @@ _FLOATS = {
     "fp8_e4m3": (4, 4), "fp8_e5m2": (5, 3), "bf16": (8, 8), "fp16": (5, 11), "fp32": (8, 24), "fp64": (11, 53),
 }  # fmt: skip
 # The range in which each format holds every integer.
-_EXACT = {
+_EXACT: dict[str, tuple[int, int]] = {
     **{f.name: (-(2 ** (f.bits - 1)), 2 ** (f.bits - 1) - 1) for f in FORMATS if f.kind == "int"},
     **{f.name: (0, 2**f.bits - 1) for f in FORMATS if f.kind == "uint"},
     **{name: (-(2**digits), 2**digits) for name, (_, digits) in _FLOATS.items()},

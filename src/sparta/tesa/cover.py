@@ -97,7 +97,7 @@ class Cover:
     @property
     def cost(self) -> float:
         """Cost of all blocks of all parts."""
-        return math.fsum(part.cost for part in self.parts)
+        return sum((part.cost for part in self.parts), 0.0)
 
     @property
     def waste(self) -> float:
@@ -249,7 +249,7 @@ def _is_number(value: object) -> bool:
 def _rows_at_once(shape: tuple[int, int], sizes: Sequence[BlockSize]) -> int:
     """Return how many rows to work on at a time; no block crosses from one such band of rows to the next."""
     step = math.lcm(*(h for h, _ in sizes))
-    return step * max(1, _ELEMENTS_AT_ONCE // max(1, step * shape[1]))
+    return min(shape[0], step * max(1, _ELEMENTS_AT_ONCE // (step * shape[1])))
 
 
 def _part_tesa(kept_blocks: Tensor, shape: tuple[int, int], block: BlockSize, source: TeSA | None) -> TeSA:

@@ -219,8 +219,8 @@ class Grid:
         """Return the grid of ``tensor.reshape(shape)``; the sizes must multiply to the same number of elements."""
         shape = tuple(shape)
         if math.prod(shape) == 0:
-            block = tuple(max(1, s) for s in shape)
-            return Grid(shape, block, self.cells.new_zeros(cells_shape(shape, block)))
+            empty = tuple(max(1, s) for s in shape)
+            return Grid(shape, empty, self.cells.new_zeros(cells_shape(shape, empty)))
         block, cells = [1] * len(shape), self.cells
         for old, new in reversed(reshape_groups(self.shape, shape)):
             cells, block[new] = _regrouped(cells, old, self.shape[old], self.block[old], shape[new])
@@ -357,7 +357,7 @@ def _pool_any(cells: Tensor, dim: int, group: int) -> Tensor:
         padding = [*cells.shape]
         padding[dim] = missing
         cells = torch.cat([cells, cells.new_zeros(padding)], dim)
-    return cells.unflatten(dim, (groups, group)).any(dim + 1)
+    return torch.unflatten(cells, dim, (groups, group)).any(dim + 1)
 
 
 def _regrouped(

@@ -2,12 +2,19 @@
 
 Every pattern prunes through this module, so the number of zeros is exact and ties are always broken the same way.
 The one idea to know is the *pruning order*: smaller score first and, among equal scores, lower row-major index
-first. Nothing here depends on strides, device or thread count, and only rows of many elements are ever sorted.
+first. Nothing here depends on strides, device or thread count. The core is written once for two array libraries:
+numpy on a CPU, where it is several times faster at this than torch, and torch on any other device.
 """
 
 from __future__ import annotations
 
+import math
+import operator
+from collections.abc import Iterator
+from functools import reduce
 from numbers import Real
+from types import ModuleType
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -32,9 +39,10 @@ _COMPARED_AS = {
     torch.uint64: torch.int64,
 }
 _FEW_COLUMNS = 8  # up to here, comparing whole columns beats sorting tiny rows
-_BLOCK = (1 << 15) - 1  # elements of rows handled at once on a CPU
+_BLOCK = 1 << 16  # elements handled at once on a CPU, so that temporaries stay in cache
 _SAMPLE = 1 << 16  # elements sampled to bracket an order statistic
-_MARGIN = 512  # sample ranks on each side: four standard deviations of a sampled median
+
+_Array: TypeAlias = Any  # np.ndarray or Tensor: whatever the library `xp` of the core computes with
 
 
 def check_sparsity(sparsity: object) -> float:
@@ -86,7 +94,7 @@ def comparable(score: Tensor) -> Tensor:
                 "pass for instance weight.abs()",
             )
         )
-    values = score.detach().to(_COMPARED_AS.get(score.dtype, torch.float32)).contiguous()
+    values = score.detach().to(_COMPARED_AS.get(score.dtype, torch.float32)).contiguous().resolve_neg()
     if values.numel() == 0:
         return values
     if score.dtype == torch.uint64 and bool(values.min() < 0):
@@ -137,8 +145,9 @@ def lowest(score: Tensor, count: int, among: Tensor | None = None) -> Tensor:
     candidates = score.numel() if among is None else int(torch.count_nonzero(among))
     if not 0 <= count <= candidates:
         raise ValueRangeError(message(f"count is {count}", f"0 to {candidates}, the number of candidates"))
-    rows = None if among is None else among.reshape(1, -1)
-    return lowest_per_row(values.reshape(1, -1), count, rows).reshape(score.shape)
+    if among is not None:
+        among = among.reshape(1, -1)
+    return lowest_per_row(values.reshape(1, -1), count, among).reshape(score.shape)
 
 
 def lowest_per_row(values: Tensor, count: int, among: Tensor | None = None) -> Tensor:
@@ -164,55 +173,92 @@ def lowest_per_row(values: Tensor, count: int, among: Tensor | None = None) -> T
     tensor([[False, False,  True,  True],
             [ True,  True, False, False]])
     """
+    height, width = values.shape
     if values.numel() == 0 or count == 0:
         return torch.zeros_like(values, dtype=torch.bool)
-    if values.device.type != "cpu" or values.shape[0] == 1:
-        return _lowest_in_block(values, count, among)
-    # many short rows on a CPU: a block of them at a time stays in cache and below torch's threshold for threads
-    height = max(1, _BLOCK // values.shape[1])
-    chosen = torch.empty_like(values, dtype=torch.bool)
-    for start in range(0, values.shape[0], height):
-        block = slice(start, start + height)
-        chosen[block] = _lowest_in_block(values[block], count, None if among is None else among[block])
+    choose = _chosen_in_row if height == 1 else _chosen_in_rows
+    if values.device.type != "cpu":
+        on_device: Tensor = choose(torch, values, count, among)
+        return on_device
+    rows, allowed = values.numpy(), None if among is None else among.numpy()
+    if height == 1:
+        return torch.from_numpy(choose(np, rows, count, allowed))
+    chosen = np.empty(rows.shape, dtype=np.bool_)
+    for block in _slices(height, max(1, _BLOCK // width)):
+        chosen[block] = choose(np, rows[block], count, None if allowed is None else allowed[block])
+    return torch.from_numpy(chosen)
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    """Yield the slices of `size` that cover `length`."""
+    return (slice(start, start + size) for start in range(0, length, size))
+
+
+def _only(xp: ModuleType, values: _Array, among: _Array | None) -> _Array:
+    """Return `values` with those outside `among` replaced by the largest there is.
+
+    The largest sorts last, so it is the edge of a selection only where real candidates tie with it.
+    """
+    if among is None:
+        return values
+    largest = xp.inf if "float" in str(values.dtype) else xp.iinfo(values.dtype).max
+    return xp.where(among, values, largest)
+
+
+def _chosen_in_row(xp: ModuleType, row: _Array, count: int, among: _Array | None) -> _Array:
+    """Do what :func:`lowest_per_row` says for a single row of any length; `count` is 1 or more."""
+    edge = _kth_of_many(xp, row[0], None if among is None else among[0], count)
+    chosen = row <= edge
+    if among is not None:
+        chosen &= among
+    surplus = int(xp.count_nonzero(chosen)) - count
+    if surplus:
+        tied = (row[0] == edge) & chosen[0]
+        early = _prefix_length(xp, tied, int(xp.count_nonzero(tied)) - surplus)
+        chosen[0, early:] &= ~tied[early:]
     return chosen
 
 
-def _lowest_in_block(values: Tensor, count: int, among: Tensor | None) -> Tensor:
-    """Do what :func:`lowest_per_row` says for rows that are handled at once; `count` is 1 or more."""
-    if among is not None:
-        # the largest value sorts last: it is the edge only where real candidates tie with it
-        top = torch.inf if values.is_floating_point() else torch.iinfo(values.dtype).max
-        values = torch.where(among, values, torch.tensor(top, dtype=values.dtype, device=values.device))
-    edge = _kth_smallest(values, count)
+def _chosen_in_rows(xp: ModuleType, rows: _Array, count: int, among: _Array | None) -> _Array:
+    """Do what :func:`lowest_per_row` says for many rows at once; `count` is 1 or more."""
+    values = _only(xp, rows, among)
+    if rows.shape[1] <= _FEW_COLUMNS:
+        return _chosen_in_columns(xp, values, count, among)
+    edge = _sorted(xp, values)[:, count - 1, None]
     chosen = values <= edge
     if among is not None:
         chosen &= among
-    # each row has `count` elements or more up to its edge; it has more only where elements tie with the edge
-    surplus = int(torch.count_nonzero(chosen)) - count * values.shape[0]
-    if surplus > 0:
-        tied = (values == edge).logical_and_(chosen)
-        if values.shape[0] == 1:
-            early = _prefix_length(tied[0], int(torch.count_nonzero(tied)) - surplus)
-            chosen[0, early:] &= ~tied[0, early:]
-        else:
-            _drop_late_ties(chosen, tied, count)
+    # a row never has less than `count` up to its edge, and more only through ties with the edge
+    if int(xp.count_nonzero(chosen)) > count * len(rows):
+        tied = (values == edge) & chosen
+        rank = xp.cumsum(tied, 1, dtype=xp.int32)
+        early = rank[:, -1:] - (xp.sum(chosen, 1, dtype=xp.int32)[:, None] - count)
+        chosen &= (rank <= early) | ~tied
     return chosen
 
 
-def _drop_late_ties(chosen: Tensor, tied: Tensor, count: int) -> None:
-    """Clear the last `tied` elements of each row of `chosen`, in place, until the row has `count` left."""
-    narrow = torch.uint8 if chosen.shape[1] < 256 else torch.int32
-    rank = tied.cumsum(1, dtype=narrow)
-    early = rank[:, -1:] - (chosen.sum(1, keepdim=True, dtype=narrow) - count)
-    chosen &= (rank <= early).logical_or_(~tied)
+def _chosen_in_columns(xp: ModuleType, values: _Array, count: int, among: _Array | None) -> _Array:
+    """Do the same for rows of few elements, a whole column at a time."""
+    columns = [values[:, place] for place in range(values.shape[1])]
+    edge = _kth_of_few(xp, columns, count)
+    chosen = [column <= edge for column in columns]
+    if among is not None:
+        chosen = [column & among[:, place] for place, column in enumerate(chosen)]
+    if sum(int(xp.count_nonzero(column)) for column in chosen) > count * len(values):
+        surplus = sum(column.view(xp.int8) for column in chosen) - count
+        for place in reversed(range(len(columns))):
+            dropped = chosen[place] & (columns[place] == edge) & (surplus > 0)
+            chosen[place] ^= dropped
+            surplus -= dropped.view(xp.int8)
+    return xp.stack(chosen, 1)
 
 
-def _prefix_length(flags: Tensor, count: int) -> int:
+def _prefix_length(xp: ModuleType, flags: _Array, count: int) -> int:
     """Return the length of the shortest prefix of the 1-D bool `flags` that holds `count` True, 1 or more."""
-    low, high = 0, flags.numel()
+    low, high = 0, len(flags)
     while high - low > 1:
         middle = (low + high) // 2
-        found = int(torch.count_nonzero(flags[low:middle]))
+        found = int(xp.count_nonzero(flags[low:middle]))
         if found >= count:
             high = middle
         else:
@@ -220,26 +266,19 @@ def _prefix_length(flags: Tensor, count: int) -> int:
     return high
 
 
-def _kth_smallest(rows: Tensor, k: int) -> Tensor:
-    """Return the `k`-th smallest value of each row (from 1), shape (rows, 1)."""
-    height, width = rows.shape
-    if height == 1:
-        return _kth_of_many(rows[0], k).reshape(1, 1)
-    if width <= _FEW_COLUMNS:
-        return _kth_of_few(rows, k).unsqueeze(1)
-    if rows.device.type == "cpu":  # numpy sorts short rows some ten times faster than torch does
-        return torch.from_numpy(np.sort(rows.numpy(), axis=1)[:, k - 1 : k])
-    return rows.sort(dim=1).values[:, k - 1 : k]
+def _sorted(xp: ModuleType, values: _Array) -> _Array:
+    """Return `values` sorted along the last axis."""
+    ordered = xp.sort(values, -1)
+    return ordered if xp is np else ordered.values
 
 
-def _kth_of_few(rows: Tensor, k: int) -> Tensor:
-    """Return the `k`-th smallest value of each row by insertion into the few best columns so far."""
-    width = rows.shape[1]
-    first, second = torch.minimum, torch.maximum
-    if k > width // 2 + 1:  # shorter from the other end
-        first, second, k = second, first, width - k + 1
-    best: list[Tensor] = []
-    for column in rows.unbind(1):
+def _kth_of_few(xp: ModuleType, columns: list[_Array], k: int) -> _Array:
+    """Return the `k`-th smallest value of each row (from 1), by insertion into the best few columns so far."""
+    first, second = xp.minimum, xp.maximum
+    if k > len(columns) // 2 + 1:  # shorter from the other end
+        first, second, k = second, first, len(columns) - k + 1
+    best: list[_Array] = []
+    for column in columns:
         carried = column
         for place, held in enumerate(best):
             best[place], carried = first(held, carried), second(held, carried)
@@ -248,38 +287,62 @@ def _kth_of_few(rows: Tensor, k: int) -> Tensor:
     return best[-1]
 
 
-def _kth_of_many(values: Tensor, k: int) -> Tensor:
-    """Return the `k`-th smallest of a 1-D tensor by narrowing a bracket taken from a sample.
+def _kth_of_many(xp: ModuleType, values: _Array, among: _Array | None, k: int) -> _Array:
+    """Return the `k`-th smallest (from 1) of a 1-D array, or of its elements in `among`.
 
-    Two pivots near the wanted rank are read off a fixed-seed sample; counting against them leaves the few percent
-    of the elements between them. A misleading sample costs another round, never exactness: each round drops the
-    pivots themselves at least, and heavily tied values are found as a pivot.
+    Two pivots near the wanted rank are read off a fixed-seed sample; what is strictly between them is a few percent
+    of the elements. A misleading sample costs another round, never exactness: each round drops at least the pivots
+    themselves, and a value that many elements share is found as a pivot.
     """
-    generator = torch.Generator().manual_seed(0)
-    while values.numel() > 2 * _SAMPLE:
-        positions = torch.randint(values.numel(), (_SAMPLE,), generator=generator).to(values.device)
-        sample = values[positions].sort().values
-        centre = k * _SAMPLE // values.numel()
-        low = sample[max(centre - _MARGIN, 0)]
-        high = sample[min(centre + _MARGIN, _SAMPLE - 1)]
-        upto_low = values <= low
-        count_upto = int(torch.count_nonzero(upto_low))
-        if k <= count_upto:
-            below_low = values < low
-            if k > int(torch.count_nonzero(below_low)):
+    generator = np.random.default_rng(0)
+    while len(values) > 2 * _SAMPLE:
+        picked = generator.integers(len(values), size=_SAMPLE)
+        sample = _sorted(xp, values[picked] if among is None else values[picked][among[picked]])
+        if 16 * len(sample) < _SAMPLE:  # few candidates: no rank to read off
+            values, among = _strictly_between(xp, values, among, None, None), None
+            continue
+        candidates = len(values) if among is None else int(xp.count_nonzero(among))
+        # four standard deviations of a sampled median
+        centre, margin = k * len(sample) // candidates, 2 * math.isqrt(len(sample))
+        low, high = sample[max(centre - margin, 0)], sample[min(centre + margin, len(sample) - 1)]
+        upto_low = candidates - sum(int(xp.count_nonzero(above)) for _, above in _parts(values, among, low, None))
+        if k <= upto_low:
+            values, among = _strictly_between(xp, values, among, None, low), None
+            if k > len(values):
                 return low
-            values = values[below_low]
             continue
-        between = (values < high).logical_and_(~upto_low)
-        count_between = int(torch.count_nonzero(between))
-        k -= count_upto
-        if k <= count_between:
-            values = values[between]
+        k -= upto_low
+        between = _strictly_between(xp, values, among, low, high)
+        if k <= len(between):
+            values, among = between, None
             continue
-        upto_high = values <= high
-        count_high = int(torch.count_nonzero(upto_high)) - count_upto - count_between
-        k -= count_between
-        if k <= count_high:
+        above_high = _strictly_between(xp, values, among, high, None)
+        k -= candidates - upto_low - len(above_high)
+        if k <= 0:
             return high
-        values, k = values[~upto_high], k - count_high
-    return values.sort().values[k - 1]
+        values, among = above_high, None
+    return _sorted(xp, values if among is None else values[among])[k - 1]
+
+
+def _strictly_between(
+    xp: ModuleType, values: _Array, among: _Array | None, low: _Array | None, high: _Array | None
+) -> _Array:
+    """Return the elements above `low`, below `high` and in `among`; None is no limit, but one must be given."""
+    return xp.concatenate([part[inside] for part, inside in _parts(values, among, low, high)])
+
+
+def _parts(
+    values: _Array, among: _Array | None, low: _Array | None, high: _Array | None
+) -> Iterator[tuple[_Array, _Array]]:
+    """Yield parts of a 1-D array with the mask of what is above `low`, below `high` and in `among`.
+
+    On a CPU the parts are small enough to stay in cache; elsewhere there is one part.
+    """
+    for place in _slices(len(values), _BLOCK if isinstance(values, np.ndarray) else len(values)):
+        part = values[place]
+        tests = [] if among is None else [among[place]]
+        if low is not None:
+            tests.append(part > low)
+        if high is not None:
+            tests.append(part < high)
+        yield part, reduce(operator.and_, tests)

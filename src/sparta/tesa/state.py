@@ -8,6 +8,7 @@ and never a TeSA that is subtly another.
 from __future__ import annotations
 
 import math
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from sparta.tesa.attribute import TeSA
 from sparta.tesa.bits import FORMATS, bit_format
 from sparta.tesa.grid import Grid, cells_shape
 
-__all__ = ["from_state", "to_state"]
+__all__ = ["decode_state", "encode_state", "from_state", "to_state"]
 
 _FLOATS = ("value", "scale", "zero_point")
 
@@ -37,7 +38,7 @@ def to_state(tesa: TeSA) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors["dead"] = _packed(state.cells == DEAD)
 
     # Formats by name, so that a file outlives any change of their order.
-    used = [int(c) for c in code.cells.unique()]
+    used = [f.code for f in FORMATS if bool((code.cells == f.code).any())]
     meta["code"] = {"block": list(code.block), "formats": [FORMATS[c].name for c in used]}
     if len(used) > 1:
         position = torch.zeros(len(FORMATS), dtype=torch.uint8)
@@ -75,6 +76,33 @@ def from_state(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> TeSA:
         raise FileFormatError(
             message(f"a stored TeSA does not fit together ({reason})", fix="save it again")
         ) from error
+
+
+def encode_state(tesa: TeSA) -> dict[str, Any]:
+    """Return a TeSA as JSON values alone: its tensors as text in base 64."""
+    tensors, meta = to_state(tesa)
+    arrays = {name: [str(t.numpy().dtype), list(t.shape), _text(t)] for name, t in tensors.items()}
+    return {**meta, "tensors": arrays}
+
+
+def decode_state(state: Mapping[str, Any]) -> TeSA:
+    """Return the TeSA that :func:`encode_state` was given.
+
+    >>> decode_state(encode_state(TeSA.dense((2, 3)))) == TeSA.dense((2, 3))
+    True
+    """
+    try:
+        tensors = {
+            name: torch.from_numpy(np.frombuffer(b64decode(text, validate=True), dtype=dtype).reshape(shape).copy())
+            for name, (dtype, shape, text) in state["tensors"].items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FileFormatError(message(f"a stored TeSA cannot be read ({error})", fix="write it again")) from error
+    return from_state(tensors, state)
+
+
+def _text(tensor: Tensor) -> str:
+    return b64encode(tensor.contiguous().numpy().tobytes()).decode()
 
 
 def _codes(

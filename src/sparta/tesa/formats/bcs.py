@@ -217,7 +217,7 @@ def _checked(packed: B, reader: StateReader) -> B:
 def _read_shapes(reader: StateReader) -> tuple[tuple[int, int], tuple[int, int]]:
     """Read the shape of the matrix and of the blocks."""
     shape, block = reader.pair("shape", minimum=0), reader.pair("block", minimum=1)
-    fits = all(size == 0 or b <= size for size, b in zip(shape, block, strict=True))
+    fits = 0 in shape or all(b <= size for size, b in zip(shape, block, strict=True))
     reader.require(holds=fits, problem=f"block {block} is larger than the matrix {shape}")
     return shape, block
 

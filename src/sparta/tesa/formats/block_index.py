@@ -28,7 +28,7 @@ _INDEX_LIMIT = 2**31 - 1
 def check_block(block: tuple[int, int], shape: tuple[int, int]) -> tuple[int, int]:
     """Return `block` as (h, w), or raise if it is not two positive sizes that fit into a matrix of `shape`.
 
-    An empty dimension takes any block size: there is nothing to cut.
+    An empty matrix takes any block size: there is nothing to cut.
 
     >>> check_block((2, 4), (8, 8))
     (2, 4)
@@ -38,7 +38,7 @@ def check_block(block: tuple[int, int], shape: tuple[int, int]) -> tuple[int, in
         raise ShapeError(message(f"block is {block!r}", "two integers (h, w) of at least 1"))
     h, w = sizes
     rows, cols = shape
-    if (rows and h > rows) or (cols and w > cols):
+    if 0 not in shape and (h > rows or w > cols):
         raise ShapeError(
             message(
                 f"block ({h}, {w}) is larger than the matrix ({rows}, {cols})",
@@ -183,8 +183,8 @@ class BlockIndex:
         """Return which blocks are kept: a bool tensor of shape :attr:`grid`."""
         rows, cols = self.coordinates("csr")
         mask = torch.zeros(self.grid, dtype=torch.bool, device=self.device)
-        # A fill through a flat index that is known to be free of repeats: the same on every run.
-        mask.view(-1)[rows.long() * self.grid[1] + cols] = True
+        # index_fill, unlike assignment of a number, does not wait for the GPU.
+        mask.view(-1).index_fill_(0, rows.long() * self.grid[1] + cols, True)  # noqa: FBT003
         return mask
 
     def element_mask(self) -> Tensor:

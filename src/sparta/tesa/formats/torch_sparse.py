@@ -99,17 +99,17 @@ def from_torch(tensor: Tensor) -> Packed:
 
 
 @contextmanager
-def _beta_warnings_ignored() -> Iterator[None]:
-    """Silence PyTorch's once-a-process notice that its sparse layouts are in beta."""
+def _notices_ignored() -> Iterator[None]:
+    """Silence PyTorch's once-a-process notices: sparse layouts are in beta, and their indices are not checked."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*beta state.*", category=UserWarning)
+        warnings.filterwarnings("ignore", message=".*(beta state|invariant checks)", category=UserWarning)
         yield
 
 
 def _build(constructor: Callable[..., Tensor], pointers: Tensor, indices: Tensor, packed: Packed) -> Tensor:
     """Call a sparse constructor with the one index repeated over the batch, as PyTorch wants it."""
     batch = packed.batch_shape
-    with _beta_warnings_ignored():
+    with _notices_ignored():
         return constructor(
             pointers.expand(*batch, -1).contiguous(),
             indices.expand(*batch, -1).contiguous(),

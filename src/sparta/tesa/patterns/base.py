@@ -147,8 +147,12 @@ class Pattern(ABC):
         Channel(axis=1)
         """
         params = dict(fields)
-        name = params.pop("pattern", None)
-        if name not in _REGISTRY:
+        if "pattern" not in params:
+            raise NameNotFoundError(
+                message(f"{params!r} does not name a pattern", ", ".join(sorted(_REGISTRY)), 'add a "pattern" key')
+            )
+        name = params.pop("pattern")
+        if not isinstance(name, str) or name not in _REGISTRY:
             raise NameNotFoundError(did_you_mean(str(name), _REGISTRY, "pattern"))
         known = {field.name: field for field in dataclasses.fields(_REGISTRY[name])}
         for key in params:

@@ -2,7 +2,7 @@
 
 This is how zeros that are already in a checkpoint get a name. The one idea to know is the order of questions, from
 what says most to what says least: dense, channels, blocks, V:N:M, N:M, unstructured; the first that holds is the
-answer. Patterns that cannot hold are ruled out by density or by a few rows before the whole mask is looked at.
+answer. N:M must also say something: that a sparse random mask happens to have no full group is no pattern.
 """
 
 from __future__ import annotations
@@ -127,16 +127,22 @@ def _change_step(mask: Tensor, axis: int) -> int:
 
     0 means that no two slices differ.
     """
-    length = mask.shape[axis]
-    changes = mask.narrow(axis, 1, length - 1) ^ mask.narrow(axis, 0, length - 1)
     others = [dim for dim in range(mask.ndim) if dim != axis]
-    if others:  # torch reads an empty list of axes as all axes
-        changes = changes.any(others)
-    return math.gcd(*(changes.nonzero().flatten() + 1).tolist())
+    step = 0
+    # a few slices first: most masks without structure change everywhere in them already
+    for part in (_sample(mask, axis), mask):
+        length = part.shape[axis]
+        changes = part.narrow(axis, 1, length - 1) ^ part.narrow(axis, 0, length - 1)
+        if others:  # torch reads an empty list of axes as all axes
+            changes = changes.any(others)
+        step = math.gcd(*(changes.nonzero().flatten() + 1).tolist())
+        if step == 1:
+            break
+    return step
 
 
 def _group_patterns(mask: Tensor, density: float) -> Iterator[NM | VNM]:
-    """Yield the V:N:M and then the N:M patterns that fit `mask` and its density, the most regular first."""
+    """Yield the V:N:M and then the N:M patterns that may say something of `mask`, the most regular first."""
     fitting = [
         NM(n, m, axis)
         for axis in (1, 0)
@@ -146,11 +152,25 @@ def _group_patterns(mask: Tensor, density: float) -> Iterator[NM | VNM]:
     for nm in fitting:
         # with m = 2n the rows have nothing to agree on; and what is not N:M cannot be V:N:M
         if mask.ndim > 1 and nm.m > 2 * nm.n and nm.holds(_sample(mask, nm.axis)):
-            height = mask.shape[1 - nm.axis]
-            yield from (VNM(v, nm.n, nm.m, nm.axis) for v in _ROWS_PER_BLOCK if v <= height)
-    yield from fitting
+            for v in _ROWS_PER_BLOCK:
+                column_density = 1 - (1 - density) ** v
+                blocks = mask.numel() / (v * nm.m)
+                if v <= mask.shape[1 - nm.axis] and _telling(2 * nm.n, nm.m, column_density, blocks):
+                    yield VNM(v, nm.n, nm.m, nm.axis)
+    for nm in fitting:
+        if density == nm.capacity(mask.shape) or _telling(nm.n, nm.m, density, mask.numel() / nm.m):
+            yield nm
+
+
+def _telling(n: int, m: int, density: float, groups: float) -> bool:
+    """Return whether a random mask of this density would be expected to break n:m in at least one group."""
+    over = sum(math.comb(m, live) * density**live * (1 - density) ** (m - live) for live in range(n + 1, m + 1))
+    return groups * over >= 1
 
 
 def _sample(mask: Tensor, axis: int) -> Tensor:
-    """Return a few rows of groups along `axis`: where a pattern is broken in them, it is broken in `mask`."""
-    return mask.narrow(1 - axis, 0, min(_SAMPLE, mask.shape[1 - axis])) if mask.ndim > 1 else mask
+    """Return the first rows of groups along `axis`: a pattern that is broken in them is broken in `mask`."""
+    if mask.ndim < 2:
+        return mask
+    other = 0 if axis else 1
+    return mask.narrow(other, 0, min(_SAMPLE, mask.shape[other]))

@@ -80,18 +80,19 @@ def keep_highest(
     lines = score.movedim(axis, -1)
     allowed = None if among is None else among.movedim(axis, -1)
     length = lines.shape[-1]
-    kept = torch.empty(lines.shape, dtype=torch.bool, device=score.device)
-    for start, stop, width in ((0, length - length % m, m), (length - length % m, length, length % m)):
+    tail = length % m
+    parts = []
+    for start, stop, width in ((0, length - tail, m), (length - tail, length, tail)):
         if start == stop:
             continue
         groups = lines[..., start:stop].reshape(-1, width)
         candidates = None if allowed is None else allowed[..., start:stop].reshape(-1, width)
         available = width if among_per_group is None else min(among_per_group, width)
-        kept_groups = ~lowest_per_row(groups, max(available - n, 0), candidates)
+        kept = lowest_per_row(groups, max(available - n, 0), candidates).logical_not_()
         if candidates is not None:
-            kept_groups &= candidates
-        kept[..., start:stop] = kept_groups.view(kept[..., start:stop].shape)
-    return kept.movedim(-1, axis).contiguous()
+            kept &= candidates
+        parts.append(kept.view(*lines.shape[:-1], stop - start))
+    return torch.cat(parts, -1).movedim(-1, axis).contiguous()
 
 
 def live_count(mask: Tensor, dim: int) -> Tensor:
@@ -169,9 +170,10 @@ class GroupQuota(Pattern):
             return full
         more = pruned_count(score.numel(), sparsity) - (score.numel() - self._full_count(score.shape))
         if more >= 0:
-            return full & ~lowest(score, more, among=full)
+            return full.logical_and_(lowest(score, more, among=full).logical_not_())
         # what is pruned less than fully is the lowest of what the full mask prunes
-        return ~lowest(score, pruned_count(score.numel(), sparsity), among=~full)
+        pruned = full.logical_not_()
+        return lowest(score, pruned_count(score.numel(), sparsity), among=pruned).logical_not_()
 
     def _check_fields(self) -> None:
         """Check the fields and store them as plain integers."""

@@ -45,7 +45,7 @@ class Unstructured(Pattern):
         return "any mask"
 
     def _project(self, score: Tensor, sparsity: float | None) -> Tensor:
-        return ~lowest(score, pruned_count(score.numel(), check_sparsity(sparsity)))
+        return lowest(score, pruned_count(score.numel(), check_sparsity(sparsity))).logical_not_()
 
     def _broken_units(self, mask: Tensor) -> Tensor:
         return mask.new_zeros((1,) * mask.ndim)

@@ -1,0 +1,218 @@
+"""SparseLinear: a linear layer whose weight, input or output is masked, run by the fastest implement there is.
+
+``SparseLinear(dense, weight_mask=mask)`` takes the place of ``dense`` and shares its parameters. The one idea to know:
+the weight parameter stays dense in memory and zero where pruned; kernels see only its live values, and its gradient is
+exactly zero where it is pruned, so training cannot bring pruned weights back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import sparta.specialize.implements  # noqa: F401 - registers them
+from sparta.common.tuning import TunableItemCfg
+from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.nn.operator import OperatorBase, as_inputs
+from sparta.specialize.implement import search_space
+from sparta.specialize.kernel_spec import Epilogue, KernelSpec
+from sparta.specialize.linear import LinearKernel, linear_spec
+from sparta.specialize.ops import LinearState
+from sparta.specialize.store import TuningStore
+from sparta.specialize.tuner import Choice, Problem, build, tune_kernel
+from sparta.tesa.attribute import TeSA
+from sparta.tesa.mask import as_mask
+from sparta.testing.references import linear_reference
+
+__all__ = ["SparseLinear"]
+
+_MASKS = ("input_mask", "weight_mask", "output_mask")
+
+
+class SparseLinear(OperatorBase):
+    """A linear layer with one sparse operand.
+
+    Parameters
+    ----------
+    raw_module
+        The dense layer; its parameters are shared, and pruned weights are set to zero in place.
+    input_mask, weight_mask, output_mask
+        Exactly one of them: a bool or 0/1 mask of shape (M, K), (N, K) or (M, N). A TeSA is taken for the weight too.
+        Input and output masks apply to the last two dims of the input and are computed densely.
+
+    Examples
+    --------
+    >>> dense = nn.Linear(64, 32)
+    >>> mask = torch.rand(32, 64) < 0.1
+    >>> sparse = SparseLinear(dense, weight_mask=mask)
+    >>> sparse(torch.randn(2, 5, 64)).shape
+    torch.Size([2, 5, 32])
+    >>> sparse.weight is dense.weight
+    True
+    """
+
+    bias: nn.Parameter | None
+    weight_mask: Tensor | None
+    input_mask: Tensor | None
+    output_mask: Tensor | None
+
+    def __init__(
+        self,
+        raw_module: nn.Linear,
+        input_mask: Tensor | None = None,
+        weight_mask: Tensor | TeSA | None = None,
+        output_mask: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(raw_module, nn.Linear):
+            raise ValueRangeError(message(f"a {type(raw_module).__name__}", "a torch.nn.Linear"))
+        self.in_features, self.out_features = raw_module.in_features, raw_module.out_features
+        self.weight = raw_module.weight
+        self.register_parameter("bias", raw_module.bias)
+        self._state: LinearState | None = None
+        for name in _MASKS:
+            self.register_buffer(name, None)
+        self.update_mask(input_mask, weight_mask, output_mask)
+
+    def update_mask(
+        self,
+        input_mask: Tensor | None = None,
+        weight_mask: Tensor | TeSA | None = None,
+        output_mask: Tensor | None = None,
+    ) -> None:
+        """Take another mask; the parameters stay the same tensors with the same values where they stay live.
+
+        What was tuned was tuned for the old mask, so dense runs until it is tuned or built again.
+        """
+        given = {"input_mask": input_mask, "weight_mask": weight_mask, "output_mask": output_mask}
+        present = [name for name, mask in given.items() if mask is not None]
+        if len(present) != 1:
+            raise ValueRangeError(
+                message(f"{len(present)} masks ({', '.join(present) or 'none'})", "exactly one of " + ", ".join(_MASKS))
+            )
+        mask = cast("Tensor | TeSA", given[present[0]])
+        kept = mask.mask(self.weight.device) if isinstance(mask, TeSA) else as_mask(mask)
+        widths = {"input_mask": (None, self.in_features), "output_mask": (None, self.out_features)}
+        expected = widths.get(present[0], (self.out_features, self.in_features))
+        if kept.dim() != 2 or any(e not in (None, s) for e, s in zip(expected, kept.shape, strict=True)):
+            shape = tuple("M" if e is None else e for e in expected)
+            raise ShapeError(message(f"{present[0]} of shape {tuple(kept.shape)}", f"shape {shape}"))
+        for name in _MASKS:
+            setattr(self, name, kept.to(self.weight.device, copy=True) if name == present[0] else None)
+        if self.weight_mask is not None:
+            with torch.no_grad():
+                self.weight.masked_fill_(~self.weight_mask, 0)
+        self._state, self.choice = None, None
+
+    # ------------------------------------------------------------------ running
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output (..., N) for an input (..., K)."""
+        if self.input_mask is not None:
+            return functional.linear(torch.where(self.input_mask, x, 0.0), self.weight, self.bias)
+        if self.output_mask is not None:
+            return torch.where(self.output_mask, functional.linear(x, self.weight, self.bias), 0.0)
+        if self._state is None:
+            return functional.linear(x, torch.where(cast("Tensor", self.weight_mask), self.weight, 0.0), self.bias)
+        if x.shape[-1] != self.in_features:
+            raise ShapeError(message(f"an input of shape {tuple(x.shape)}", f"(..., {self.in_features})"))
+        rows = x.reshape(-1, self.in_features)
+        y = torch.ops.sparta.linear(rows, self.weight, self.bias, self._state.handle, not self.training)
+        return cast("Tensor", y.reshape(*x.shape[:-1], self.out_features))
+
+    # ------------------------------------------------------------------ choosing
+
+    def get_search_space(self, inputs: Sequence[Tensor] | Tensor) -> TunableItemCfg:
+        """Return the nested choice over the implements that can run this layer on inputs like these."""
+        return search_space(self._problem(as_inputs(inputs, 1)[0]).spec)
+
+    def tune(
+        self,
+        inputs: Sequence[Tensor] | Tensor,
+        *,
+        backward: bool = False,
+        store: TuningStore | None = None,
+        **options: Any,  # noqa: ANN401 - passed on to `tune_kernel`
+    ) -> Choice:
+        """Measure all implements on these inputs and keep the fastest; dense stays if nothing is faster.
+
+        Parameters
+        ----------
+        inputs
+            ``(x,)``, as they will be in use: the number of rows decides which implement wins. Others run as well.
+        backward
+            Whether to choose a kernel for the gradient of the input too.
+        store
+            Where results are kept for the next time; None keeps nothing.
+        options
+            ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``progress``; see
+            :func:`sparta.specialize.tuner.tune_kernel`.
+        """
+        x = as_inputs(inputs, 1)[0]
+        problem = self._problem(x)
+        choice = tune_kernel(problem, store=store, **options)
+        back = tune_kernel(self._backward_problem(x), store=store, **options) if backward else None
+        self._install(problem.spec, choice, None if back is None else (self._backward_problem(x).spec, back))
+        return choice
+
+    def build(self, config: Mapping[str, Any], sample_inputs: Sequence[Tensor] | Tensor) -> None:
+        """Build the implement and parameters of `config`, as ``tune(...).config`` gave them, without measuring."""
+        spec = self._problem(as_inputs(sample_inputs, 1)[0]).spec
+        space = search_space(spec)
+        if not space.includes(dict(config)):
+            raise ValueRangeError(
+                message(f"the config {dict(config)}", f"a point of the search space {space}", "tune this layer first")
+            )
+        params = {key: value for key, value in config.items() if key != "_name"}
+        self._install(spec, Choice(str(config["_name"]), params, "built as given"), None)
+
+    def _install(self, spec: KernelSpec, choice: Choice, back: tuple[KernelSpec, Choice] | None) -> None:
+        forward = cast("LinearKernel", build(spec, choice.config))
+        backward = None if back is None else cast("LinearKernel", build(back[0], back[1].config))
+        self._state = LinearState(spec["weight"], forward, backward)
+        self.choice = choice
+
+    def _problem(self, x: Tensor) -> Problem:
+        if self.weight_mask is None:
+            raise ValueRangeError(
+                message("a layer with an input or output mask", "tuning of weight masks", "it runs densely, masked")
+            )
+        if x.dim() < 1 or x.shape[-1] != self.in_features:
+            raise ShapeError(message(f"a sample input of shape {tuple(x.shape)}", f"(..., {self.in_features})"))
+        rows = x.detach().reshape(-1, self.in_features)
+        bias = None if self.bias is None else self.bias.detach()
+        return _problem(rows, self.weight.detach(), bias, self.weight_mask)
+
+    def _backward_problem(self, x: Tensor) -> Problem:
+        rows = x.numel() // max(1, self.in_features)
+        grad = torch.randn(rows, self.out_features, dtype=x.dtype, device=x.device)
+        mask = cast("Tensor", self.weight_mask)
+        return _problem(grad, self.weight.detach().t(), None, mask.t())
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # noqa: ANN401
+        """Load parameters and mask; a mask other than the present one undoes what was tuned for it."""
+        before = self.weight_mask
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if before is not None and before.data_ptr() and self._state is not None:
+            state_mask = self._state.mask(before.device)
+            if not torch.equal(state_mask, cast("Tensor", self.weight_mask)):
+                self._state, self.choice = None, None
+
+    def extra_repr(self) -> str:
+        """Say the sizes, the mask and what runs."""
+        name = next(n for n in _MASKS if getattr(self, n) is not None)
+        density = getattr(self, name).float().mean().item()
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, {name} density {density:.3g}, {super().extra_repr()}"
+
+
+def _problem(x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor) -> Problem:
+    spec = linear_spec(
+        TeSA.from_mask(mask), x.shape[0], x.dtype, epilogue=Epilogue(bias=bias is not None), device=x.device.type
+    )
+    expected = linear_reference(x, weight, bias, weight_mask=mask)
+    return Problem(spec, weight, (x, bias, None), expected, reduction=x.shape[1])

@@ -1,0 +1,112 @@
+"""Tune or build every sparse module of a model at once.
+
+`tune` runs the model once to see which inputs each sparse module gets, then tunes them one after the other. The one
+idea to know: it returns plain configs by module name, and `build` takes them back, so that tuning happens once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
+from sparta.nn.operator import OperatorBase
+
+__all__ = ["build", "operators_of", "tune"]
+
+
+def operators_of(module: nn.Module) -> dict[str, OperatorBase]:
+    """Return the sparse modules of a model by name; the model itself has the name ``""``."""
+    return {name: child for name, child in module.named_modules() if isinstance(child, OperatorBase)}
+
+
+def tune(
+    module: nn.Module,
+    sample_inputs: Sequence[Any] | Mapping[str, Any] | Tensor,
+    *,
+    progress: Callable[[str, Any], None] | None = None,
+    **options: Any,  # noqa: ANN401 - passed on to each module's `tune`
+) -> dict[str, dict[str, Any]]:
+    """Tune every sparse module of a model on the inputs it gets when the model runs on `sample_inputs`.
+
+    Parameters
+    ----------
+    sample_inputs
+        Positional inputs, a mapping of keyword inputs, or a single tensor.
+    progress
+        Called with the name and the choice of each module as it is done.
+    options
+        For each module's ``tune``: ``backward``, ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``store`` ...
+
+    Returns
+    -------
+    dict
+        The config of each module by name, as :func:`build` takes it. An interrupt keeps what was tuned so far.
+
+    Examples
+    --------
+    >>> from sparta.nn import SparseLinear
+    >>> mask = torch.rand(8, 16) < 0.5
+    >>> model = nn.Sequential(SparseLinear(nn.Linear(16, 8), weight_mask=mask), nn.ReLU())
+    >>> sorted(tune(model, torch.randn(4, 16), max_trials=1))
+    ['0']
+    """
+    configs: dict[str, dict[str, Any]] = {}
+    for name, (operator, inputs) in _seen_inputs(module, sample_inputs).items():
+        choice = operator.tune(inputs, **options)
+        configs[name] = choice.config
+        if progress is not None:
+            progress(name, choice)
+        if choice.result is not None and choice.result.interrupted:
+            break
+    return configs
+
+
+def build(
+    module: nn.Module,
+    sample_inputs: Sequence[Any] | Mapping[str, Any] | Tensor,
+    configs: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Build the sparse modules of a model from the configs that :func:`tune` returned, without measuring."""
+    found = operators_of(module)
+    for name in configs:
+        if name not in found:
+            raise NameNotFoundError(did_you_mean(name, found, "sparse module"))
+    for name, (operator, inputs) in _seen_inputs(module, sample_inputs).items():
+        if name in configs:
+            operator.build(configs[name], inputs)
+
+
+def _seen_inputs(
+    module: nn.Module, sample_inputs: Sequence[Any] | Mapping[str, Any] | Tensor
+) -> dict[str, tuple[OperatorBase, tuple[Tensor, ...]]]:
+    """Run the model once; return each sparse module with the inputs of its first call."""
+    found = operators_of(module)
+    if not found:
+        raise ValueRangeError(message("a model without sparse modules", "at least one", "put SparseLinear in first"))
+    seen: dict[str, tuple[OperatorBase, tuple[Tensor, ...]]] = {}
+
+    def remember(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(operator: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if name not in seen and isinstance(operator, OperatorBase):
+                seen[name] = (operator, tuple(t.detach() for t in inputs))
+
+        return hook
+
+    hooks = [operator.register_forward_pre_hook(remember(name)) for name, operator in found.items()]
+    try:
+        with torch.no_grad():
+            if isinstance(sample_inputs, Mapping):
+                module(**sample_inputs)
+            else:
+                module(*((sample_inputs,) if isinstance(sample_inputs, Tensor) else sample_inputs))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    missing = sorted(set(found) - set(seen))
+    if missing:
+        raise ValueRangeError(message(f"the sample inputs never reach {', '.join(missing)}", fix="pass others"))
+    return {name: seen[name] for name in found}

@@ -1,0 +1,117 @@
+"""Which tiles are worth timing for a layer: a handful, by the number of tokens and the pattern of the mask.
+
+:func:`candidates` lists them, the best guess first; :func:`default` is that guess. The one idea to know: blocks pay
+only along output channels, so a mask is seen by the height of its blocks, and a 1xB pattern is unstructured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sparta.errors import ValueRangeError, message
+from sparta.specialize.cpu.tile import Tile
+from sparta.specialize.cpu.toolchain import chosen_isa
+
+__all__ = ["candidates", "default"]
+
+_LANES = {"avx512": 16, "avx2": 8, "portable": 4}
+# Up to this many tokens, reading the weights as a stream may be faster than filling vectors with tokens.
+_FEW_TOKENS = 4
+# From this many input channels on, a wide tile of activations outgrows the second-level cache.
+_MANY_INPUTS = 1536
+_STREAM_AHEAD = 4096
+
+
+def candidates(
+    M: int,  # noqa: N803 - the paper's letters
+    N: int,  # noqa: N803
+    K: int,  # noqa: N803
+    density: float,
+    block: Sequence[int] = (1, 1),
+    isa: str | None = None,
+) -> list[dict[str, Any]]:
+    """Return the tiles worth timing, as keyword arguments of :class:`PackedLinear`, the best guess first.
+
+    Parameters
+    ----------
+    M, N, K
+        Tokens, output channels, input channels.
+    density
+        The fraction of live weights.
+    block
+        (h, w) of the mask's blocks.
+    isa
+        Instruction set; ``None`` for the best.
+
+    Examples
+    --------
+    >>> candidates(128, 768, 768, 0.1, (4, 1), isa="portable")[0]["block"]
+    4
+    """
+    if min(M, N, K) < 0 or not 0.0 <= density <= 1.0 or len(block) != 2 or min(block) < 1:
+        given = f"M={M}, N={N}, K={K}, density={density}, block={tuple(block)}"
+        raise ValueRangeError(message(given, "sizes of 0 or more, a density in [0, 1], a block (h, w)"))
+    chosen = chosen_isa(isa)
+    height = int(block[0])
+    tiles: list[Tile] = []
+    if M <= _FEW_TOKENS:
+        tiles += _stream_tiles(height, density, chosen)
+    if M > 1:
+        tiles += _panel_tiles(M, K, height, chosen)
+    return [tile.to_dict() for tile in dict.fromkeys(tiles)]
+
+
+def default(
+    M: int,  # noqa: N803 - the paper's letters
+    N: int,  # noqa: N803
+    K: int,  # noqa: N803
+    density: float,
+    block: Sequence[int] = (1, 1),
+    isa: str | None = None,
+) -> dict[str, Any]:
+    """Return the tile to use without timing any.
+
+    Examples
+    --------
+    >>> default(1, 768, 768, 0.1, (16, 1), isa="portable")["form"]
+    'columns'
+    """
+    return candidates(M, N, K, density, block, isa)[0]
+
+
+def _stream_tiles(height: int, density: float, isa: str) -> Iterable[Tile]:
+    """Yield the forms for a few tokens; the tallest columns the blocks fill first."""
+    for block in (16, 8, 4):
+        if height % block == 0:
+            yield Tile("columns", block, prefetch=_STREAM_AHEAD)
+            yield Tile("columns", block)
+    if height % 4:
+        if isa == "avx512":
+            yield Tile("permuted", 16, prefetch=_STREAM_AHEAD)
+            yield Tile("permuted", 16)
+        yield Tile("rows", 1, prefetch=_STREAM_AHEAD)
+        yield Tile("rows", 1)
+        # Nearly full columns waste little and need no index for each weight.
+        if density > 0.5:
+            yield Tile("columns", 16, prefetch=_STREAM_AHEAD)
+
+
+def _panel_tiles(tokens: int, inputs: int, height: int, isa: str) -> Iterable[Tile]:
+    """Yield the tiles for many tokens."""
+    most = min(4, -(-tokens // _LANES[isa]))
+    chunks = (768, 0, 1536) if inputs > _MANY_INPUTS else (0,)
+    if height % 4 == 0:
+        # Sixteen registers hold at most 12 sums beside inputs and weights; AVX-512 has 32.
+        widest = {8: 3, 4: 4} if isa == "avx512" else {8: 1, 4: 2}
+        for block in (8, 4) if height % 8 == 0 else (4,):
+            for mv in range(min(most, widest[block]), 0, -1):
+                for chunk in chunks if mv > 2 else (0,):
+                    yield Tile("panel", block, mv, k_chunk=chunk)
+                if block == 8 and inputs > _MANY_INPUTS:
+                    yield Tile("panel", block, mv, prefetch=4)
+        return
+    for mv in sorted({most, min(most, 2), 1}, reverse=True):
+        for interleave in (4, 2, 1) if mv == 1 else (1, 2):
+            for chunk in chunks if mv > 2 else (0,):
+                yield Tile("panel", 1, mv, interleave, k_chunk=chunk)

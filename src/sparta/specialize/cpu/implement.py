@@ -1,0 +1,83 @@
+"""The C++ kernels as an implement: ``cpu-panel`` for any sparse linear on the CPU."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from sparta.common.tuning import TunableItemCfg
+from sparta.specialize.cpu.candidates import candidates, default
+from sparta.specialize.cpu.linear import PackedLinear
+from sparta.specialize.cpu.tile import Tile
+from sparta.specialize.implement import Implement, Params, Support, register
+from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.linear import LinearKernel
+from sparta.testing.machine import probe_compiler
+
+__all__ = ["CpuLinear"]
+
+_FORMATS = ("fp32", "bf16", "fp16")
+
+
+class _CpuLinearKernel(LinearKernel):
+    def __init__(self, spec: KernelSpec, tile: Tile) -> None:
+        self._packed = PackedLinear(None, spec["weight"], **tile.to_dict())
+        self._activation = spec.epilogue.activation
+
+    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
+        return (self._packed.pack(operand.detach()),)
+
+    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
+        x, bias, residual = inputs
+        assert x is not None  # noqa: S101 - the operation's convention
+        return self._packed(x, bias, self._activation, residual, values=packed[0])
+
+
+@register
+class CpuLinear(Implement):
+    """Hand-written C++ kernels, compiled for this machine at their first use."""
+
+    name = "cpu"
+    op = "linear"
+
+    def supports(self, spec: KernelSpec) -> Support:
+        """Any mask on the CPU in fp32, bf16 and fp16, where there is a compiler."""
+        if spec.device != "cpu":
+            return Support.no(f"it runs on the CPU, not on {spec.device}")
+        if str(spec["input"].format) not in _FORMATS:
+            return Support.no(f"it computes {', '.join(_FORMATS)}, not {spec['input'].format}")
+        reason = _missing_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
+        return Support.no(reason) if reason else Support.yes("C++ kernels for this machine")
+
+    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
+        """Return the tiles that are worth timing for this layer."""
+        tiles = [str(Tile(**fields)) for fields in candidates(*_sizes(spec))]
+        return {"tile": TunableItemCfg("choice", _value=tiles)}
+
+    def default(self, spec: KernelSpec) -> dict[str, Any]:
+        """Return the best guess."""
+        return {"tile": str(Tile(**default(*_sizes(spec))))}
+
+    def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
+        """Compile the library if it is not there yet, and pack the mask."""
+        return _CpuLinearKernel(spec, Tile.parse(params["tile"]))
+
+
+def _sizes(spec: KernelSpec) -> tuple[int, int, int, float, tuple[int, int]]:
+    """Return M, N, K, the density and the blocks of the weight's mask."""
+    weight = spec["weight"]
+    channels, inputs = weight.shape
+    h, w = weight.state.block
+    return spec["input"].shape[0], channels, inputs, weight.density, (h, w)
+
+
+@functools.lru_cache(maxsize=4)
+def _missing_compiler(cxx: str, path: str) -> str:
+    """Return why nothing can be compiled, or nothing; the arguments are what the probe reads."""
+    del cxx, path
+    compiler, reason = probe_compiler()
+    return "" if compiler is not None else reason

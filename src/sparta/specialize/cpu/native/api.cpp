@@ -1,0 +1,60 @@
+// The C interface of the CPU kernels: plain structures and pointers, no exceptions, an error code for what this library
+// does not hold. It is compiled once for each instruction set; the caller loads the one that fits the machine.
+#include "gemv.h"
+#include "spmm.h"
+
+#define SPARTA_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+enum Result : int { kDone = 0, kUnknownTile = 1, kNoMemory = 2 };
+
+}  // namespace
+
+SPARTA_EXPORT int sparta_lanes() { return sparta::kLanes; }
+
+SPARTA_EXPORT int sparta_has_tile(int bn, int mv, int interleave, int prefetch) {
+  for (int vectors = 1; vectors <= mv; ++vectors) {  // the last tile of tokens may be narrower
+    if (!sparta::find_kernel(bn, vectors, interleave, prefetch > 0)) return 0;
+  }
+  return mv >= 1;
+}
+
+SPARTA_EXPORT int sparta_multiply_panels(const sparta::PanelMatrix* matrix, const sparta::PanelCall* call) {
+  if (!sparta_has_tile(matrix->bn, matrix->mv, matrix->interleave, matrix->prefetch)) return kUnknownTile;
+  if (call->tokens <= 0 || matrix->channels <= 0) return kDone;
+  return sparta::multiply_panels(*matrix, *call) ? kDone : kNoMemory;
+}
+
+SPARTA_EXPORT int sparta_multiply_stream(const sparta::StreamMatrix* matrix, const sparta::StreamCall* call) {
+  if (!sparta::knows_stream(*matrix)) return kUnknownTile;
+  if (call->tokens > 0 && matrix->channels > 0) sparta::multiply_stream(*matrix, *call);
+  return kDone;
+}
+
+// Token-major to panel and back: what neighbouring sparse layers do once, at both ends.
+SPARTA_EXPORT void sparta_pack(const float* x, int64_t stride, int64_t tokens, int64_t channels, int64_t mv,
+                               float* panel, int threads) {
+  const int64_t tile = mv * sparta::kLanes;
+  const int64_t tiles = sparta::ceil_div(tokens, tile);
+  sparta::parallel(threads, [&](int64_t index, int64_t count) {
+    for (int64_t i = tiles * index / count; i < tiles * (index + 1) / count; ++i) {
+      const int64_t present = std::min(tile, tokens - i * tile);
+      sparta::pack_tile(x + i * tile * stride, stride, present, 0, channels, tile, panel + i * channels * tile);
+    }
+  });
+}
+
+SPARTA_EXPORT void sparta_unpack(const float* panel, int64_t tokens, int64_t channels, int64_t mv, float* y,
+                                 int64_t stride, int threads) {
+  const int64_t tile = mv * sparta::kLanes;
+  const int64_t tiles = sparta::ceil_div(tokens, tile);
+  const sparta::Epilogue nothing{nullptr, nullptr, 0, sparta::kNone};
+  sparta::parallel(threads, [&](int64_t index, int64_t count) {
+    for (int64_t i = tiles * index / count; i < tiles * (index + 1) / count; ++i) {
+      const int64_t present = std::min(tile, tokens - i * tile);
+      sparta::unpack_rows<sparta::kNone>(panel + i * channels * tile, tile, 0, channels, present, nothing,
+                                         y + i * tile * stride, stride);
+    }
+  });
+}

@@ -1,0 +1,67 @@
+// What happens to a sum before it is stored: y = activation(sum + bias) + residual, on data that is still in the cache.
+// The one idea to know: the activation is a template parameter, chosen once a block of rows, so inner loops have no
+// branches for it.
+#pragma once
+
+#include "simd.h"
+
+namespace sparta {
+
+enum Activation : int32_t { kNone = 0, kRelu = 1, kGelu = 2, kSilu = 3 };
+
+struct Epilogue {
+  const float* bias;      // one a channel, or null
+  const float* residual;  // laid out as the output, or null
+  int64_t residual_stride;
+  int32_t activation;
+};
+
+// x * Phi(x), with Phi from the scaled complementary error function: t * e^(-z*z + polynomial(t)) = erfc(z).
+SPARTA_INLINE Vec gelu(Vec x) {
+  const Vec scaled = x * splat(0.70710678f);
+  const Vec z = scaled < Vec{} ? -scaled : scaled;
+  const Vec t = splat(1.0f) / (z * splat(0.5f) + splat(1.0f));
+  constexpr float kCoefficients[] = {0.17841361f, -0.858497f, 1.5625266f,  -1.2180208f, 0.3343266f,
+                                     -0.20897505f, 0.10233201f, 0.37333366f, 1.0000739f,  -1.2655134f};
+  Vec series = splat(kCoefficients[0]);
+#pragma GCC unroll 9
+  for (int i = 1; i < 10; ++i) series = series * t + splat(kCoefficients[i]);
+  const Vec tail = splat(0.5f) * t * exp(series - z * z);
+  return x * (x < Vec{} ? tail : splat(1.0f) - tail);
+}
+
+template <Activation Act>
+SPARTA_INLINE Vec activate(Vec x) {
+  if constexpr (Act == kRelu) return x < Vec{} ? Vec{} : x;  // NaN is not below 0 and stays
+  if constexpr (Act == kGelu) return gelu(x);
+  if constexpr (Act == kSilu) return x / (splat(1.0f) + exp(-x));
+  return x;
+}
+
+// Calls f with the activation as a type.
+template <Activation Act>
+struct ActivationTag {
+  static constexpr Activation value = Act;
+};
+
+template <class F>
+inline void with_activation(int32_t activation, F f) {
+  switch (activation) {
+    case kRelu: return f(ActivationTag<kRelu>());
+    case kGelu: return f(ActivationTag<kGelu>());
+    case kSilu: return f(ActivationTag<kSilu>());
+    default: return f(ActivationTag<kNone>());
+  }
+}
+
+// Finishes `count` neighbouring channels of one token.
+template <Activation Act>
+SPARTA_INLINE void finish_channels(Vec sum, const Epilogue& epilogue, int64_t channel, const float* residual,
+                                   float* out, int64_t count) {
+  if (epilogue.bias) sum += load_some(epilogue.bias + channel, count);
+  sum = activate<Act>(sum);
+  if (residual) sum += load_some(residual, count);
+  store_some(out, sum, count);
+}
+
+}  // namespace sparta

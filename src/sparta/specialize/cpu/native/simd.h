@@ -1,0 +1,126 @@
+// A vector of floats, the same in every build. The compiler's own vector types give arithmetic, comparison and
+// selection for AVX-512, AVX2 and plain SSE/NEON from one source; only the number of lanes differs. The one idea to
+// know: `a * b + c` is one fused instruction where the machine has it (-ffp-contract=fast), and nothing else is relaxed.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(SPARTA_AVX512) || defined(SPARTA_AVX2)
+#include <immintrin.h>
+#endif
+
+#define SPARTA_INLINE inline __attribute__((always_inline))
+#define SPARTA_NOINLINE __attribute__((noinline))
+
+namespace sparta {
+
+#if defined(SPARTA_AVX512)
+constexpr int kLanes = 16;
+#elif defined(SPARTA_AVX2)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+template <int Lanes>
+struct Vector {
+  typedef float floats __attribute__((vector_size(4 * Lanes)));
+  typedef int32_t ints __attribute__((vector_size(4 * Lanes)));
+};
+
+using Vec = Vector<kLanes>::floats;
+using IntVec = Vector<kLanes>::ints;
+
+template <class V = Vec>
+SPARTA_INLINE V load(const float* from) {
+  V v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+template <class V>
+SPARTA_INLINE void store(float* to, V v) {
+  std::memcpy(to, &v, sizeof v);
+}
+
+// The first `count` lanes, the others 0: for ragged edges, where a whole load would leave the array.
+SPARTA_INLINE Vec load_some(const float* from, int64_t count) {
+  if (count >= kLanes) return load(from);
+  Vec v = {};
+  std::memcpy(&v, from, sizeof(float) * static_cast<size_t>(count));
+  return v;
+}
+
+SPARTA_INLINE void store_some(float* to, Vec v, int64_t count) {
+  if (count >= kLanes) {
+    store(to, v);
+  } else {
+    std::memcpy(to, &v, sizeof(float) * static_cast<size_t>(count));
+  }
+}
+
+// Subtracting +0 keeps every value as it is, -0 included; compilers turn this into one broadcast.
+template <class V = Vec>
+SPARTA_INLINE V splat(float value) {
+  return value - V{};
+}
+
+// e^x to 2 ulp; 0 and inf beyond the range of float, NaN for NaN.
+SPARTA_INLINE Vec exp(Vec x) {
+  const Vec kTooLarge = splat(88.8f), kTooSmall = splat(-104.0f);
+  const Vec clamped = x > kTooLarge ? kTooLarge : (x < kTooSmall ? kTooSmall : x);
+  const Vec kRound = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number in the low bits
+  const Vec shifted = clamped * splat(1.44269504f) + kRound;
+  const Vec whole = shifted - kRound;
+  // log2(e) in two parts, so that the fraction keeps all its bits.
+  Vec fraction = clamped * splat(1.44269504f) - whole;
+  fraction = clamped * splat(1.92596299e-8f) + fraction;
+  Vec power = splat(0.00015337577f);
+  power = power * fraction + splat(0.001339986f);
+  power = power * fraction + splat(0.00961852f);
+  power = power * fraction + splat(0.05550329f);
+  power = power * fraction + splat(0.24022646f);
+  power = power * fraction + splat(0.6931472f);
+  power = power * fraction + splat(1.0f);
+  // Two factors 2^(n/2), because 2^n itself may be a denormal number.
+  const IntVec exponent = (IntVec)shifted - (IntVec)kRound;
+  const IntVec half = exponent >> 1;
+  const Vec first = (Vec)((half + 127) << 23);
+  const Vec second = (Vec)((exponent - half + 127) << 23);
+  return power * first * second;
+}
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SPARTA_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SPARTA_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
+#endif
+
+// Exchanges the off-diagonal halves of every 2*Span x 2*Span square that rows `a` and `b`, Span apart, run through.
+template <int Span, int... Lane>
+SPARTA_INLINE void exchange(Vec& a, Vec& b, std::integer_sequence<int, Lane...>) {
+  const Vec upper = SPARTA_SHUFFLE(a, b, ((Lane & Span) ? kLanes + Lane - Span : Lane)...);
+  const Vec lower = SPARTA_SHUFFLE(a, b, ((Lane & Span) ? kLanes + Lane : Lane + Span)...);
+  a = upper;
+  b = lower;
+}
+
+template <int Span>
+SPARTA_INLINE void exchange_all(Vec (&rows)[kLanes]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if (!(i & Span)) exchange<Span>(rows[i], rows[i + Span], std::make_integer_sequence<int, kLanes>());
+  }
+}
+
+// Transposes a square of kLanes rows in registers, in log2(kLanes) rounds.
+SPARTA_INLINE void transpose(Vec (&rows)[kLanes]) {
+  if constexpr (kLanes >= 16) exchange_all<8>(rows);
+  if constexpr (kLanes >= 8) exchange_all<4>(rows);
+  exchange_all<2>(rows);
+  exchange_all<1>(rows);
+}
+
+}  // namespace sparta

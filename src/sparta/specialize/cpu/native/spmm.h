@@ -1,0 +1,250 @@
+// y = x W^T for many tokens: vectors run along tokens, weights are broadcast. A group of BN output channels shares one
+// list of input channels; every entry loads MV vectors of activations and multiplies each with BN weights. The one idea
+// to know: this machine class loads one wide vector a cycle and multiplies two, so a tile is good when
+// MV * BN multiplications pay for its MV + BN loads, and an unstructured weight (BN = 1) gains by interleaving rows.
+#pragma once
+
+#include "panel.h"
+#include "threads.h"
+
+namespace sparta {
+
+// Output rows are computed, finished and stored in blocks of this many, which stay in the first-level cache.
+constexpr int64_t kBlockRows = 32;
+
+// A packed weight. Entry lists are stored chunk by chunk of the input channels; list (chunk, group) holds the entries
+// starts[chunk * groups + group] up to the next start. Entries have one byte offset into a panel tile and BN values.
+struct PanelMatrix {
+  int64_t channels;  // N
+  int64_t inputs;    // K
+  int64_t groups;
+  int64_t chunks;
+  const int64_t* starts;         // [chunks * groups + 1]
+  const uint32_t* offsets;       // [entries], input channel * tile * 4
+  const float* values;           // [entries][bn]
+  const int32_t* rows;           // [groups], the first output channel of each
+  const int64_t* costs;          // [blocks + 1], running sums
+  const int64_t* chunk_columns;  // [chunks + 1]
+  int32_t bn;
+  int32_t mv;
+  int32_t interleave;
+  int32_t prefetch;  // entries ahead; 0 for none
+};
+
+// Activations of one call. A stride is that of token-major rows; a panel has none.
+struct PanelCall {
+  const float* x;
+  float* y;
+  int64_t tokens;
+  int64_t x_stride;
+  int64_t y_stride;
+  const float* bias;
+  const float* residual;
+  int64_t residual_stride;
+  int32_t activation;
+  int32_t threads;
+  int32_t x_is_panel;
+  int32_t y_is_panel;
+};
+
+// One block of rows, one chunk of columns.
+struct RowsTask {
+  const PanelMatrix* matrix;
+  int64_t chunk;
+  int64_t group_begin;
+  int64_t group_end;
+  const float* x;     // the panel tile
+  float* y;           // the panel tile of the output, at row `first_row`
+  int64_t first_row;
+  int64_t tile;       // tokens between two rows
+};
+
+SPARTA_INLINE const float* at_offset(const float* x, uint32_t offset) {
+  return reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + offset);
+}
+
+template <int BN, int MV, bool Prefetch>
+SPARTA_INLINE void multiply(const float* x, const uint32_t* offsets, const float* values, int64_t entries,
+                            int64_t ahead, Vec (&sums)[BN][MV]) {
+  for (int64_t i = 0; i < entries; ++i) {
+    const float* from = at_offset(x, offsets[i]);
+    if constexpr (Prefetch) {
+      const float* later = at_offset(x, offsets[i + ahead]);
+#pragma GCC unroll 4
+      for (int j = 0; j < MV; ++j) __builtin_prefetch(later + j * kLanes);
+    }
+    Vec inputs[MV];
+#pragma GCC unroll 4
+    for (int j = 0; j < MV; ++j) inputs[j] = load(from + j * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < BN; ++r) {
+      const Vec weight = splat(values[i * BN + r]);
+#pragma GCC unroll 4
+      for (int j = 0; j < MV; ++j) sums[r][j] += weight * inputs[j];
+    }
+  }
+}
+
+// The first chunk sets the output, later ones add to it.
+template <int MV>
+SPARTA_INLINE void put(float* y, const Vec (&sums)[MV], bool add) {
+#pragma GCC unroll 4
+  for (int j = 0; j < MV; ++j) store(y + j * kLanes, add ? sums[j] + load(y + j * kLanes) : sums[j]);
+}
+
+template <int BN, int MV, bool Prefetch>
+void multiply_groups(const RowsTask& task) {
+  const PanelMatrix& matrix = *task.matrix;
+  const int64_t* starts = matrix.starts + task.chunk * matrix.groups;
+  for (int64_t group = task.group_begin; group < task.group_end; ++group) {
+    const int64_t begin = starts[group];
+    Vec sums[BN][MV] = {};
+    multiply<BN, MV, Prefetch>(task.x, matrix.offsets + begin, matrix.values + begin * BN, starts[group + 1] - begin,
+                               matrix.prefetch, sums);
+    const int64_t row = matrix.rows[group];
+    float* y = task.y + (row - task.first_row) * task.tile;
+#pragma GCC unroll 8
+    for (int r = 0; r < BN; ++r) {
+      if (BN == 1 || row + r < matrix.channels) put<MV>(y + r * task.tile, sums[r], task.chunk > 0);
+    }
+  }
+}
+
+// Rows of about the same length stand next to each other; what one has more than the others is added row by row.
+template <int Rows, int MV>
+void multiply_interleaved(const RowsTask& task) {
+  const PanelMatrix& matrix = *task.matrix;
+  const int64_t* starts = matrix.starts + task.chunk * matrix.groups;
+  int64_t group = task.group_begin;
+  for (; group + Rows <= task.group_end; group += Rows) {
+    int64_t common = starts[group + 1] - starts[group];
+    const uint32_t* offsets[Rows];
+    const float* values[Rows];
+    Vec sums[Rows][1][MV] = {};
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+      offsets[r] = matrix.offsets + starts[group + r];
+      values[r] = matrix.values + starts[group + r];
+      common = std::min(common, starts[group + r + 1] - starts[group + r]);
+    }
+    for (int64_t i = 0; i < common; ++i) {
+#pragma GCC unroll 4
+      for (int r = 0; r < Rows; ++r) {
+        const float* from = at_offset(task.x, offsets[r][i]);
+        const Vec weight = splat(values[r][i]);
+#pragma GCC unroll 4
+        for (int j = 0; j < MV; ++j) sums[r][0][j] += weight * load(from + j * kLanes);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+      const int64_t rest = starts[group + r + 1] - starts[group + r] - common;
+      multiply<1, MV, false>(task.x, offsets[r] + common, values[r] + common, rest, 0, sums[r]);
+      put<MV>(task.y + (matrix.rows[group + r] - task.first_row) * task.tile, sums[r][0], task.chunk > 0);
+    }
+  }
+  RowsTask rest = task;
+  rest.group_begin = group;
+  multiply_groups<1, MV, false>(rest);
+}
+
+using RowsKernel = void (*)(const RowsTask&);
+
+template <int MV>
+RowsKernel find_kernel_for(int32_t bn, int32_t interleave, bool prefetch) {
+  if (bn == 1 && !prefetch) {
+    if (interleave == 1) return multiply_groups<1, MV, false>;
+    if (interleave == 2) return multiply_interleaved<2, MV>;
+    if (interleave == 4) return multiply_interleaved<4, MV>;
+  }
+  if (interleave != 1) return nullptr;
+  if (bn == 4) return prefetch ? multiply_groups<4, MV, true> : multiply_groups<4, MV, false>;
+  if constexpr (MV <= 3) {
+    if (bn == 8) return prefetch ? multiply_groups<8, MV, true> : multiply_groups<8, MV, false>;
+  }
+  return nullptr;
+}
+
+// Null for a tile that this library does not hold.
+inline RowsKernel find_kernel(int32_t bn, int64_t mv, int32_t interleave, bool prefetch) {
+  switch (mv) {
+    case 1: return find_kernel_for<1>(bn, interleave, prefetch);
+    case 2: return find_kernel_for<2>(bn, interleave, prefetch);
+    case 3: return find_kernel_for<3>(bn, interleave, prefetch);
+    case 4: return find_kernel_for<4>(bn, interleave, prefetch);
+    default: return nullptr;
+  }
+}
+
+// The blocks [begin, end) of one tile of tokens; false when memory ran out.
+inline bool multiply_tile(const PanelMatrix& matrix, const PanelCall& call, int64_t index, int64_t begin, int64_t end) {
+  static thread_local Scratch input_scratch, output_scratch;
+  const int64_t tile = matrix.mv * kLanes;
+  const int64_t tokens = std::min(tile, call.tokens - index * tile);
+  const int64_t vectors = ceil_div(tokens, kLanes);
+  const RowsKernel kernel = find_kernel(matrix.bn, vectors, matrix.interleave, matrix.prefetch > 0);
+
+  float* packed = call.x_is_panel ? nullptr : input_scratch.get(matrix.inputs * tile);
+  if (!call.x_is_panel && !packed && matrix.inputs > 0) return false;
+  const float* x = call.x_is_panel ? call.x + index * matrix.inputs * tile : packed;
+  // With several chunks every row must wait for the last one; with one, a block at a time is enough.
+  const int64_t scratch_rows = matrix.chunks > 1 ? (end - begin) * kBlockRows : kBlockRows;
+  float* sums = call.y_is_panel ? nullptr : output_scratch.get(scratch_rows * tile);
+  if (!call.y_is_panel && !sums) return false;
+  float* y_panel = call.y_is_panel ? call.y + index * matrix.channels * tile : nullptr;
+
+  Epilogue epilogue{call.bias, call.residual, call.residual_stride, call.activation};
+  const bool identity = !call.bias && !call.residual && call.activation == kNone;
+  if (call.residual) epilogue.residual += index * tile * (call.y_is_panel ? matrix.channels : call.residual_stride);
+
+  for (int64_t chunk = 0; chunk < matrix.chunks; ++chunk) {
+    if (packed) {
+      pack_tile(call.x + index * tile * call.x_stride, call.x_stride, tokens, matrix.chunk_columns[chunk],
+                matrix.chunk_columns[chunk + 1], tile, packed);
+    }
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t row = block * kBlockRows;
+      const int64_t rows = std::min(kBlockRows, matrix.channels - row);
+      float* y = y_panel ? y_panel + row * tile : sums + (matrix.chunks > 1 ? row - begin * kBlockRows : 0) * tile;
+      const int64_t groups_each = kBlockRows / matrix.bn;
+      kernel(RowsTask{&matrix, chunk, block * groups_each, std::min((block + 1) * groups_each, matrix.groups), x, y,
+                      row, tile});
+      if (chunk + 1 < matrix.chunks || (y_panel && identity)) continue;
+      with_activation(call.activation, [&](auto tag) {
+        constexpr Activation act = decltype(tag)::value;
+        if (y_panel) {
+          const float* residual = epilogue.residual ? epilogue.residual + row * tile : nullptr;
+          finish_rows<act>(y, tile, row, rows, vectors, call.bias, residual);
+        } else {
+          unpack_rows<act>(y, tile, row, rows, tokens, epilogue, call.y + index * tile * call.y_stride, call.y_stride);
+        }
+      });
+    }
+  }
+  return true;
+}
+
+// Shares (tile, block of rows) pairs among threads by cost. A tile that two threads share is packed by both, which
+// costs less than waiting for each other.
+inline bool multiply_panels(const PanelMatrix& matrix, const PanelCall& call) {
+  const int64_t tiles = ceil_div(call.tokens, matrix.mv * kLanes);
+  const int64_t blocks = ceil_div(matrix.channels, kBlockRows);
+  bool enough_memory = true;
+  parallel(call.threads, [&](int64_t index, int64_t count) {
+    int64_t at = share_begin(matrix.costs, blocks, tiles, index, count);
+    const int64_t end = share_begin(matrix.costs, blocks, tiles, index + 1, count);
+    while (at < end) {
+      const int64_t tile = at / blocks;
+      const int64_t stop = std::min(end, (tile + 1) * blocks);
+      if (!multiply_tile(matrix, call, tile, at - tile * blocks, stop - tile * blocks)) {
+#pragma omp atomic write
+        enough_memory = false;
+        return;
+      }
+      at = stop;
+    }
+  });
+  return enough_memory;
+}
+
+}  // namespace sparta

@@ -1,0 +1,238 @@
+"""Pack a mask: the index arrays that a kernel reads, and where in the dense weight each stored value comes from.
+
+One function for each form, vectorised in numpy, which is faster here than torch on a busy machine. The one idea to
+know: a layout depends on the mask only, so new values for the same mask are one gather (:meth:`Layout.values`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sparta.errors import ShapeError, message
+from sparta.specialize.cpu.tile import MOST_AHEAD, Tile
+
+__all__ = ["Layout", "pack_mask"]
+
+BLOCK_ROWS = 32  # kBlockRows of native/spmm.h
+CHUNK_INPUTS = 32  # kChunkInputs of native/gemv.h
+_LANES = 16  # rows side by side in the permuted form
+_PADDING = 16  # values that a kernel may load beyond the last one
+
+Ints = NDArray[np.integer]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The arrays of a packed mask by the names of the C structures, and the source of each value.
+
+    Attributes
+    ----------
+    shape
+        (N, K) of the weight.
+    groups
+        Lists of entries; see ``native/spmm.h`` and ``native/gemv.h``.
+    arrays
+        Index arrays.
+    source
+        (values,): position in the flattened weight of each stored value, -1 where a block holds a pruned one.
+    padded
+        Whether there is any such -1.
+    """
+
+    shape: tuple[int, int]
+    groups: int
+    arrays: Mapping[str, Tensor]
+    source: Tensor
+    padded: bool
+
+    def values(self, weight: Tensor) -> Tensor:
+        """Return the values of a dense weight (N, K) in the order of this layout, with padding behind them.
+
+        What lies in the pruned places of the weight, NaN included, is not read into the result.
+        """
+        flat = weight.detach().to("cpu", torch.float32).reshape(-1)
+        stored = torch.zeros(len(self.source) + _PADDING)
+        if self.padded:
+            live = self.source >= 0
+            stored[: len(live)][live] = flat.index_select(0, self.source[live])
+        else:
+            torch.index_select(flat, 0, self.source, out=stored[: len(self.source)])
+        return stored
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a kernel reads: index arrays and values."""
+        return sum(array.nbytes for array in self.arrays.values()) + 4 * len(self.source)
+
+
+def pack_mask(mask: Tensor, tile: Tile, lanes: int) -> Layout:
+    """Return the layout of a mask.
+
+    Parameters
+    ----------
+    mask
+        (N, K), bool, True = live, on the CPU.
+    tile
+        How to lay it out.
+    lanes
+        Floats in a vector of the library that will run it.
+
+    Examples
+    --------
+    >>> layout = pack_mask(torch.eye(4, dtype=torch.bool), Tile(block=4), lanes=4)
+    >>> layout.values(torch.full((4, 4), 7.0))[:8].tolist()
+    [7.0, 0.0, 0.0, 0.0, 0.0, 7.0, 0.0, 0.0]
+    """
+    live = mask.numpy()
+    if tile.form == "panel":
+        return _pack_panel(live, tile, lanes)
+    if tile.form == "permuted":
+        return _pack_permuted(live)
+    return _pack_stream(live, tile)
+
+
+def _pack_panel(mask: Bools, tile: Tile, lanes: int) -> Layout:
+    outputs, inputs = mask.shape
+    row_bytes = 4 * tile.mv * lanes
+    if inputs * row_bytes >= 2**31:
+        given = f"a weight of {inputs} input channels with mv={tile.mv}"
+        raise ShapeError(message(given, f"up to {2**31 // row_bytes - 1} of them", "use a smaller mv"))
+    kept = _any_in_blocks(mask, tile.block)
+    order: Ints = np.arange(len(kept))
+    if tile.interleave > 1:
+        order = _alike_rows_together(kept)
+        kept = kept[order]
+    rows = order * tile.block
+    step = tile.k_chunk or max(inputs, 1)
+    bounds = [*range(0, inputs, step), inputs] if inputs else [0, 0]
+    lists = [_lists(kept[:, begin:end]) for begin, end in itertools.pairwise(bounds)]
+    counts = np.concatenate([count for count, _ in lists])
+    column = np.concatenate([column + begin for (_, column), begin in zip(lists, bounds, strict=False)])
+    source, padded = _sources(mask, np.repeat(np.tile(rows, len(lists)), counts), column, tile.block)
+    arrays = {
+        "starts": _running(counts),
+        "offsets": _with_padding((column * row_bytes).astype(np.int32), MOST_AHEAD),
+        "rows": rows.astype(np.int32),
+        "costs": _block_costs(counts.reshape(len(lists), -1).sum(0), tile.block, outputs),
+        "chunk_columns": np.array(bounds),
+    }
+    return _layout(mask, len(kept), arrays, source, padded=padded)
+
+
+def _pack_stream(mask: Bools, tile: Tile) -> Layout:
+    kept = _any_in_blocks(mask, tile.block)
+    counts, column = _lists(kept)
+    source, padded = _sources(mask, np.repeat(np.arange(len(kept)) * tile.block, counts), column, tile.block)
+    # 16 bits hold 65536 input channels, read as unsigned.
+    index_type = np.uint16 if mask.shape[1] <= 2**16 else np.uint32
+    arrays = {
+        "starts": _running(counts),
+        "indices": _with_padding(column.astype(index_type), _PADDING),
+        "costs": _running(counts * tile.block + 4),
+    }
+    return _layout(mask, len(kept), arrays, source, padded=padded)
+
+
+def _pack_permuted(mask: Bools) -> Layout:
+    """Lay out 16 rows side by side: in each chunk of 32 inputs, step s holds the s-th live weight of every row.
+
+    A table with a place for every (group, chunk, step, lane) puts the entries in order without sorting them.
+    """
+    outputs, inputs = mask.shape
+    groups, chunks = -(-outputs // _LANES), -(-inputs // CHUNK_INPUTS)
+    counts, column = _lists(mask)
+    row = np.repeat(np.arange(outputs), counts)
+    chunk = column // CHUNK_INPUTS
+    cell = row * chunks + chunk  # entries of one row and chunk are neighbours
+    step = np.arange(len(cell)) - _running(np.bincount(cell, minlength=outputs * chunks))[cell]
+    table = np.zeros((groups * chunks * CHUNK_INPUTS, _LANES), dtype=np.uint8)
+    table[((row // _LANES) * chunks + chunk) * CHUNK_INPUTS + step, row % _LANES] = column % CHUNK_INPUTS + 1
+
+    steps = np.flatnonzero(table.any(axis=1))
+    lists = table[steps]
+    in_step, lane = np.nonzero(lists)
+    at = steps[in_step] // CHUNK_INPUTS  # group and chunk
+    index = lists[in_step, lane] - 1
+    source = (at // max(chunks, 1) * _LANES + lane) * inputs + at % max(chunks, 1) * CHUNK_INPUTS + index
+    chunk_steps = np.bincount(steps // CHUNK_INPUTS, minlength=groups * chunks)
+    group_steps = chunk_steps.reshape(groups, chunks).sum(1)
+    arrays = {
+        "starts": _running(np.bincount(row // _LANES, minlength=groups)),
+        "indices": _with_padding(index, _PADDING),
+        "step_starts": _running(group_steps),
+        "step_lanes": _with_padding(
+            np.packbits(lists != 0, axis=1, bitorder="little").view("<u2").reshape(-1), _PADDING
+        ),
+        "chunk_steps": chunk_steps.astype(np.uint8),
+        "costs": _running(group_steps + chunks + 4),
+    }
+    return _layout(mask, groups, arrays, source, padded=False)
+
+
+def _layout(mask: Bools, groups: int, arrays: Mapping[str, Ints], source: Ints, *, padded: bool) -> Layout:
+    # Positions in 32 bits where they fit.
+    positions = source.astype(np.int32) if mask.size < 2**31 else source
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    return Layout((mask.shape[0], mask.shape[1]), groups, tensors, torch.from_numpy(positions), padded)
+
+
+def _any_in_blocks(mask: Bools, height: int) -> Bools:
+    """Return (ceil(N / height), K): True where any of the `height` rows of a block is live."""
+    if height == 1:
+        return mask
+    whole = len(mask) // height
+    blocks = mask[: whole * height].reshape(whole, height, mask.shape[1])
+    kept = np.bitwise_or.reduce(blocks, axis=1)
+    rest = mask[whole * height :]
+    return np.concatenate([kept, rest.any(axis=0, keepdims=True)]) if len(rest) else kept
+
+
+def _lists(kept: Bools) -> tuple[Ints, Ints]:
+    """Return how many columns of each row are live, and which, row after row."""
+    counts = np.count_nonzero(kept, axis=1)
+    flat = np.flatnonzero(kept)
+    return counts, flat - np.repeat(np.arange(len(kept)) * kept.shape[1], counts)
+
+
+def _alike_rows_together(kept: Bools) -> Ints:
+    """Return an order of rows that sorts those of each block by their length, the longest first."""
+    window = np.arange(len(kept)) // BLOCK_ROWS
+    return np.lexsort((-np.count_nonzero(kept, axis=1), window))
+
+
+def _sources(mask: Bools, first_row: Ints, column: Ints, height: int) -> tuple[Ints, bool]:
+    """Return where the values of each entry lie in the flattened weight, -1 for pruned ones, and whether any is."""
+    inputs = mask.shape[1]
+    first = first_row * inputs + column
+    if height == 1:
+        return first, False
+    flat = first[:, None] + np.arange(height) * inputs
+    if len(flat) * height == np.count_nonzero(mask):
+        return flat.reshape(-1), False  # every stored value is live
+    inside = flat < mask.size
+    live = mask.reshape(-1)[np.where(inside, flat, 0)] & inside
+    return np.where(live, flat, -1).reshape(-1), True
+
+
+def _block_costs(entries: Ints, block: int, outputs: int) -> Ints:
+    """Return running costs of blocks of output rows: every entry costs its loads, every row its store."""
+    index = np.arange(len(entries)) * block // BLOCK_ROWS
+    cost = np.bincount(index, entries * (block + 1) + 8 * block, minlength=-(-outputs // BLOCK_ROWS))
+    return _running(cost.astype(np.int64))
+
+
+def _running(counts: Ints) -> Ints:
+    """Return 0 and the running sums of counts."""
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)])
+
+
+def _with_padding(array: Ints, count: int) -> Ints:
+    return np.concatenate([array, np.zeros(count, dtype=array.dtype)])

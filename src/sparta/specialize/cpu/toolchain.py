@@ -1,0 +1,250 @@
+"""Compile the C++ kernels for an instruction set, and keep the libraries in a folder that only the user can write.
+
+:func:`build` returns the path of a library, compiled now or found in the cache under a hash of sources, flags and
+compiler. The one idea to know: a library is code that will run in this process, so it is loaded only from a folder
+that no one else can write, and only if its checksum still matches; anything doubtful is compiled again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import shlex
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sparta.errors import (
+    FileFormatError,
+    MissingPackageError,
+    NameNotFoundError,
+    ValueRangeError,
+    did_you_mean,
+    message,
+)
+from sparta.files import write_atomic
+from sparta.testing.machine import Compiler, probe_compiler, probe_cpu
+
+__all__ = ["ISAS", "build", "cache_folder", "runnable_isas"]
+
+SOURCES = Path(__file__).parent / "native"
+
+# Each instruction set with the processor flags it needs and the compiler flags it is built with; the best first.
+_NEEDS = {"avx512": ("avx512f", "avx512bw", "avx512vl", "avx2", "fma"), "avx2": ("avx2", "fma"), "portable": ()}
+_FLAGS = {
+    "avx512": (
+        "-DSPARTA_AVX512",
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx2", "-mfma", "-mpopcnt"),
+        "-mprefer-vector-width=512",
+    ),
+    "avx2": ("-DSPARTA_AVX2", "-mavx2", "-mfma"),
+    "portable": (),
+}
+ISAS = tuple(_NEEDS)
+_OPTIMISED = ("-O3",)
+# Errors end the process at once, so that a test cannot pass over them.
+_SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+_COMMON = (
+    *("-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
+    # One rounding for a * b + c; NaN, inf and -0 keep their meaning.
+    *("-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"),
+)
+_COMPILE_SECONDS = 600.0
+
+
+def runnable_isas() -> tuple[str, ...]:
+    """Return the instruction sets this processor can run, the best first.
+
+    >>> runnable_isas()[-1]
+    'portable'
+    """
+    have = set(_cpu_flags())
+    return tuple(isa for isa, needed in _NEEDS.items() if have.issuperset(needed))
+
+
+def chosen_isa(isa: str | None = None) -> str:
+    """Return the instruction set to use: the argument, else ``$SPARTA_CPU_ISA``, else the best this processor runs.
+
+    Examples
+    --------
+    >>> chosen_isa("portable")
+    'portable'
+    """
+    wanted = isa or os.environ.get("SPARTA_CPU_ISA", "").strip()
+    if not wanted:
+        return runnable_isas()[0]
+    if wanted not in ISAS:
+        raise NameNotFoundError(did_you_mean(wanted, ISAS, "CPU instruction set"))
+    if wanted not in runnable_isas():
+        given = f"the instruction set {wanted!r}, which this processor does not have"
+        raise ValueRangeError(message(given, ", ".join(runnable_isas()), "unset SPARTA_CPU_ISA to let it be chosen"))
+    return wanted
+
+
+def cache_folder() -> Path:
+    """Return the folder of compiled libraries, created for this user alone if it is not there.
+
+    It lies in ``$SPARTA_CACHE``, by default ``~/.cache/sparta``.
+
+    Raises
+    ------
+    sparta.errors.FileFormatError
+        If the folder cannot be made, belongs to someone else, or others may write to it.
+    """
+    named = os.environ.get("SPARTA_CACHE", "").strip()
+    root = Path(named).expanduser() if named else Path.home() / ".cache" / "sparta"
+    folder = root / "cpu"
+    try:
+        root.parent.mkdir(parents=True, exist_ok=True)
+        for level in (root, folder):
+            level.mkdir(mode=0o700, exist_ok=True)
+            _refuse_unsafe(level)
+    except OSError as error:
+        if isinstance(error, FileFormatError):
+            raise
+        given = f"cannot make the folder {folder}: {error.strerror}"
+        raise FileFormatError(message(given, fix="set SPARTA_CACHE to a folder you can write")) from error
+    return folder
+
+
+def build(isa: str | None = None) -> Path:
+    """Return the path of the kernel library for an instruction set, compiled if it is not in the cache.
+
+    Parameters
+    ----------
+    isa
+        ``'avx512'``, ``'avx2'`` or ``'portable'``. ``None`` means ``$SPARTA_CPU_ISA``, else the best one.
+
+    Raises
+    ------
+    sparta.errors.MissingPackageError
+        If there is no C++ compiler, or it fails.
+
+    Examples
+    --------
+    >>> from sparta.specialize.cpu.toolchain import build
+    >>> build("portable").suffix  # doctest: +SKIP
+    '.so'
+    """
+    wanted = chosen_isa(isa)
+    compiler = _compiler()
+    flags = _flags(wanted)
+    folder = cache_folder()
+    library = folder / f"{wanted}-{_digest(compiler, flags)}.so"
+    if _is_intact(library):
+        return library
+    with _only_one(library.with_suffix(".lock")):
+        # Another process may have built it while this one waited.
+        if not _is_intact(library):
+            code = _compile(compiler, flags)
+            # The checksum comes first: a crash in between leaves a mismatch, which is built again.
+            write_atomic(_checksum_file(library), hashlib.sha256(code).hexdigest().encode())
+            write_atomic(library, code)
+    return library
+
+
+def sources() -> tuple[Path, ...]:
+    """Return the C++ files of the library, in a fixed order."""
+    return tuple(sorted(path for path in SOURCES.iterdir() if path.suffix in (".h", ".cpp")))
+
+
+def _compiler() -> Compiler:
+    compiler, reason = _probed_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
+    if compiler is None:
+        raise MissingPackageError(
+            message(f"CPU kernels cannot be compiled, {reason}", fix="until then these layers run dense")
+        )
+    return compiler
+
+
+@functools.lru_cache(maxsize=4)
+def _probed_compiler(cxx: str, path: str) -> tuple[Compiler | None, str]:
+    """Return the compiler; the arguments are what the probe reads from the environment."""
+    del cxx, path
+    return probe_compiler()
+
+
+@functools.cache
+def _cpu_flags() -> tuple[str, ...]:
+    return probe_cpu().vector_isa
+
+
+def _flags(isa: str) -> tuple[str, ...]:
+    sanitize = os.environ.get("SPARTA_CPU_SANITIZE", "").strip() not in ("", "0")
+    return (*_COMMON, *(_SANITIZED if sanitize else _OPTIMISED), *_FLAGS[isa])
+
+
+def _digest(compiler: Compiler, flags: tuple[str, ...]) -> str:
+    """Return a hash of everything the library depends on."""
+    sha = hashlib.sha256("\0".join((*compiler.command, compiler.version, *flags)).encode())
+    for path in sources():
+        sha.update(f"\0{path.name}\0".encode() + path.read_bytes())
+    return sha.hexdigest()[:32]
+
+
+def _compile(compiler: Compiler, flags: tuple[str, ...]) -> bytes:
+    """Return the library as the compiler makes it."""
+    with tempfile.TemporaryDirectory(prefix="sparta-") as folder:
+        output = Path(folder) / "kernels.so"
+        command = [*compiler.command, *flags, str(SOURCES / "api.cpp"), "-o", str(output)]
+        try:
+            done = subprocess.run(  # noqa: S603 - an argument list, and no shell
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_COMPILE_SECONDS,
+                check=False,
+            )
+            if done.returncode == 0:
+                return output.read_bytes()
+            reason = "\n".join(done.stderr.strip().splitlines()[:20])
+        except (OSError, subprocess.SubprocessError) as error:
+            reason = str(error)
+    given = f"the CPU kernels do not compile with {shlex.join(command)}:\n{reason}\n"
+    raise MissingPackageError(message(given, "g++ 10 or newer, or clang++ with OpenMP", "set CXX to such a compiler"))
+
+
+def _refuse_unsafe(folder: Path) -> None:
+    """Raise if anyone but this user could put a library into the folder."""
+    status = folder.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise FileFormatError(message(f"{folder} is not a folder", fix="set SPARTA_CACHE to another one"))
+    if status.st_uid != os.getuid():
+        given = f"{folder} belongs to another user"
+        raise FileFormatError(message(given, "a folder of your own", "set SPARTA_CACHE to another one"))
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        given = f"others may write to {folder}, from where code is loaded"
+        raise FileFormatError(
+            message(given, "a folder only you can write", f"run chmod 700 {shlex.quote(str(folder))}")
+        )
+
+
+def _checksum_file(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _is_intact(library: Path) -> bool:
+    """Tell whether the library is there and is what was written."""
+    try:
+        expected = _checksum_file(library).read_text(encoding="ascii", errors="replace").strip()
+        return hashlib.sha256(library.read_bytes()).hexdigest() == expected
+    except OSError:
+        return False
+
+
+@contextmanager
+def _only_one(lock: Path) -> Iterator[None]:
+    """Let one process at a time in; the system frees the lock when a process dies."""
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

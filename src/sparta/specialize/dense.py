@@ -1,0 +1,57 @@
+"""Dense: PyTorch's own kernels on the masked weight, an implement like any other and the one to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from sparta.common.tuning import TunableItemCfg
+from sparta.specialize.implement import Implement, Params, Support, register
+from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.linear import LinearKernel, apply_epilogue
+
+__all__ = ["DenseLinear"]
+
+
+class _DenseLinearKernel(LinearKernel):
+    def __init__(self, spec: KernelSpec) -> None:
+        self._weight, self._epilogue = spec["weight"], spec.epilogue
+
+    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
+        return (self._weight.apply(operand),)
+
+    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
+        x, bias, residual = inputs
+        assert x is not None  # noqa: S101 - the operation's convention
+        return apply_epilogue(functional.linear(x, packed[0], bias), self._epilogue, residual)
+
+
+@register
+class DenseLinear(Implement):
+    """``torch.nn.functional.linear`` on the masked weight."""
+
+    name = "dense"
+    op = "linear"
+
+    def supports(self, spec: KernelSpec) -> Support:
+        """Dense runs everything."""
+        del spec
+        return Support.yes("PyTorch runs any dense linear")
+
+    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
+        """Return nothing: there is nothing to tune."""
+        del spec
+        return {}
+
+    def default(self, spec: KernelSpec) -> dict[str, Any]:
+        """Return nothing: there is nothing to tune."""
+        del spec
+        return {}
+
+    def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
+        """Return the dense kernel."""
+        del params
+        return _DenseLinearKernel(spec)

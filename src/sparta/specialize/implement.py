@@ -1,0 +1,165 @@
+"""Implements: the ways to run a kernel spec, and the one registry in which they stand side by side.
+
+Hand-written, library and generated kernels, and plain dense, are all an :class:`Implement` with a predicate, a search
+space and a builder. The one idea to know: an implement never decides that it is the best; it only says whether it can,
+and measurement chooses. A new one is one new file with ``@register`` above its class.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor
+
+from sparta.common.tuning import TunableItemCfg
+from sparta.errors import NameNotFoundError, SpartaError, ValueRangeError, did_you_mean, message
+from sparta.specialize.kernel_spec import KernelSpec
+
+__all__ = [
+    "Implement",
+    "Kernel",
+    "Support",
+    "implement_named",
+    "implements_of",
+    "register",
+    "search_space",
+    "supported",
+]
+
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether an implement can run a kernel spec, with a reason that a person can read.
+
+    >>> bool(Support.no("no CUDA device")), Support.no("no CUDA device").reason
+    (False, 'no CUDA device')
+    """
+
+    ok: bool
+    reason: str
+
+    @staticmethod
+    def yes(reason: str = "supported") -> Support:
+        """Return a yes."""
+        return Support(ok=True, reason=reason)
+
+    @staticmethod
+    def no(reason: str) -> Support:
+        """Return a no with its reason."""
+        return Support(ok=False, reason=reason)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+class Kernel(ABC):
+    """A built kernel of one operation: it packs the sparse operand once and then runs on any dynamic size.
+
+    What `pack` returns is all the run-time state there is; it holds plain tensors, so that modules can keep it in
+    buffers, move it between devices and copy it.
+    """
+
+    @abstractmethod
+    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
+        """Return the live values of the sparse operand in this kernel's own layout."""
+
+    @abstractmethod
+    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
+        """Run the operator; which inputs it takes is the operation's convention (see the operation's file)."""
+
+
+class Implement(ABC):
+    """One way to run kernel specs of one operation.
+
+    Attributes
+    ----------
+    name
+        Unique in the registry, shown to users and stored with tuning results.
+    op
+        The operation it runs.
+    version
+        Raised when its parameters or its speed change, so that stored tuning results are measured anew.
+    """
+
+    name: ClassVar[str]
+    op: ClassVar[str]
+    version: ClassVar[int] = 1
+
+    @abstractmethod
+    def supports(self, spec: KernelSpec) -> Support:
+        """Say whether this implement can run `spec`, or why not."""
+
+    @abstractmethod
+    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
+        """Return the parameters to try for `spec`; empty when there is nothing to tune."""
+
+    @abstractmethod
+    def default(self, spec: KernelSpec) -> dict[str, Any]:
+        """Return parameters that are good without tuning."""
+
+    @abstractmethod
+    def build(self, spec: KernelSpec, params: Params) -> Kernel:
+        """Compile for `spec` with these parameters; raises :class:`SpartaError` where that cannot be done."""
+
+
+_REGISTRY: dict[str, Implement] = {}
+_T = TypeVar("_T", bound=type[Implement])
+
+
+def register(cls: _T) -> _T:
+    """Class decorator: put an implement into the registry."""
+    if cls.name in _REGISTRY:
+        raise ValueRangeError(message(f"an implement named {cls.name!r} is registered already", fix="rename one"))
+    _REGISTRY[cls.name] = cls()
+    return cls
+
+
+def implements_of(op: str) -> list[Implement]:
+    """Return all implements of an operation, in the order of their registration.
+
+    Raises :class:`NameNotFoundError` with the registration that is missing when there is none.
+    """
+    found = [implement for implement in _REGISTRY.values() if implement.op == op]
+    if not found:
+        known = {implement.op for implement in _REGISTRY.values()}
+        raise NameNotFoundError(
+            did_you_mean(op, known, "operation")
+            + f" To add it, register an Implement with op = {op!r} (see sparta.specialize.implement)."
+        )
+    return found
+
+
+def implement_named(name: str) -> Implement:
+    """Return the implement of this name."""
+    if name not in _REGISTRY:
+        raise NameNotFoundError(did_you_mean(name, _REGISTRY, "implement"))
+    return _REGISTRY[name]
+
+
+def supported(spec: KernelSpec) -> tuple[list[Implement], dict[str, str]]:
+    """Return the implements that can run `spec`, and for each other one the reason why it cannot."""
+    able, reasons = [], {}
+    for implement in implements_of(spec.op):
+        answer = implement.supports(spec)
+        if answer:
+            able.append(implement)
+        else:
+            reasons[implement.name] = answer.reason
+    if not able:
+        raise SpartaError(
+            message(f"no implement runs {spec}", fix="; ".join(f"{name}: {why}" for name, why in reasons.items()))
+        )
+    return able, reasons
+
+
+def search_space(spec: KernelSpec) -> TunableItemCfg:
+    """Return the nested choice over the implements that can run `spec` and their parameters."""
+    able, _ = supported(spec)
+    return TunableItemCfg(
+        "choice", _is_nested=True, _value={implement.name: dict(implement.space(spec)) for implement in able}
+    )

@@ -1,0 +1,123 @@
+"""Run-time ops: how PyTorch reaches a built kernel, in eager mode, under autograd and under `torch.compile`.
+
+``sparta::linear`` takes plain tensors and the handle of a :class:`LinearState`, which holds the chosen kernels. The one
+idea to know: the weight stays one dense parameter that any optimizer may own; its live values are packed inside the op,
+anew in training, and once per change of the weight in evaluation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparta.errors import SpartaError, message
+from sparta.specialize.linear import LinearKernel
+from sparta.tesa.attribute import TeSA
+
+__all__ = ["LinearState", "linear"]
+
+_handles = itertools.count(1)
+_states: weakref.WeakValueDictionary[int, LinearState] = weakref.WeakValueDictionary()
+
+
+class LinearState:
+    """The kernels of one linear operator, and the packed weight of its last call.
+
+    Parameters
+    ----------
+    weight
+        TeSA of the weight (N, K); its mask is what gradients of the weight are masked with.
+    forward
+        Kernel for ``x W^T + bias``.
+    backward
+        Kernel for ``grad W``, which is the linear operator of the transposed weight; None multiplies densely.
+    """
+
+    def __init__(self, weight: TeSA, forward: LinearKernel, backward: LinearKernel | None = None) -> None:
+        self.weight, self.forward, self.backward = weight, forward, backward
+        self.handle = next(_handles)
+        _states[self.handle] = self
+        self._packed: tuple[Any, ...] | None = None
+        self._mask: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearState:
+        # Kernels are immutable and shared; the copy's weight is another tensor, so it packs anew.
+        return LinearState(self.weight, self.forward, self.backward)
+
+    def packed(self, weight: Tensor, *, keep: bool) -> Sequence[Tensor]:
+        """Return the packed weight; with `keep`, the one of the last call if the weight has not changed since."""
+        if not keep or weight.is_inference():
+            return self.forward.pack(weight)
+        # Holding the storage keeps its address from being given to another weight.
+        storage = weight.untyped_storage()
+        key = (storage._cdata, weight.storage_offset(), weight._version, weight.dtype)
+        if self._packed is None or self._packed[0] != key:
+            self._packed = (key, storage, self.forward.pack(weight))
+        kept: Sequence[Tensor] = self._packed[2]
+        return kept
+
+    def mask(self, device: torch.device) -> Tensor:
+        """Return the mask of the weight on `device`."""
+        if self._mask is None or self._mask.device != device:
+            self._mask = self.weight.mask(device)
+        return self._mask
+
+
+def _state(handle: int) -> LinearState:
+    found = _states.get(handle)
+    if found is None:
+        raise SpartaError(
+            message(f"the kernels behind handle {handle} are gone", fix="keep the sparse module, or build it again")
+        )
+    return found
+
+
+@torch.library.custom_op("sparta::linear", mutates_args=())
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, handle: int, keep: bool) -> Tensor:  # noqa: FBT001 - an op schema
+    """Return ``x W^T + bias`` for x (M, K) and the masked weight (N, K), by the kernel behind `handle`."""
+    state = _state(handle)
+    return state.forward.run(state.packed(weight, keep=keep), x, bias, None)
+
+
+@linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, handle: int, keep: bool) -> Tensor:  # noqa: FBT001
+    del bias, handle, keep
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.custom_op("sparta::linear_backward", mutates_args=())
+def linear_backward(grad: Tensor, x: Tensor, weight: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the weight; the latter is exactly 0 where the weight is pruned."""
+    state = _state(handle)
+    mask = state.mask(weight.device)
+    grad_weight = torch.where(mask, grad.t() @ x, torch.zeros((), dtype=grad.dtype, device=grad.device))
+    if state.backward is None:
+        return grad @ state.weight.apply(weight), grad_weight
+    return state.backward.run(state.backward.pack(weight.t()), grad.contiguous(), None, None), grad_weight
+
+
+@linear_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+    del grad, handle
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401 - PyTorch's protocol
+    del output
+    x, weight, bias, ctx.handle, _ = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - PyTorch's protocol
+    x, weight = ctx.saved_tensors
+    grad_x, grad_weight = torch.ops.sparta.linear_backward(grad.contiguous(), x, weight, ctx.handle)
+    return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None, None, None
+
+
+linear.register_autograd(_backward, setup_context=_setup_context)

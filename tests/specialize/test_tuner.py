@@ -1,0 +1,229 @@
+"""The tuner keeps the fastest implement that is right; whatever a candidate does, dense is the floor."""
+
+import json
+import multiprocessing
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import sparta.specialize.implements  # noqa: F401 - registers them
+from sparta.common.tuning import TunableItemCfg
+from sparta.errors import FileFormatError, NameNotFoundError, SpartaError, ValueRangeError
+from sparta.specialize import implement as registry
+from sparta.specialize.implement import Implement, Support, implements_of, register, search_space, supported
+from sparta.specialize.linear import LinearKernel, linear_spec
+from sparta.specialize.store import Entry, TuningStore, device_name, key_of
+from sparta.specialize.tuner import Problem, build, choose, tune_kernel
+from sparta.tesa.attribute import TeSA
+from sparta.testing import linear_reference
+
+MASK = torch.rand(64, 96, generator=torch.Generator().manual_seed(0)) < 0.2
+
+
+@pytest.fixture
+def problem():
+    weight, x = torch.randn(64, 96) * MASK, torch.randn(32, 96)
+    spec = linear_spec(TeSA.from_mask(MASK), 32, torch.float32)
+    return Problem(spec, weight, (x, None, None), linear_reference(x, weight, weight_mask=MASK), 96)
+
+
+class Cheat(LinearKernel):
+    """Returns a result that was computed before: faster than anything, and right or wrong as told."""
+
+    def __init__(self, result):
+        self.result = result
+
+    def pack(self, operand) -> tuple[torch.Tensor, ...]:
+        return (operand,)
+
+    def run(self, packed: Sequence[torch.Tensor], *inputs) -> torch.Tensor:
+        return self.result
+
+
+@pytest.fixture
+def candidate(problem, monkeypatch):
+    """Put a candidate of a given behaviour beside dense, and nothing else."""
+    dense = registry._REGISTRY["dense"]
+    monkeypatch.setattr(registry, "_REGISTRY", {"dense": dense})
+
+    def add(build_kernel, support=None):
+        class Candidate(Implement):
+            name, op, version = "candidate", "linear", 3
+
+            def supports(self, spec):
+                return Support.yes() if support is None else support
+
+            def space(self, spec):
+                return {"size": TunableItemCfg("choice", _value=[1, 2])}
+
+            def default(self, spec):
+                return {"size": 1}
+
+            def build(self, spec, params):
+                return build_kernel(params["size"])
+
+        register(Candidate)
+
+    return add
+
+
+def raising(error):
+    def build_kernel(size):
+        raise error
+
+    return build_kernel
+
+
+def test_a_right_and_faster_candidate_wins(problem, candidate):
+    candidate(lambda size: Cheat(problem.expected.float()))
+    choice = tune_kernel(problem)
+    assert choice.implement == "candidate"
+    assert choice.entry.speedup > 1
+    assert "x dense" in choice.reason
+    assert choice.config["_name"] == "candidate"
+    assert json.loads(json.dumps(choice.to_dict()))["config"] == choice.config
+
+
+def test_a_wrong_candidate_never_wins_however_fast(problem, candidate):
+    wrong = problem.expected.float()
+    wrong[3, 4] += 1.0
+    candidate(lambda size: Cheat(wrong))
+    choice = tune_kernel(problem)
+    assert choice.implement == "dense"
+    assert any("wrong result" in reason for reason in choice.result.reasons)
+
+
+@pytest.mark.parametrize("error", [SpartaError("does not compile"), RuntimeError("crash"), ZeroDivisionError("oops")])
+def test_a_candidate_that_fails_to_build_is_a_trial_not_a_crash(problem, candidate, error):
+    candidate(raising(error))
+    choice = tune_kernel(problem)
+    assert choice.implement == "dense"
+    assert sum(choice.result.reasons.values()) == 2
+
+
+def test_an_interrupt_keeps_the_best_so_far(problem, candidate, tmp_path):
+    calls = []
+
+    def build_kernel(size):
+        calls.append(size)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return Cheat(problem.expected.float())
+
+    candidate(build_kernel)
+    store = TuningStore(tmp_path)
+    choice = tune_kernel(problem, store=store)
+    assert choice.result.interrupted
+    assert choice.implement == "candidate"
+    assert len(store) == 0  # a search that was cut short is not the last word
+
+
+def test_refusals_carry_their_reason(problem, candidate):
+    candidate(raising(AssertionError), Support.no("needs a tensor core"))
+    able, reasons = supported(problem.spec)
+    assert [i.name for i in able] == ["dense"]
+    assert reasons == {"candidate": "needs a tensor core"}
+    assert tune_kernel(problem).refused == reasons
+    with pytest.raises(SpartaError, match="needs a tensor core"):
+        build(problem.spec, {"_name": "candidate", "size": 1})
+
+
+def test_the_search_space_is_the_nested_choice_over_implements(problem):
+    space = search_space(problem.spec)
+    assert space.includes({"_name": "dense"})
+    assert {"dense", "torch-csr"} <= {sample["_name"] for sample in space.samples()}
+
+
+def test_unknown_names_teach():
+    with pytest.raises(NameNotFoundError, match="register an Implement"):
+        implements_of("linaer")
+    with pytest.raises(NameNotFoundError, match="did you mean 'dense'"):
+        registry.implement_named("dence")
+    with pytest.raises(ValueRangeError, match="registered already"):
+        register(type(registry.implement_named("dense")))
+
+
+# ---------------------------------------------------------------------- the store
+
+
+def test_what_was_tuned_is_not_tuned_again(problem, candidate, tmp_path):
+    candidate(lambda size: Cheat(problem.expected.float()))
+    store = TuningStore(tmp_path)
+    assert choose(problem.spec, store).reason == "not tuned"
+    first = tune_kernel(problem, store=store)
+    again = tune_kernel(problem, store=TuningStore(tmp_path))
+    assert again.config == first.config
+    assert again.result is None
+    assert "stored" in again.reason
+
+
+def test_a_new_version_of_an_implement_is_measured_anew(problem, candidate, tmp_path, monkeypatch):
+    candidate(lambda size: Cheat(problem.expected.float()))
+    store = TuningStore(tmp_path)
+    tune_kernel(problem, store=store)
+    monkeypatch.setattr(type(registry.implement_named("candidate")), "version", 4)
+    assert store.get(problem.spec) is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"version": 1}', b"\xff\xfe"])
+def test_a_damaged_entry_is_dropped_with_a_warning(problem, tmp_path, damage):
+    store = TuningStore(tmp_path)
+    store.put(problem.spec, Entry("dense", {}, 1.0, 1.0))
+    next(tmp_path.glob("*.json")).write_bytes(damage)
+    with pytest.warns(UserWarning, match="damaged"):
+        assert store.get(problem.spec) is None
+    assert len(store) == 0
+
+
+def test_export_and_import(problem, tmp_path):
+    store, other = TuningStore(tmp_path / "a"), TuningStore(tmp_path / "b")
+    entry = Entry("cpu", {"tile": "panel:4:4:1:0:0"}, 1.0, 3.0)
+    store.put(problem.spec, entry)
+    assert store.export(tmp_path / "shared.json") == 1
+    assert other.load(tmp_path / "shared.json") == 1
+    assert other.get(problem.spec) == entry
+    (tmp_path / "bad.json").write_text('{"version": 1, "entries": [{"key": "k", "entry": {"implement": "x"}}]}')
+    with pytest.raises(FileFormatError, match="not an exported"):
+        other.load(tmp_path / "bad.json")
+    (tmp_path / "newer.json").write_text('{"version": 99, "entries": []}')
+    with pytest.raises(FileFormatError, match="version 99"):
+        other.load(tmp_path / "newer.json")
+
+
+def _write_many(folder, number):
+    store = TuningStore(folder)
+    for rows in range(1, 20):
+        spec = linear_spec(TeSA.from_mask(MASK), 2**rows, torch.float32)
+        store.put(spec, Entry("dense", {}, float(number), float(number)))
+
+
+def test_several_processes_write_at_once(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_write_many, args=(tmp_path, n)) for n in (1, 2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+        assert worker.exitcode == 0
+    store = TuningStore(tmp_path)
+    assert len(store) == 19
+    for rows in range(1, 20):
+        entry = store.get(linear_spec(TeSA.from_mask(MASK), 2**rows, torch.float32))
+        assert entry.milliseconds in {1.0, 2.0}
+
+
+def test_the_default_folder_is_the_users_own(problem, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARTA_CACHE", str(tmp_path / "cache"))
+    store = TuningStore()
+    store.put(problem.spec, Entry("dense", {}, 1.0, 1.0))
+    assert (tmp_path / "cache" / "tuning").is_dir()
+    assert (tmp_path / "cache").stat().st_mode & 0o077 == 0
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(FileFormatError, match="others may write"):
+        store.get(problem.spec)
+
+
+def test_keys_name_device_and_versions(problem):
+    assert device_name("cpu") in key_of(problem.spec)
+    assert "dense.1" in key_of(problem.spec)
