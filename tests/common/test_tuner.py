@@ -271,6 +271,17 @@ def test_two_that_choose_the_same_point_at_the_same_time_do_not_both_try_it(monk
     assert [*taken, chosen] == list(NESTED.samples())[:2]
 
 
+def test_a_trial_that_another_process_finished_first_is_no_error():
+    storage = optuna.storages.InMemoryStorage()
+    tuner = Tuner(NESTED, "grid", storage=storage, study_name="s")
+    points = [tuner.generate_parameters(number) for number in range(2)]
+    for number in range(2):
+        optuna.load_study(storage=storage, study_name="s").tell(number, 5.0)
+    tuner.receive_trial_result(0, points[0], 1.0)
+    tuner.close()
+    assert [trial.value for trial in tuner.trials] == [1.0]
+
+
 def test_points_that_were_dropped_are_tried_later(tmp_path):
     kw = {"storage": tmp_path / "study", "study_name": "s"}
     first = Tuner(NESTED, "grid", **kw)

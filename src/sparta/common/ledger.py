@@ -221,17 +221,16 @@ class Ledger:
             self.best = trial
 
     def _close_trial(self, ticket: Ticket, note: dict[str, Any], value: float | None = None) -> None:
+        from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import TrialState as OptunaState
 
-        with quiet_optuna():
+        # Samplers learn from pruned trials and overlook failed ones: a point that crashes should be learnt from like
+        # one that is pruned, a point that was not tried should not.
+        state = OptunaState.FAIL if note["state"] in _NOT_TRIED else OptunaState.PRUNED
+        with quiet_optuna(), contextlib.suppress(UpdateFinishedTrialError):
+            # SQLite locks no rows, so two processes may be given one trial; the study then keeps the first outcome.
             ticket.trial.set_user_attr(_ATTRIBUTE, note)
-            if value is not None:
-                self._study.tell(ticket.trial, value)
-            else:
-                # Samplers learn from pruned trials and overlook failed ones: a point that crashes should be learnt
-                # from like one that is pruned, a point that was not tried should not.
-                tried = note["state"] not in _NOT_TRIED
-                self._study.tell(ticket.trial, state=OptunaState.PRUNED if tried else OptunaState.FAIL)
+            self._study.tell(ticket.trial, value, None if value is not None else state, skip_if_finished=True)
         self._closed_numbers.add(ticket.trial.number)
         del self._tickets[ticket.trial.number]
 

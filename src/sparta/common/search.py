@@ -69,7 +69,8 @@ def search(  # noqa: PLR0913 - one call says all there is to say about a search
         Same seed, same objective: same trials. Give machines that share a study different seeds.
     storage, study_name
         Where the study is kept: an Optuna storage or its URL, or the path of a journal file, and a name. A study that
-        is there is continued. In memory by default.
+        is there is continued. In memory by default. Processes of one machine share a journal file best (SQLite locks
+        no rows, so they would repeat some of each other's trials), machines a server's database.
     progress
         A callable that gets each finished :class:`~sparta.common.result.Trial` and the best so far; True for a view on
         stderr.

@@ -308,8 +308,8 @@ def mutate(space: Space, sample: Sample, rng: random.Random) -> Sample:
 
     A sample of which no pick could differ is returned as it is.
 
-    >>> mutate({'a': TunableItemCfg('choice', [16, 32]), 'b': TunableItemCfg('choice', [1])}, {'a': 16, 'b': 1}, random)
-    {'a': 32, 'b': 1}
+    >>> mutate({'tile': TunableItemCfg('choice', [16, 32])}, {'tile': 16}, random.Random(0))
+    {'tile': 32}
     """
     old = coordinates(space, sample)
     changeable: list[str] = []

@@ -108,7 +108,7 @@ def _panel_tiles(tokens: int, inputs: int, height: int, isa: str) -> Iterable[Ti
             for mv in range(min(most, widest[block]), 0, -1):
                 for chunk in chunks if mv > 2 else (0,):
                     yield Tile("panel", block, mv, k_chunk=chunk)
-                if block == 8 and inputs > _MANY_INPUTS:
+                if block == 8 and mv > 1 and inputs > _MANY_INPUTS:
                     yield Tile("panel", block, mv, prefetch=4)
         return
     for mv in sorted({most, min(most, 2), 1}, reverse=True):

@@ -1,0 +1,105 @@
+"""Layouts of masks, and the tiles that ask for them."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparta.errors import NameNotFoundError, ShapeError, SpartaError, ValueRangeError
+from sparta.specialize.cpu import candidates, default, runnable_isas
+from sparta.specialize.cpu.packing import pack_mask
+from sparta.specialize.cpu.tile import Tile
+from specialize.cpu.kernel_strategies import tiles, weight_masks
+
+ISAS = st.sampled_from(runnable_isas())
+
+
+@given(weight_masks(), tiles(), st.sampled_from([4, 8, 16]))
+def test_every_live_weight_is_stored_once_and_no_pruned_one(mask, tile, lanes):
+    layout = pack_mask(mask.contiguous(), tile, lanes)
+    stored = layout.source[layout.source >= 0].sort().values
+    assert torch.equal(stored.long(), mask.reshape(-1).nonzero().squeeze(1))
+    assert layout.padded == bool((layout.source < 0).any())
+    for name in ("starts", "costs"):
+        assert bool((layout.arrays[name].diff() >= 0).all())
+    # Work is shared by cost: a block without cost could not be found.
+    assert bool((layout.arrays["costs"].diff() > 0).all())
+
+
+@given(weight_masks(), tiles())
+def test_values_come_from_live_places_only(mask, tile):
+    layout = pack_mask(mask.contiguous(), tile, 8)
+    weight = torch.where(mask, torch.rand(mask.shape) + 1, torch.nan)
+    values = layout.values(weight)[: len(layout.source)]
+    assert torch.equal(values != 0, layout.source >= 0)
+    assert torch.equal(
+        values.sort(descending=True).values[: int(mask.sum())], weight[mask].sort(descending=True).values
+    )
+
+
+def test_whole_blocks_store_nothing_more():
+    mask = torch.zeros(16, 32, dtype=torch.bool)
+    mask[4:12, ::3] = True
+    for tile in (Tile(block=4), Tile(block=1, interleave=2), Tile("columns", 4), Tile("permuted", 16), Tile("rows")):
+        assert len(pack_mask(mask, tile, 16).source) == int(mask.sum())
+
+
+def test_indices_are_narrow_where_they_can_be():
+    for inputs, width in ((2**16, 2), (2**16 + 1, 4)):
+        mask = torch.zeros(1, inputs, dtype=torch.bool)
+        mask[0, -1] = True
+        indices = pack_mask(mask, Tile("rows"), 16).arrays["indices"]
+        assert indices.element_size() == width
+        assert indices.numpy().astype(np.int64)[0] == inputs - 1
+
+
+def test_more_inputs_than_offsets_reach_are_refused():
+    mask = torch.zeros(0, 2**23, dtype=torch.bool)
+    with pytest.raises(ShapeError, match="smaller mv"):
+        pack_mask(mask, Tile(mv=4), 16)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "says"),
+    [
+        ({"form": "panels"}, NameNotFoundError, "did you mean 'panel'"),
+        ({"block": 2}, ValueRangeError, "allowed: 1, 4, 8"),
+        ({"form": "columns"}, ValueRangeError, "allowed: 4, 8, 16"),
+        ({"mv": 5}, ValueRangeError, "mv is 5"),
+        ({"block": 8, "mv": 4}, ValueRangeError, "allowed: 1, 2, 3"),
+        ({"form": "rows", "mv": 2}, ValueRangeError, "mv is 2"),
+        ({"interleave": 3}, ValueRangeError, "interleave is 3"),
+        ({"block": 4, "interleave": 2}, ValueRangeError, "interleave is 2"),
+        ({"k_chunk": -1}, ValueRangeError, "k_chunk is -1"),
+        ({"form": "rows", "k_chunk": 8}, ValueRangeError, "k_chunk is 8"),
+        ({"block": 4, "prefetch": 17}, ValueRangeError, "0 to 16"),
+        ({"prefetch": 1}, ValueRangeError, "prefetch is 1"),
+        ({"form": "rows", "prefetch": -1}, ValueRangeError, "prefetch is -1"),
+    ],
+)
+def test_tiles_that_do_not_exist_are_refused(fields, error, says):
+    with pytest.raises(error, match=says):
+        Tile(**fields)
+
+
+@given(
+    tokens=st.sampled_from([0, 1, 2, 5, 16, 33, 128, 4096]),
+    inputs=st.sampled_from([0, 64, 768, 4096]),
+    density=st.sampled_from([0.0, 0.05, 0.6, 1.0]),
+    height=st.sampled_from([1, 2, 3, 4, 8, 16, 32]),
+    isa=ISAS,
+)
+def test_candidates_are_few_different_tiles(tokens, inputs, density, height, isa):
+    found = candidates(tokens, 64, inputs, density, (height, 1), isa)
+    assert 1 <= len(found) <= 15
+    assert len({Tile(**fields) for fields in found}) == len(found)
+    assert default(tokens, 64, inputs, density, (height, 1), isa) == found[0]
+    if height % 4 == 0 and tokens > 4:
+        assert all(fields["block"] > 1 for fields in found)
+
+
+@pytest.mark.parametrize("density", [-0.1, 1.5, float("nan")])
+def test_candidates_check_their_arguments(density):
+    with pytest.raises(SpartaError, match="density"):
+        candidates(1, 1, 1, density)

@@ -1,0 +1,190 @@
+"""The folder of compiled kernels: nothing doubtful is loaded, nothing is compiled twice, every failure says what to do.
+
+A small script stands for the compiler where only the bookkeeping is tested.
+"""
+
+import shutil
+import stat
+import threading
+
+import pytest
+
+from sparta.errors import FileFormatError, MissingPackageError, NameNotFoundError, SpartaError, ValueRangeError
+from sparta.specialize.cpu import library, toolchain
+
+FAKE_COMPILER = """#!/bin/sh
+if [ "$1" = "--version" ]; then echo "fake 1.0"; exit 0; fi
+for last; do :; done
+case " $* " in *" -E "*) exit 0;; esac
+echo call >> {calls}
+sleep {delay}
+echo "a library" > "$last"
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARTA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("SPARTA_CPU_ISA", raising=False)
+    monkeypatch.delenv("SPARTA_CPU_SANITIZE", raising=False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch, cache):
+    """A compiler that writes a line of text and counts its calls."""
+    calls = tmp_path / "calls"
+    calls.touch()
+
+    def install(text=FAKE_COMPILER, delay="0"):
+        script = tmp_path / "fake-g++"
+        script.write_text(text.format(calls=calls, delay=delay))
+        script.chmod(0o700)
+        monkeypatch.setenv("CXX", str(script))
+        toolchain._probed_compiler.cache_clear()
+
+    install()
+    yield install, lambda: len(calls.read_text().split())
+    toolchain._probed_compiler.cache_clear()
+
+
+def test_a_library_is_compiled_once(compiler, cache):
+    _, calls = compiler
+    first = toolchain.build("portable")
+    assert first.read_text() == "a library\n"
+    assert toolchain.build("portable") == first
+    assert calls() == 1
+    assert first.is_relative_to(cache)
+
+
+def test_the_folder_is_the_users_alone(compiler, cache):
+    folder = toolchain.build("portable").parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-1] + b"!"),
+        lambda path: path.write_bytes(path.read_bytes()[:3]),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.unlink(),
+        lambda path: path.with_suffix(".sha256").write_text("0" * 64),
+        lambda path: path.with_suffix(".sha256").write_bytes(b"\xff"),
+        lambda path: path.with_suffix(".sha256").unlink(),
+    ],
+    ids=["tampered", "truncated", "empty", "missing", "wrong checksum", "damaged checksum", "no checksum"],
+)
+def test_a_damaged_library_is_built_again(compiler, damage):
+    _, calls = compiler
+    path = toolchain.build("portable")
+    damage(path)
+    assert toolchain.build("portable") == path
+    assert calls() == 2
+    assert path.read_text() == "a library\n"
+    toolchain.build("portable")
+    assert calls() == 2
+
+
+def test_the_path_follows_sources_flags_and_compiler(compiler, tmp_path, monkeypatch):
+    install, _ = compiler
+    paths = {toolchain.build("portable")}
+    monkeypatch.setenv("SPARTA_CPU_SANITIZE", "1")
+    paths.add(toolchain.build("portable"))
+    monkeypatch.setenv("SPARTA_CPU_SANITIZE", "0")
+    assert toolchain.build("portable") in paths
+    install(FAKE_COMPILER.replace("fake 1.0", "fake 1.1"))
+    paths.add(toolchain.build("portable"))
+    copied = tmp_path / "native"
+    shutil.copytree(toolchain.SOURCES, copied)
+    (copied / "simd.h").write_text("// changed")
+    monkeypatch.setattr(toolchain, "SOURCES", copied)
+    paths.add(toolchain.build("portable"))
+    assert len(paths) == 4
+
+
+def test_builders_at_the_same_time_compile_once(compiler):
+    install, calls = compiler
+    install(delay="0.3")
+    found = []
+    builders = [threading.Thread(target=lambda: found.append(toolchain.build("portable"))) for _ in range(4)]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+    assert calls() == 1
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
+@pytest.mark.parametrize("level", ["", "cpu"])
+def test_a_folder_others_can_write_is_refused(compiler, cache, mode, level):
+    _, calls = compiler
+    toolchain.build("portable")
+    (cache / level).chmod(mode)
+    with pytest.raises(FileFormatError, match="chmod 700"):
+        toolchain.build("portable")
+    assert calls() == 1
+
+
+def test_a_folder_of_another_user_is_refused(compiler, monkeypatch):
+    toolchain.build("portable")
+    monkeypatch.setattr(toolchain.os, "getuid", lambda: 12345)
+    with pytest.raises(FileFormatError, match="belongs to another user"):
+        toolchain.build("portable")
+
+
+def test_a_folder_that_cannot_be_made_is_named(compiler, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SPARTA_CACHE", str(tmp_path / "file" / "below"))
+    with pytest.raises(FileFormatError, match="set SPARTA_CACHE"):
+        toolchain.build("portable")
+    monkeypatch.setenv("SPARTA_CACHE", str(tmp_path / "file"))
+    with pytest.raises(FileFormatError, match="set SPARTA_CACHE"):
+        toolchain.build("portable")
+
+
+def test_without_a_compiler_the_error_says_what_to_install(cache, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(MissingPackageError, match=r"install g\+\+ or set CXX.*run dense"):
+        library.load("portable")
+
+
+def test_a_compiler_that_fails_is_quoted(compiler):
+    install, _ = compiler
+    install(FAKE_COMPILER.replace("sleep {delay}", 'echo "no such flag" >&2; exit 1'))
+    with pytest.raises(MissingPackageError, match=r"(?s)no such flag.*set CXX"):
+        toolchain.build("portable")
+
+
+def test_a_compiler_that_cannot_start_is_an_error(compiler, tmp_path):
+    toolchain._compiler()
+    (tmp_path / "fake-g++").unlink()
+    with pytest.raises(MissingPackageError, match="fake-g"):
+        toolchain.build("portable")
+
+
+def test_a_library_that_does_not_load_is_an_error(compiler):
+    with pytest.raises(SpartaError, match="do not load"):
+        library.load("portable")
+
+
+def test_the_instruction_set_is_chosen(monkeypatch):
+    monkeypatch.delenv("SPARTA_CPU_ISA", raising=False)
+    assert toolchain.chosen_isa() == toolchain.runnable_isas()[0]
+    monkeypatch.setenv("SPARTA_CPU_ISA", "portable")
+    assert toolchain.chosen_isa() == "portable"
+    with pytest.raises(NameNotFoundError, match="did you mean 'avx2'"):
+        toolchain.chosen_isa("avx")
+
+
+def test_an_instruction_set_the_processor_lacks_is_refused(monkeypatch):
+    monkeypatch.setattr(toolchain, "_cpu_flags", lambda: ("avx2", "fma"))
+    monkeypatch.delenv("SPARTA_CPU_ISA", raising=False)
+    assert toolchain.runnable_isas() == ("avx2", "portable")
+    assert toolchain.chosen_isa() == "avx2"
+    with pytest.raises(ValueRangeError, match="does not have; allowed: avx2, portable"):
+        toolchain.chosen_isa("avx512")
