@@ -140,3 +140,21 @@ def test_the_entry_point_exits_without_a_traceback(tmp_path):
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert "does not exist" in result.stderr
+
+
+def test_tuning_results_are_exported_and_imported(tmp_path, monkeypatch):
+    from sparta.specialize.linear import linear_spec
+    from sparta.specialize.store import Entry, TuningStore
+
+    spec = linear_spec(TeSA.dense((8, 8)), 4, torch.float32)
+    monkeypatch.setenv("SPARTA_CACHE", str(tmp_path / "one"))
+    TuningStore().put(spec, Entry("dense", {}, 1.0, 1.0))
+    assert run("tune").stdout.startswith("1 results in")
+    assert run("tune", "--export", tmp_path / "shared.json").exit_code == 0
+    monkeypatch.setenv("SPARTA_CACHE", str(tmp_path / "two"))
+    assert run("tune").stdout.startswith("0 results in")
+    assert "took 1 results" in run("tune", "--import", tmp_path / "shared.json").stdout
+    assert TuningStore().get(spec) == Entry("dense", {}, 1.0, 1.0)
+    missing = run("tune", "--import", tmp_path / "nothing.json")
+    assert missing.exit_code == 2
+    assert "export it again" in missing.stderr

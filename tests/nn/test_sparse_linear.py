@@ -37,7 +37,7 @@ def test_the_sample_of_the_overview_runs():
     with torch.no_grad():
         dense_op.weight *= w_mask
     sparse_op = sparta.nn.SparseLinear(dense_op, weight_mask=w_mask)
-    sparse_op.tune(inputs=(A))  # noqa: UP034 - as printed
+    sparse_op.tune(inputs=(A))
     torch.testing.assert_close(sparse_op(A), dense_op(A), rtol=1e-4, atol=1e-5)
 
 

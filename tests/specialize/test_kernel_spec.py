@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 from hypothesis import given
-from strategies import masks
 
 from sparta.errors import FileFormatError, NameNotFoundError, ValueRangeError
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.linear import apply_epilogue, linear_spec
 from sparta.tesa.attribute import TeSA
+from strategies import masks
 
 
 def spec(density=0.5, rows=16, **options):

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-import sparta.specialize.implements  # noqa: F401 - registers them
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import FileFormatError, NameNotFoundError, SpartaError, ValueRangeError
 from sparta.specialize import implement as registry
@@ -44,7 +43,7 @@ class Cheat(LinearKernel):
 @pytest.fixture
 def candidate(problem, monkeypatch):
     """Put a candidate of a given behaviour beside dense, and nothing else."""
-    dense = registry._REGISTRY["dense"]
+    dense = registry.implement_named("dense")
     monkeypatch.setattr(registry, "_REGISTRY", {"dense": dense})
 
     def add(build_kernel, support=None):

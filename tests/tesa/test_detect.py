@@ -118,6 +118,14 @@ def test_blocks_of_whole_kernel_planes_are_found():
     assert detect(mask) == Detection(Block(3, 3, axes=(-2, -1)), mask.double().mean().item(), 1.0)
 
 
+@pytest.mark.parametrize("pattern", [Block(8, 8), NM(2, 4), VNM(16, 2, 8)], ids=str)
+def test_a_single_exception_far_from_the_start_is_seen(pattern):
+    mask = pattern.project(torch.rand(512, 64), 0.75)
+    assert detect(mask).pattern == pattern
+    mask[-1, -8:] = torch.tensor([True] * 7 + [False])
+    assert detect(mask).pattern != pattern
+
+
 def test_numeric_masks_and_strides_are_accepted():
     mask = NM(2, 4).project(torch.rand(64, 64))
     assert detect(mask.float()) == detect(mask)

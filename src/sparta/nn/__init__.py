@@ -2,6 +2,7 @@
 
 from sparta.nn.linear import SparseLinear
 from sparta.nn.operator import OperatorBase
+from sparta.nn.swap import swap
 from sparta.nn.tuning import build, operators_of, tune
 
-__all__ = ["OperatorBase", "SparseLinear", "build", "operators_of", "tune"]
+__all__ = ["OperatorBase", "SparseLinear", "build", "operators_of", "swap", "tune"]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import sparta.specialize.implements  # noqa: F401 - registers them
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.nn.operator import OperatorBase, as_inputs

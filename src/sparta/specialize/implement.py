@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
@@ -119,14 +120,21 @@ def register(cls: _T) -> _T:
     return cls
 
 
+def _registry() -> Mapping[str, Implement]:
+    """Return the registry, with the package's own implements in it."""
+    import_module("sparta.specialize.implements")
+    return _REGISTRY
+
+
 def implements_of(op: str) -> list[Implement]:
     """Return all implements of an operation, in the order of their registration.
 
     Raises :class:`NameNotFoundError` with the registration that is missing when there is none.
     """
-    found = [implement for implement in _REGISTRY.values() if implement.op == op]
+    registry = _registry()
+    found = [implement for implement in registry.values() if implement.op == op]
     if not found:
-        known = {implement.op for implement in _REGISTRY.values()}
+        known = {implement.op for implement in registry.values()}
         raise NameNotFoundError(
             did_you_mean(op, known, "operation")
             + f" To add it, register an Implement with op = {op!r} (see sparta.specialize.implement)."
@@ -136,9 +144,10 @@ def implements_of(op: str) -> list[Implement]:
 
 def implement_named(name: str) -> Implement:
     """Return the implement of this name."""
-    if name not in _REGISTRY:
-        raise NameNotFoundError(did_you_mean(name, _REGISTRY, "implement"))
-    return _REGISTRY[name]
+    registry = _registry()
+    if name not in registry:
+        raise NameNotFoundError(did_you_mean(name, registry, "implement"))
+    return registry[name]
 
 
 def supported(spec: KernelSpec) -> tuple[list[Implement], dict[str, str]]:

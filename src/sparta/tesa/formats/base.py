@@ -100,7 +100,7 @@ class Packed(ABC):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the dense tensor this stands for: (*batch, rows, cols)."""
+        """Shape of the dense tensor this stands for: ``(*batch, rows, cols)``."""
         return (*self.batch_shape, *self.matrix_shape)
 
     @property
@@ -119,7 +119,7 @@ class Packed(ABC):
         return sum(tensor.nbytes for tensor in (self.values, *self.index_tensors().values()))
 
     def with_values(self, values: Tensor) -> Self:
-        """Return the same index over other values, shape (*any batch, *value_shape), on the same device.
+        """Return the same index over other values, shape ``(*any batch, *value_shape)``, on the same device.
 
         Values of dead elements that share a block with live ones are taken as they come: keep them at 0.
         """
@@ -217,7 +217,7 @@ def pack(dense: Tensor, tesa: MaskLike, format: str, **options: object) -> Packe
     Parameters
     ----------
     dense
-        Shape (*batch, rows, cols); any dtype, strides and device.
+        Shape ``(*batch, rows, cols)``; any dtype, strides and device.
     tesa
         TeSA or bool mask of shape (rows, cols). What is not live is stored as 0 or not at all.
     format

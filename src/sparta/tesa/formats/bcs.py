@@ -25,12 +25,12 @@ __all__ = ["BCSC", "BCSR", "BCSRC", "BlockPacked"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockPacked(Packed):
-    """What the three block formats share: values of shape (*batch, kept, h, w) over a :class:`BlockIndex`.
+    """What the three block formats share: values of shape ``(*batch, kept, h, w)`` over a :class:`BlockIndex`.
 
     Attributes
     ----------
     values
-        Shape (*batch, kept, h, w), in the format's :attr:`order` of blocks.
+        Shape ``(*batch, kept, h, w)``, in the format's :attr:`order` of blocks.
     index
         Which blocks are kept.
     """
@@ -47,7 +47,7 @@ class BlockPacked(Packed):
         Parameters
         ----------
         dense
-            Shape (*batch, rows, cols).
+            Shape ``(*batch, rows, cols)``.
         tesa
             TeSA or bool mask of shape (rows, cols).
         block
@@ -85,7 +85,7 @@ class BlockPacked(Packed):
         return {"shape": list(self.matrix_shape), "block": list(self.block)}
 
     def unpack(self) -> Tensor:
-        """Return the dense tensor, shape (*batch, rows, cols), zero outside the kept blocks."""
+        """Return the dense tensor, shape ``(*batch, rows, cols)``, zero outside the kept blocks."""
         return scatter_blocks(self.values, self.index, self.order)
 
     def stored_mask(self) -> Tensor:
@@ -93,7 +93,7 @@ class BlockPacked(Packed):
         return self.index.element_mask()
 
     def sum(self, axis: int) -> Tensor:
-        """Return row sums (axis -1, shape (*batch, rows)) or column sums (axis -2, shape (*batch, cols))."""
+        """Return row sums (axis -1, shape ``(*batch, rows)``) or column sums (axis -2, shape ``(*batch, cols)``)."""
         return sum_blocks(self.values, self.index, self.order, axis)
 
     def to_bcsr(self) -> BCSR:

@@ -31,7 +31,7 @@ class Bitmap(Packed):
     Attributes
     ----------
     values
-        Shape (*batch, nnz): the live elements, row by row.
+        Shape ``(*batch, nnz)``: the live elements, row by row.
     bits
         Shape (rows, ceil(cols / 8)), uint8: column c is bit ``c % 8`` of byte ``c // 8``; padding bits are 0.
     row_ptr
@@ -53,7 +53,7 @@ class Bitmap(Packed):
 
     @classmethod
     def pack(cls, dense: Tensor, tesa: MaskLike) -> Bitmap:
-        """Pack the live elements of `dense`, shape (*batch, rows, cols).
+        """Pack the live elements of `dense`, shape ``(*batch, rows, cols)``.
 
         >>> Bitmap.pack(torch.eye(2), torch.eye(2, dtype=torch.bool)).values
         tensor([1., 1.])
@@ -102,7 +102,7 @@ class Bitmap(Packed):
         return cls(reader.values((nnz,)), bits, row_ptr, cols, nnz)
 
     def unpack(self) -> Tensor:
-        """Return the dense tensor, shape (*batch, rows, cols)."""
+        """Return the dense tensor, shape ``(*batch, rows, cols)``."""
         return _scatter(self.values, self.stored_mask())
 
     def stored_mask(self) -> Tensor:
@@ -110,7 +110,7 @@ class Bitmap(Packed):
         return unpack_bits(self.bits, self.cols)
 
     def sum(self, axis: int) -> Tensor:
-        """Return row sums (axis -1, shape (*batch, rows)) or column sums (axis -2, shape (*batch, cols))."""
+        """Return row sums (axis -1, shape ``(*batch, rows)``) or column sums (axis -2, shape ``(*batch, cols)``)."""
         check_axis(axis)
         if axis == -1:
             return segment_sum(self.values.movedim(-1, 0), self.row_ptr).movedim(0, -1)
@@ -124,7 +124,7 @@ class Bitmap(Packed):
 
 
 def _scatter(values: Tensor, mask: Tensor) -> Tensor:
-    """Write values (*batch, nnz) to the True places of mask (rows, cols), in row order; zero elsewhere."""
+    """Write values ``(*batch, nnz)`` to the True places of mask (rows, cols), in row order; zero elsewhere."""
     movable = as_movable(values)
     dense = movable.new_zeros((*values.shape[:-1], *mask.shape))
     # Each matrix of the batch takes the next nnz values, which is the order they are stored in.

@@ -18,7 +18,7 @@ __all__ = ["gather_blocks", "pad_matrix", "reorder_blocks", "scatter_blocks", "s
 
 
 def pad_matrix(dense: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return `dense`, (*batch, rows, cols), extended with zeros to `shape`; itself when it already fits.
+    """Return `dense`, ``(*batch, rows, cols)``, extended with zeros to `shape`; itself when it already fits.
 
     >>> pad_matrix(torch.ones(1, 2), (2, 3))
     tensor([[1., 1., 0.],
@@ -36,7 +36,7 @@ def gather_blocks(dense: Tensor, index: BlockIndex, order: Order, mask: Tensor |
     Parameters
     ----------
     dense
-        Shape (*batch, rows, cols).
+        Shape ``(*batch, rows, cols)``.
     index, order
         Which blocks, and in which order.
     mask
@@ -45,7 +45,7 @@ def gather_blocks(dense: Tensor, index: BlockIndex, order: Order, mask: Tensor |
     Returns
     -------
     Tensor
-        Shape (*batch, kept, h, w), contiguous.
+        Shape ``(*batch, kept, h, w)``, contiguous.
 
     >>> index = BlockIndex.from_mask(torch.eye(2, dtype=torch.bool), (1, 1))
     >>> gather_blocks(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), index, "csr").flatten()
@@ -60,7 +60,7 @@ def gather_blocks(dense: Tensor, index: BlockIndex, order: Order, mask: Tensor |
 
 
 def scatter_blocks(values: Tensor, index: BlockIndex, order: Order) -> Tensor:
-    """Undo :func:`gather_blocks`: (*batch, kept, h, w) to (*batch, rows, cols), zero outside the kept blocks.
+    """Undo :func:`gather_blocks`: ``(*batch, kept, h, w)`` to ``(*batch, rows, cols)``, zero outside the kept blocks.
 
     >>> index = BlockIndex.from_mask(torch.eye(2, dtype=torch.bool), (1, 1))
     >>> scatter_blocks(torch.tensor([1.0, 4.0]).reshape(2, 1, 1), index, "csr")
@@ -76,7 +76,7 @@ def scatter_blocks(values: Tensor, index: BlockIndex, order: Order) -> Tensor:
 
 
 def reorder_blocks(values: Tensor, index: BlockIndex, source: Order, target: Order) -> Tensor:
-    """Return the values (*batch, kept, h, w) in another order of blocks; themselves when it is the same.
+    """Return the values ``(*batch, kept, h, w)`` in another order of blocks; themselves when it is the same.
 
     >>> index = BlockIndex.from_mask(torch.ones(2, 2, dtype=torch.bool), (1, 1))
     >>> reorder_blocks(torch.arange(4).reshape(4, 1, 1), index, "csr", "csc").flatten()
@@ -93,7 +93,7 @@ def sum_blocks(values: Tensor, index: BlockIndex, order: Order, axis: int) -> Te
     Returns
     -------
     Tensor
-        Shape (*batch, rows) or (*batch, cols), dtype :func:`~.dtypes.sum_dtype` of the values.
+        Shape ``(*batch, rows)`` or ``(*batch, cols)``, dtype :func:`~.dtypes.sum_dtype` of the values.
 
     >>> index = BlockIndex.from_mask(torch.ones(2, 2, dtype=torch.bool), (1, 2))
     >>> sum_blocks(torch.arange(4.0).reshape(2, 1, 2), index, "csr", axis=-1)
@@ -110,7 +110,7 @@ def sum_blocks(values: Tensor, index: BlockIndex, order: Order, axis: int) -> Te
 
 
 def _as_tiles(padded: Tensor, index: BlockIndex) -> Tensor:
-    """View (*batch, grid rows * h, grid cols * w) as (*batch, grid rows, grid cols, h, w)."""
+    """View ``(*batch, grid rows * h, grid cols * w)`` as ``(*batch, grid rows, grid cols, h, w)``."""
     (grid_rows, grid_cols), (h, w) = index.grid, index.block
     by_column = torch.unflatten(padded, -1, (grid_cols, w))
     return torch.unflatten(by_column, -3, (grid_rows, h)).transpose(-2, -3)

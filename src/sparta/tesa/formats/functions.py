@@ -89,7 +89,7 @@ class TeSAIndexes:
         return self.index.element_mask()
 
     def convert(self, dense: Tensor, mask: MaskLike | None = None) -> Tensor:
-        """Return the kept blocks of `dense`, shape (*batch, rows, cols), as (*batch, kept * h * w).
+        """Return the kept blocks of `dense`, shape ``(*batch, rows, cols)``, as ``(*batch, kept * h * w)``.
 
         With `mask`, of shape (rows, cols), elements that are not live become exactly 0 and get no gradient.
         """
@@ -107,7 +107,7 @@ class TeSAIndexes:
         return gather_blocks(dense, self._index_on(dense), self.order, live).flatten(-3)
 
     def inverse(self, values: Tensor) -> Tensor:
-        """Undo :meth:`convert`: (*batch, kept * h * w) to (*batch, rows, cols), zero elsewhere."""
+        """Undo :meth:`convert`: ``(*batch, kept * h * w)`` to ``(*batch, rows, cols)``, zero elsewhere."""
         return scatter_blocks(self._as_blocks(values), self._index_on(values), self.order)
 
     def sum(self, values: Tensor, axis: int = -1) -> Tensor:
@@ -119,7 +119,7 @@ class TeSAIndexes:
         return type(self)(self.index.to(device))
 
     def _as_blocks(self, values: Tensor) -> Tensor:
-        """View (*batch, kept * h * w) as (*batch, kept, h, w)."""
+        """View ``(*batch, kept * h * w)`` as ``(*batch, kept, h, w)``."""
         h, w = self.index.block
         if values.ndim < 1 or values.shape[-1] != self.nnz * h * w:
             raise ShapeError(

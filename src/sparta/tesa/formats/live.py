@@ -89,7 +89,7 @@ def live_blocks(tesa: MaskLike, block: tuple[int, int], device: torch.device | s
 
 
 def check_matrix(dense: Tensor, tesa: MaskLike) -> tuple[int, int]:
-    """Return (rows, cols) of `dense`, (*batch, rows, cols), or raise if `tesa` does not describe that matrix.
+    """Return (rows, cols) of `dense`, ``(*batch, rows, cols)``, or raise if `tesa` does not describe that matrix.
 
     >>> check_matrix(torch.zeros(5, 2, 3), torch.ones(2, 3, dtype=torch.bool))
     (2, 3)

@@ -34,7 +34,7 @@ class NMPacked(Packed):
     Attributes
     ----------
     values
-        Shape (*batch, rows, groups, n), groups = ceil(cols / m).
+        Shape ``(*batch, rows, groups, n)``, groups = ceil(cols / m).
     positions
         Shape (rows, groups, n), uint8: where in its group each value stands, 0 to m - 1, ascending. The last
         group of a row that m does not divide may name positions beyond the last column; their values are 0.
@@ -72,7 +72,7 @@ class NMPacked(Packed):
         Parameters
         ----------
         dense
-            Shape (*batch, rows, cols).
+            Shape ``(*batch, rows, cols)``.
         tesa
             TeSA or bool mask of shape (rows, cols).
         n, m
@@ -161,7 +161,7 @@ class NMPacked(Packed):
         return self.positions + starts
 
     def unpack(self) -> Tensor:
-        """Return the dense tensor, shape (*batch, rows, cols)."""
+        """Return the dense tensor, shape ``(*batch, rows, cols)``."""
         return self._unpack_rows(0, self.matrix_shape[0])
 
     def stored_mask(self) -> Tensor:
@@ -171,7 +171,7 @@ class NMPacked(Packed):
         return mask.scatter_(-1, self.positions.long(), value=True).flatten(-2)[:, : self.cols].contiguous()
 
     def sum(self, axis: int) -> Tensor:
-        """Return row sums (axis -1, shape (*batch, rows)) or column sums (axis -2, shape (*batch, cols))."""
+        """Return row sums (axis -1, shape ``(*batch, rows)``) or column sums (axis -2, shape ``(*batch, cols)``)."""
         check_axis(axis)
         if axis == -1:
             return sum_dims(self.values, (-1, -2))

@@ -30,7 +30,7 @@ class Packed24(Packed):
     Attributes
     ----------
     values
-        Shape (*batch, rows, 2 * groups), groups = ceil(cols / 4): the two values of each group, in column
+        Shape ``(*batch, rows, 2 * groups)``, groups = ceil(cols / 4): the two values of each group, in column
         order.
     metadata
         Shape (rows, ceil(groups / 2)), uint8: four bits a group, layout as the module says.
@@ -61,7 +61,7 @@ class Packed24(Packed):
 
     @classmethod
     def pack(cls, dense: Tensor, tesa: MaskLike) -> Packed24:
-        """Pack a matrix, (*batch, rows, cols), whose live elements are at most 2 of every 4 in a row.
+        """Pack a matrix, ``(*batch, rows, cols)``, whose live elements are at most 2 of every 4 in a row.
 
         >>> Packed24.pack(torch.ones(1, 4), torch.tensor([[False, True, False, True]])).values
         tensor([[1., 1.]])
@@ -132,7 +132,7 @@ class Packed24(Packed):
         return packed
 
     def unpack(self) -> Tensor:
-        """Return the dense tensor, shape (*batch, rows, cols)."""
+        """Return the dense tensor, shape ``(*batch, rows, cols)``."""
         return self.to_nm().unpack()
 
     def stored_mask(self) -> Tensor:
@@ -140,5 +140,5 @@ class Packed24(Packed):
         return self.to_nm().stored_mask()
 
     def sum(self, axis: int) -> Tensor:
-        """Return row sums (axis -1, shape (*batch, rows)) or column sums (axis -2, shape (*batch, cols))."""
+        """Return row sums (axis -1, shape ``(*batch, rows)``) or column sums (axis -2, shape ``(*batch, cols)``)."""
         return self.to_nm().sum(axis)

@@ -99,7 +99,7 @@ def slab_sum(
         Called with (start, stop); returns rows ``start`` to ``stop`` of the matrix, shape (*batch, stop -
         start, cols).
     shape
-        (*batch, rows, cols) of the matrix.
+        ``(*batch, rows, cols)`` of the matrix.
     dtype, device
         Of the matrix.
 

@@ -183,9 +183,9 @@ class Pattern(ABC):
     def _broken_units(self, mask: Tensor) -> Tensor:
         """Check the shape; return a bool tensor of the rank of `mask` with one element a unit, True if broken."""
 
-    @abstractmethod
     def _unit_steps(self, ndim: int) -> list[int]:
         """Return how far apart units start along each axis of a mask with `ndim` axes."""
+        return [1] * ndim
 
 
 def parse_pattern(text: str) -> Pattern:

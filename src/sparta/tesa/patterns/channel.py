@@ -71,6 +71,3 @@ class Channel(Pattern):
         if not others or mask.numel() == 0:
             return torch.zeros_like(mask)
         return mask.any(others, keepdim=True) ^ mask.all(others, keepdim=True)
-
-    def _unit_steps(self, ndim: int) -> list[int]:
-        return [1] * ndim

@@ -2,7 +2,7 @@
 
 This is how zeros that are already in a checkpoint get a name. The one idea to know is the order of questions, from
 what says most to what says least: dense, channels, blocks, V:N:M, N:M, unstructured; the first that holds is the
-answer. N:M must also say something: that a sparse random mask happens to have no full group is no pattern.
+answer. N:M must also say something: that no group of a sparse random mask happens to be overfull is no pattern.
 """
 
 from __future__ import annotations
@@ -153,19 +153,23 @@ def _group_patterns(mask: Tensor, density: float) -> Iterator[NM | VNM]:
         # with m = 2n the rows have nothing to agree on; and what is not N:M cannot be V:N:M
         if mask.ndim > 1 and nm.m > 2 * nm.n and nm.holds(_sample(mask, nm.axis)):
             for v in _ROWS_PER_BLOCK:
-                column_density = 1 - (1 - density) ** v
-                blocks = mask.numel() / (v * nm.m)
-                if v <= mask.shape[1 - nm.axis] and _telling(2 * nm.n, nm.m, column_density, blocks):
+                agreed = NM(2 * nm.n, nm.m, nm.axis)
+                telling = _is_telling(agreed, 1 - (1 - density) ** v, mask.numel() / v)
+                if v <= mask.shape[1 - nm.axis] and (telling or density == nm.capacity(mask.shape)):
                     yield VNM(v, nm.n, nm.m, nm.axis)
     for nm in fitting:
-        if density == nm.capacity(mask.shape) or _telling(nm.n, nm.m, density, mask.numel() / nm.m):
+        if density == nm.capacity(mask.shape) or _is_telling(nm, density, mask.numel()):
             yield nm
 
 
-def _telling(n: int, m: int, density: float, groups: float) -> bool:
-    """Return whether a random mask of this density would be expected to break n:m in at least one group."""
-    over = sum(math.comb(m, live) * density**live * (1 - density) ** (m - live) for live in range(n + 1, m + 1))
-    return groups * over >= 1
+def _is_telling(nm: NM, density: float, numel: float) -> bool:
+    """Return whether a random mask of this density and size would hardly hold `nm`.
+
+    It breaks it in so many groups on average, and with this many in none with a probability of 1 in 20 000.
+    """
+    over = range(nm.n + 1, nm.m + 1)
+    probability = sum(math.comb(nm.m, live) * density**live * (1 - density) ** (nm.m - live) for live in over)
+    return probability * numel / nm.m >= 10
 
 
 def _sample(mask: Tensor, axis: int) -> Tensor:

@@ -49,6 +49,3 @@ class Unstructured(Pattern):
 
     def _broken_units(self, mask: Tensor) -> Tensor:
         return mask.new_zeros((1,) * mask.ndim)
-
-    def _unit_steps(self, ndim: int) -> list[int]:
-        return [1] * ndim

@@ -1,0 +1,46 @@
+"""Put sparse modules in the place of dense ones, as a spec says."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from sparta.nn.linear import SparseLinear
+from sparta.nn.operator import OperatorBase
+from sparta.tesa.spec import Spec
+
+__all__ = ["swap"]
+
+
+def swap(model: nn.Module, spec: Spec | None = None) -> dict[str, OperatorBase]:
+    """Replace every linear layer whose weight the spec prunes by a `SparseLinear`, in place.
+
+    Parameters
+    ----------
+    model
+        Its parameters stay the same tensors under the same names; pruned weights are set to zero.
+    spec
+        What is pruned; None reads the zeros that are in the weights.
+
+    Returns
+    -------
+    dict
+        The new modules by name. Layers that are subclasses of `nn.Linear` are left alone, since whoever made them may
+        not call them as a linear layer.
+
+    Examples
+    --------
+    >>> import sparta
+    >>> model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    >>> sorted(swap(model, sparta.Spec.from_pattern(model, sparta.NM(2, 4), include="0.weight")))
+    ['0']
+    """
+    tesas = (Spec.from_zeros(model) if spec is None else spec).resolve(model)
+    swapped: dict[str, OperatorBase] = {}
+    for path, module in list(model.named_modules()):
+        weight = f"{path}.weight" if path else "weight"
+        if not path or type(module) is not nn.Linear or weight not in tesas:
+            continue
+        parent, _, name = path.rpartition(".")
+        swapped[path] = SparseLinear(module, weight_mask=tesas[weight]).train(module.training)
+        model.get_submodule(parent).register_module(name, swapped[path])
+    return swapped
