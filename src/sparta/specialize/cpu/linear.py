@@ -259,7 +259,7 @@ class PackedLinear:
         if isinstance(x, Panel):
             return self._checked_panel(x, "x", self.shape[1]).data, x.tokens
         rows = self._rows_of(x, "x", self.shape[1])
-        return rows, len(rows)
+        return rows, rows.shape[0]
 
     def _rows_of(self, tensor: Tensor, name: str, width: int) -> Tensor:
         """Return a tensor as float32 rows (M, width) with unit stride, without a copy where that can be."""

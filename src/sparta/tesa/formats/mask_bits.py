@@ -13,7 +13,7 @@ __all__ = ["pack_bits", "unpack_bits"]
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Pack a bool tensor of shape ``(*rows, cols)`` into uint8 of shape (*rows, ceil(cols / 8)).
+    """Pack a bool tensor of shape ``(*rows, cols)`` into uint8 of shape ``(*rows, ceil(cols / 8))``.
 
     >>> pack_bits(torch.tensor([[True, False, True, False, False, False, False, False, True]]))
     tensor([[5, 1]], dtype=torch.uint8)
@@ -29,7 +29,7 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, cols: int) -> Tensor:
-    """Undo :func:`pack_bits`: uint8 of shape (*rows, ceil(cols / 8)) to bool of shape ``(*rows, cols)``.
+    """Undo :func:`pack_bits`: uint8 of shape ``(*rows, ceil(cols / 8))`` to bool of shape ``(*rows, cols)``.
 
     >>> unpack_bits(torch.tensor([[5]], dtype=torch.uint8), 3)
     tensor([[ True, False,  True]])
