@@ -24,6 +24,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(BIN)/python examples/specify.py
+	$(BIN)/python examples/faster_linear.py
 
 test: lint
 	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --cov --cov-report term

@@ -91,6 +91,15 @@ def test_every_candidate_is_right(isa, height, tokens):
         check(PackedLinear(weight, mask, isa=isa, **tile)(x, bias, "gelu"), truth, reduction=100, what=str(tile))
 
 
+@pytest.mark.skipif("avx512" not in runnable_isas(), reason="needs AVX-512")
+def test_the_permuted_form_crosses_long_gaps():
+    mask = torch.zeros(20, 20001, dtype=torch.bool)
+    mask[3, 40] = mask[3, 8300] = mask[17, 20000] = mask[18, 0] = mask[18, 8160] = True
+    weight, x = torch.randn(mask.shape), torch.randn(2, 20001)
+    y = PackedLinear(weight, mask, isa="avx512", form="permuted", block=16)(x)
+    check(y, expected(x, weight, mask), reduction=2)
+
+
 @settings(max_examples=60)
 @given(weight_masks(), tiles(form="panel"), ISAS, st.integers(0, 140), st.data())
 def test_layers_hand_panels_to_each_other(mask, tile, isa, tokens, data):

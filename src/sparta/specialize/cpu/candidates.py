@@ -18,8 +18,8 @@ __all__ = ["candidates", "default"]
 _LANES = {"avx512": 16, "avx2": 8, "portable": 4}
 # Up to this many tokens, reading the weights as a stream may be faster than filling vectors with tokens.
 _FEW_TOKENS = 4
-# From this many input channels on, a wide tile of activations outgrows the second-level cache.
-_MANY_INPUTS = 1536
+# From this many input channels on, a wide tile of activations outgrows the first and the second level of caches.
+_SOME_INPUTS, _MANY_INPUTS = 512, 1536
 _STREAM_AHEAD = 4096
 
 
@@ -100,18 +100,24 @@ def _stream_tiles(height: int, density: float, isa: str) -> Iterable[Tile]:
 def _panel_tiles(tokens: int, inputs: int, height: int, isa: str) -> Iterable[Tile]:
     """Yield the tiles for many tokens."""
     most = min(4, -(-tokens // _LANES[isa]))
-    chunks = (768, 0, 1536) if inputs > _MANY_INPUTS else (0,)
     if height % 4 == 0:
         # Sixteen registers hold at most 12 sums beside inputs and weights; AVX-512 has 32.
         widest = {8: 3, 4: 4} if isa == "avx512" else {8: 1, 4: 2}
         for block in (8, 4) if height % 8 == 0 else (4,):
             for mv in range(min(most, widest[block]), 0, -1):
-                for chunk in chunks if mv > 2 else (0,):
+                for chunk in _chunks(inputs, mv):
                     yield Tile("panel", block, mv, k_chunk=chunk)
-                if block == 8 and mv > 1 and inputs > _MANY_INPUTS:
-                    yield Tile("panel", block, mv, prefetch=4)
+            if block == 8 and min(most, widest[8]) > 1 and inputs > _MANY_INPUTS:
+                yield Tile("panel", block, min(most, widest[8]), prefetch=4)
         return
     for mv in sorted({most, min(most, 2), 1}, reverse=True):
-        for interleave in (4, 2, 1) if mv == 1 else (1, 2):
-            for chunk in chunks if mv > 2 else (0,):
+        for interleave in (4, 2, 1) if mv == 1 else (2, 1) if mv == 2 else (1, 2):
+            for chunk in _chunks(inputs, mv)[: 3 if interleave == 1 else 1]:
                 yield Tile("panel", 1, mv, interleave, k_chunk=chunk)
+
+
+def _chunks(inputs: int, mv: int) -> tuple[int, ...]:
+    """Return the chunks of input channels to try, for tiles that are too wide for the caches without."""
+    if mv < 3 or inputs <= _SOME_INPUTS:
+        return (0,)
+    return (384, 768, 0) if inputs > _MANY_INPUTS else (0, 384)

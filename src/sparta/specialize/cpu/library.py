@@ -75,7 +75,7 @@ class StreamMatrix(Structure):
         ("values", c_void_p),
         ("step_starts", c_void_p),
         ("step_lanes", c_void_p),
-        ("chunk_steps", c_void_p),
+        ("step_advances", c_void_p),
         ("costs", c_void_p),
         ("form", c_int32),
         ("height", c_int32),

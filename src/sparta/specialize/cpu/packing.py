@@ -23,6 +23,7 @@ __all__ = ["Layout", "pack_mask"]
 BLOCK_ROWS = 32  # kBlockRows of native/spmm.h
 CHUNK_INPUTS = 32  # kChunkInputs of native/gemv.h
 _LANES = 16  # rows side by side in the permuted form
+_FARTHEST = 255  # chunks that one step can go on
 _PADDING = 16  # values that a kernel may load beyond the last one
 
 Ints = NDArray[np.integer]
@@ -162,19 +163,31 @@ def _pack_permuted(mask: Bools) -> Layout:
     at = steps[in_step] // CHUNK_INPUTS  # group and chunk
     index = lists[in_step, lane] - 1
     source = (at // max(chunks, 1) * _LANES + lane) * inputs + at % max(chunks, 1) * CHUNK_INPUTS + index
-    chunk_steps = np.bincount(steps // CHUNK_INPUTS, minlength=groups * chunks)
-    group_steps = chunk_steps.reshape(groups, chunks).sum(1)
+    step_group, step_chunk = np.divmod(steps // CHUNK_INPUTS, max(chunks, 1))
+    advances, before = _advances(step_group, step_chunk)
+    lanes = np.packbits(lists != 0, axis=1, bitorder="little").view("<u2").reshape(-1)
+    group_steps = np.bincount(np.insert(step_group, before, step_group[before]), minlength=groups)
     arrays = {
         "starts": _running(np.bincount(row // _LANES, minlength=groups)),
         "indices": _with_padding(index, _PADDING),
         "step_starts": _running(group_steps),
-        "step_lanes": _with_padding(
-            np.packbits(lists != 0, axis=1, bitorder="little").view("<u2").reshape(-1), _PADDING
-        ),
-        "chunk_steps": chunk_steps.astype(np.uint8),
-        "costs": _running(group_steps + chunks + 4),
+        "step_lanes": _with_padding(np.insert(lanes, before, 0), _PADDING),
+        "step_advances": _with_padding(advances, _PADDING),
+        "costs": _running(group_steps + 4),
     }
     return _layout(mask, groups, arrays, source, padded=False)
+
+
+def _advances(group: Ints, chunk: Ints) -> tuple[Ints, Ints]:
+    """Return how many chunks to go on before each step, and the steps before which an empty one is put.
+
+    An advance is one byte; where a longer way is to go, empty steps go parts of it.
+    """
+    first = np.concatenate([[True], group[1:] != group[:-1]])[: len(group)]
+    advance = np.where(first, chunk, chunk - np.roll(chunk, 1))
+    empty = np.maximum(advance - 1, 0) // _FARTHEST
+    before = np.repeat(np.arange(len(group)), empty)
+    return np.insert(advance - empty * _FARTHEST, before, _FARTHEST).astype(np.uint8), before
 
 
 def _layout(mask: Bools, groups: int, arrays: Mapping[str, Ints], source: Ints, *, padded: bool) -> Layout:

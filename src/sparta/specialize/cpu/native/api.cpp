@@ -28,8 +28,8 @@ SPARTA_EXPORT int sparta_multiply_panels(const sparta::PanelMatrix* matrix, cons
 
 SPARTA_EXPORT int sparta_multiply_stream(const sparta::StreamMatrix* matrix, const sparta::StreamCall* call) {
   if (!sparta::knows_stream(*matrix)) return kUnknownTile;
-  if (call->tokens > 0 && matrix->channels > 0) sparta::multiply_stream(*matrix, *call);
-  return kDone;
+  if (call->tokens <= 0 || matrix->channels <= 0) return kDone;
+  return sparta::multiply_stream(*matrix, *call) ? kDone : kNoMemory;
 }
 
 // Token-major to panel and back: what neighbouring sparse layers do once, at both ends.

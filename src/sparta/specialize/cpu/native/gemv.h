@@ -23,10 +23,10 @@ struct StreamMatrix {
   const int64_t* starts;  // [groups + 1]
   const void* indices;    // uint16 or uint32 input channels; permuted: uint8 within a chunk
   const float* values;
-  const int64_t* step_starts;   // permuted: [groups + 1]
-  const uint16_t* step_lanes;   // permuted: [steps], which of the 16 rows have a value
-  const uint8_t* chunk_steps;   // permuted: [groups][chunks]
-  const int64_t* costs;         // [groups + 1], running sums
+  const int64_t* step_starts;    // permuted: [groups + 1]
+  const uint16_t* step_lanes;    // permuted: [steps], which of the 16 rows have a value
+  const uint8_t* step_advances;  // permuted: [steps], how many chunks of inputs to go on before it
+  const int64_t* costs;          // [groups + 1], running sums
   int32_t form;
   int32_t height;
   int32_t index_bytes;
@@ -80,41 +80,61 @@ inline float row_sum(const float* x, const Index* indices, const float* values, 
 }
 
 #if defined(SPARTA_AVX512)
-// The values and indices of a step are expanded to the lanes that have one; the other lanes are left out of the sum, so
-// that an infinite input only reaches the rows that have a weight for it. Arrays are padded for whole loads at the end.
+// A step multiplies up to 16 values, each with the input it names among the 32 of a chunk, and then spreads the products
+// to the lanes of their rows. Lanes without a value are left out of the sum, so that an infinite input only reaches the
+// rows that have a weight for it. Steps of all chunks are one loop, because the end of a short loop is mispredicted.
+// Arrays are padded for whole loads at the end, and so is x.
 inline void permuted_sums(const StreamMatrix& matrix, const float* x, int64_t group, float* sums) {
   const float* values = matrix.values + matrix.starts[group];
   const uint8_t* indices = static_cast<const uint8_t*>(matrix.indices) + matrix.starts[group];
-  const uint16_t* lanes = matrix.step_lanes + matrix.step_starts[group];
-  const int64_t chunks = (matrix.inputs + kChunkInputs - 1) / kChunkInputs;
-  const uint8_t* steps = matrix.chunk_steps + group * chunks;
   const int64_t ahead = matrix.prefetch;
-  __m512 sum = _mm512_setzero_ps();
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const float* from = x + chunk * kChunkInputs;
-    const int64_t left = matrix.inputs - chunk * kChunkInputs;
-    const __m512 low = (__m512)load_some(from, left);
-    const __m512 high = left > 16 ? (__m512)load_some(from + 16, left - 16) : _mm512_setzero_ps();
+  const auto add_step = [&](int64_t step, __m512 sum) __attribute__((always_inline)) {
+    const __mmask16 lanes = matrix.step_lanes[step];
+    x += kChunkInputs * matrix.step_advances[step];
     if (ahead) {
+      __builtin_prefetch(reinterpret_cast<const char*>(values) + ahead);
       __builtin_prefetch(reinterpret_cast<const char*>(indices) + ahead / 4);
-      __builtin_prefetch(reinterpret_cast<const char*>(lanes) + ahead / 8);
     }
-    for (int step = 0; step < steps[chunk]; ++step) {
-      const __mmask16 present = *lanes++;
-      if (ahead) __builtin_prefetch(reinterpret_cast<const char*>(values) + ahead);
-      const __m512 weights = _mm512_maskz_expand_ps(present, _mm512_loadu_ps(values));
-      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(indices));
-      const __m512i places = _mm512_maskz_expand_epi32(present, _mm512_cvtepu8_epi32(bytes));
-      const __m512 inputs = _mm512_permutex2var_ps(low, places, high);
-      sum = _mm512_mask3_fmadd_ps(weights, inputs, sum, present);
-      const int count = __builtin_popcount(present);
-      values += count;
-      indices += count;
-    }
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(indices));
+    const __m512 inputs =
+        _mm512_permutex2var_ps(_mm512_loadu_ps(x), _mm512_cvtepu8_epi32(bytes), _mm512_loadu_ps(x + 16));
+    const __m512 products = _mm512_mul_ps(_mm512_loadu_ps(values), inputs);
+    const int count = __builtin_popcount(lanes);
+    values += count;
+    indices += count;
+    return _mm512_mask_add_ps(sum, lanes, sum, _mm512_maskz_expand_ps(lanes, products));
+  };
+  __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+  int64_t step = matrix.step_starts[group];
+  const int64_t end = matrix.step_starts[group + 1];
+  for (; step + 2 <= end; step += 2) {
+    even = add_step(step, even);
+    odd = add_step(step + 1, odd);
   }
-  _mm512_storeu_ps(sums, sum);
+  if (step < end) even = add_step(step, even);
+  _mm512_storeu_ps(sums, _mm512_add_ps(even, odd));
 }
 #endif
+
+// Whole chunks of inputs are loaded: where the last one is ragged, the rows of x are copied with zeros behind them.
+struct WholeChunks {
+  const float* x;
+  int64_t stride;
+};
+
+inline WholeChunks whole_chunks(const StreamMatrix& matrix, const StreamCall& call) {
+  static thread_local Scratch scratch;
+  if (matrix.form != kPermuted || matrix.inputs % kChunkInputs == 0) return {call.x, call.x_stride};
+  const int64_t stride = (matrix.inputs + kChunkInputs - 1) / kChunkInputs * kChunkInputs;
+  float* copy = scratch.get(call.tokens * stride);
+  if (!copy) return {nullptr, 0};
+  for (int64_t token = 0; token < call.tokens; ++token) {
+    float* row = copy + token * stride;
+    std::copy_n(call.x + token * call.x_stride, matrix.inputs, row);
+    std::fill(row + matrix.inputs, row + stride, 0.0f);
+  }
+  return {copy, stride};
+}
 
 template <class Index>
 inline void group_sums(const StreamMatrix& matrix, const float* x, int64_t group, float* sums) {
@@ -152,7 +172,8 @@ SPARTA_NOINLINE inline void sums_of(const StreamMatrix& matrix, const float* x, 
 
 // Channels are gathered to a whole vector before the epilogue, however small the groups are.
 template <Activation Act>
-inline void multiply_groups_of(const StreamMatrix& matrix, const StreamCall& call, int64_t begin, int64_t end) {
+inline void multiply_groups_of(const StreamMatrix& matrix, const StreamCall& call, const float* inputs,
+                               int64_t inputs_stride, int64_t begin, int64_t end) {
   const Epilogue epilogue{call.bias, call.residual, call.residual_stride, call.activation};
   constexpr int64_t kTogether = 16;
   const int64_t groups_together = kTogether / matrix.height;
@@ -162,7 +183,7 @@ inline void multiply_groups_of(const StreamMatrix& matrix, const StreamCall& cal
     const int64_t channels = std::min(last * matrix.height, matrix.channels) - channel;
     for (int64_t token = 0; token < call.tokens; ++token) {
       alignas(64) float sums[kTogether] = {};
-      const float* x = call.x + token * call.x_stride;
+      const float* x = inputs + token * inputs_stride;
       for (int64_t group = first; group < last; ++group) {
         sums_of(matrix, x, group, sums + (group - first) * matrix.height);
       }
@@ -175,14 +196,23 @@ inline void multiply_groups_of(const StreamMatrix& matrix, const StreamCall& cal
   }
 }
 
-inline void multiply_stream(const StreamMatrix& matrix, const StreamCall& call) {
+// False when memory ran out.
+inline bool multiply_stream(const StreamMatrix& matrix, const StreamCall& call) {
+  bool enough_memory = true;
   parallel(call.threads, [&](int64_t index, int64_t count) {
     const int64_t begin = share_begin(matrix.costs, matrix.groups, 1, index, count);
     const int64_t end = share_begin(matrix.costs, matrix.groups, 1, index + 1, count);
+    const WholeChunks inputs = whole_chunks(matrix, call);
+    if (!inputs.x && matrix.inputs > 0) {
+#pragma omp atomic write
+      enough_memory = false;
+      return;
+    }
     with_activation(call.activation, [&](auto tag) {
-      multiply_groups_of<decltype(tag)::value>(matrix, call, begin, end);
+      multiply_groups_of<decltype(tag)::value>(matrix, call, inputs.x, inputs.stride, begin, end);
     });
   });
+  return enough_memory;
 }
 
 }  // namespace sparta

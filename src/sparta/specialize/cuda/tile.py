@@ -1,0 +1,99 @@
+"""The tile: how a block-sparse weight is cut and how the kernel walks over it.
+
+A :class:`BlockTile` is all that is tuned in the CUDA block kernel. The one idea to know: a tile changes the speed, never
+the result (beyond the order in which sums are rounded).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+from sparta.errors import ValueRangeError, message
+
+__all__ = ["BlockTile"]
+
+_SIZES = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class BlockTile:
+    """How a weight is packed and multiplied.
+
+    Parameters
+    ----------
+    tokens
+        Rows of x that one program multiplies at once.
+    height, width
+        The block (h, w) in which kept weights are stored; finer than the mask's blocks costs nothing but index.
+    blocks
+        Kept blocks of a block row that are multiplied at once; narrow blocks are put side by side.
+    stages, warps
+        Depth of the software pipeline; warps of a program.
+    tma
+        1 moves tiles by the bulk copy engine (Hopper and later), one block at a time; 0 by ordinary loads.
+    weight_first
+        1 has the weight as the left operand of the matrix unit, so that tokens may be its wide side.
+    ctas
+        Programs that stay on each multiprocessor and walk over many tiles; 0 starts one program a tile.
+    group
+        Tiles of tokens that are worked on before the next ones, so that they stay in the L2 cache.
+
+    Examples
+    --------
+    >>> BlockTile.parse(str(BlockTile(64, 32, 32, blocks=2))) == BlockTile(64, 32, 32, blocks=2)
+    True
+    """
+
+    tokens: int = 128
+    height: int = 64
+    width: int = 64
+    blocks: int = 1
+    stages: int = 4
+    warps: int = 4
+    tma: int = 0
+    weight_first: int = 0
+    ctas: int = 0
+    group: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "height", "width"):
+            self._need(name, _SIZES)
+        self._need("blocks", (1, 2, 4, 8))
+        self._need("warps", (1, 2, 4, 8))
+        self._need("tma", (0, 1))
+        self._need("weight_first", (0, 1))
+        if self.tma and self.blocks > 1:
+            raise ValueRangeError(message(f"tma with {self.blocks} blocks at once", "one block", "set tma=0"))
+        if self.stages < 1 or self.ctas < 0 or self.group < 1:
+            given = f"stages={self.stages}, ctas={self.ctas}, group={self.group}"
+            raise ValueRangeError(message(given, "stages and group of 1 or more, ctas of 0 or more"))
+
+    def _need(self, name: str, allowed: tuple[int, ...]) -> None:
+        if getattr(self, name) not in allowed:
+            raise ValueRangeError(message(f"{name} is {getattr(self, name)}", ", ".join(map(str, allowed))))
+
+    @property
+    def step(self) -> int:
+        """Input channels that are multiplied at once."""
+        return self.width * self.blocks
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Return about how much shared memory a program takes: the pipeline, and the result on its way out.
+
+        >>> BlockTile(128, 128, 64, stages=3).shared_bytes(2)
+        131072
+        """
+        stage = (self.tokens + self.height) * self.step * itemsize
+        return stage * self.stages + self.tokens * self.height * itemsize
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={value}" for name, value in asdict(self).items())
+
+    @classmethod
+    def parse(cls, text: str) -> BlockTile:
+        """Return the tile that ``str(tile)`` wrote."""
+        parts = dict(part.partition("=")[::2] for part in text.split(","))
+        known = {field.name for field in fields(cls)}
+        if not set(parts) <= known or not all(value.isdigit() for value in parts.values()):
+            raise ValueRangeError(message(f"the tile {text!r}", f"name=number with the names {', '.join(known)}"))
+        return cls(**{name: int(value) for name, value in parts.items()})
