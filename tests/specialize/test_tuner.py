@@ -43,8 +43,8 @@ class Cheat(LinearKernel):
 @pytest.fixture
 def candidate(problem, monkeypatch):
     """Put a candidate of a given behaviour beside dense, and nothing else."""
-    dense = registry.implement_named("dense")
-    monkeypatch.setattr(registry, "_REGISTRY", {"dense": dense})
+    dense = registry.implement_named("dense", "linear")
+    monkeypatch.setattr(registry, "_REGISTRY", {("linear", "dense"): dense})
 
     def add(build_kernel, support=None):
         class Candidate(Implement):
@@ -138,9 +138,9 @@ def test_unknown_names_teach():
     with pytest.raises(NameNotFoundError, match="register an Implement"):
         implements_of("linaer")
     with pytest.raises(NameNotFoundError, match="did you mean 'dense'"):
-        registry.implement_named("dence")
+        registry.implement_named("dence", "linear")
     with pytest.raises(ValueRangeError, match="registered already"):
-        register(type(registry.implement_named("dense")))
+        register(type(registry.implement_named("dense", "linear")))
 
 
 # ---------------------------------------------------------------------- the store
@@ -161,7 +161,7 @@ def test_a_new_version_of_an_implement_is_measured_anew(problem, candidate, tmp_
     candidate(lambda size: Cheat(problem.expected.float()))
     store = TuningStore(tmp_path)
     tune_kernel(problem, store=store)
-    monkeypatch.setattr(type(registry.implement_named("candidate")), "version", 4)
+    monkeypatch.setattr(type(registry.implement_named("candidate", "linear")), "version", 4)
     assert store.get(problem.spec) is None
 
 

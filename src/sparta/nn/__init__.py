@@ -1,8 +1,24 @@
 """Sparse modules for people: drop-ins for dense ones that choose their kernel by measurement."""
 
+from sparta.nn.attention import SeqlenDynamicSparseAttention, SparseAttention
 from sparta.nn.linear import SparseLinear
+from sparta.nn.matmul import SparseBatchMatMul
+from sparta.nn.moe import DynamicSparseMoE
 from sparta.nn.operator import OperatorBase
+from sparta.nn.softmax import SparseSoftmax
 from sparta.nn.swap import swap
 from sparta.nn.tuning import build, operators_of, tune
 
-__all__ = ["OperatorBase", "SparseLinear", "build", "operators_of", "swap", "tune"]
+__all__ = [
+    "DynamicSparseMoE",
+    "OperatorBase",
+    "SeqlenDynamicSparseAttention",
+    "SparseAttention",
+    "SparseBatchMatMul",
+    "SparseLinear",
+    "SparseSoftmax",
+    "build",
+    "operators_of",
+    "swap",
+    "tune",
+]

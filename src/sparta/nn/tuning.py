@@ -6,6 +6,7 @@ idea to know: it returns plain configs by module name, and `build` takes them ba
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,14 +90,17 @@ def _seen_inputs(
         raise ValueRangeError(message("a model without sparse modules", "at least one", "put SparseLinear in first"))
     seen: dict[str, tuple[OperatorBase, tuple[Tensor, ...]]] = {}
 
-    def remember(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(operator: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def remember(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(operator: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
             if name not in seen and isinstance(operator, OperatorBase):
-                seen[name] = (operator, tuple(t.detach() for t in inputs))
+                bound = inspect.signature(operator.forward).bind(*inputs, **named)
+                bound.apply_defaults()
+                given = bound.arguments.values()
+                seen[name] = (operator, tuple(t.detach() if isinstance(t, Tensor) else t for t in given))
 
         return hook
 
-    hooks = [operator.register_forward_pre_hook(remember(name)) for name, operator in found.items()]
+    hooks = [operator.register_forward_pre_hook(remember(name), with_kwargs=True) for name, operator in found.items()]
     try:
         with torch.no_grad():
             if isinstance(sample_inputs, Mapping):

@@ -25,6 +25,7 @@ __all__ = [
     "Support",
     "implement_named",
     "implements_of",
+    "present",
     "register",
     "search_space",
     "supported",
@@ -62,16 +63,28 @@ class Kernel(ABC):
     """A built kernel of one operation: it packs the sparse operand once and then runs on any dynamic size.
 
     What `pack` returns is all the run-time state there is; it holds plain tensors, so that modules can keep it in
-    buffers, move it between devices and copy it.
+    buffers, move it between devices and copy it. Where the sparse operand is a weight, those are its live values; where
+    it is an input or a result, only its mask is known beforehand, and what is packed is the index of that mask.
     """
 
     @abstractmethod
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
-        """Return the live values of the sparse operand in this kernel's own layout."""
+        """Return the sparse operand in this kernel's own layout, on its device."""
 
     @abstractmethod
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         """Run the operator; which inputs it takes is the operation's convention (see the operation's file)."""
+
+
+def present(*inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the inputs of a kernel that its operation's convention says are there.
+
+    >>> len(present(Tensor(), Tensor()))
+    2
+    """
+    if any(tensor is None for tensor in inputs):
+        raise ValueRangeError(message("a kernel was run without one of its inputs", "a tensor for each"))
+    return tuple(tensor for tensor in inputs if tensor is not None)
 
 
 class Implement(ABC):
@@ -80,7 +93,7 @@ class Implement(ABC):
     Attributes
     ----------
     name
-        Unique in the registry, shown to users and stored with tuning results.
+        Unique among the implements of one operation, shown to users and stored with tuning results.
     op
         The operation it runs.
     version
@@ -95,32 +108,35 @@ class Implement(ABC):
     def supports(self, spec: KernelSpec) -> Support:
         """Say whether this implement can run `spec`, or why not."""
 
-    @abstractmethod
     def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
-        """Return the parameters to try for `spec`; empty when there is nothing to tune."""
+        """Return the parameters to try for `spec`; empty, as here, when there is nothing to tune."""
+        del spec
+        return {}
 
-    @abstractmethod
     def default(self, spec: KernelSpec) -> dict[str, Any]:
-        """Return parameters that are good without tuning."""
+        """Return parameters that are good without tuning; empty, as here, when there is nothing to tune."""
+        del spec
+        return {}
 
     @abstractmethod
     def build(self, spec: KernelSpec, params: Params) -> Kernel:
         """Compile for `spec` with these parameters; raises :class:`SpartaError` where that cannot be done."""
 
 
-_REGISTRY: dict[str, Implement] = {}
+_REGISTRY: dict[tuple[str, str], Implement] = {}
 _T = TypeVar("_T", bound=type[Implement])
 
 
 def register(cls: _T) -> _T:
     """Class decorator: put an implement into the registry."""
-    if cls.name in _REGISTRY:
-        raise ValueRangeError(message(f"an implement named {cls.name!r} is registered already", fix="rename one"))
-    _REGISTRY[cls.name] = cls()
+    if (cls.op, cls.name) in _REGISTRY:
+        given = f"an implement of {cls.op} named {cls.name!r} is registered already"
+        raise ValueRangeError(message(given, fix="rename one"))
+    _REGISTRY[cls.op, cls.name] = cls()
     return cls
 
 
-def _registry() -> Mapping[str, Implement]:
+def _registry() -> Mapping[tuple[str, str], Implement]:
     """Return the registry, with the package's own implements in it."""
     import_module("sparta.specialize.implements")
     return _REGISTRY
@@ -142,12 +158,12 @@ def implements_of(op: str) -> list[Implement]:
     return found
 
 
-def implement_named(name: str) -> Implement:
-    """Return the implement of this name."""
-    registry = _registry()
-    if name not in registry:
-        raise NameNotFoundError(did_you_mean(name, registry, "implement"))
-    return registry[name]
+def implement_named(name: str, op: str) -> Implement:
+    """Return the implement of an operation that has this name."""
+    found = {implement.name: implement for implement in implements_of(op)}
+    if name not in found:
+        raise NameNotFoundError(did_you_mean(name, found, f"implement of {op}"))
+    return found[name]
 
 
 def supported(spec: KernelSpec) -> tuple[list[Implement], dict[str, str]]:

@@ -38,20 +38,24 @@ class Problem:
     spec
         What is to be run.
     operand
-        The sparse operand, dense, as the kernels pack it.
+        What the kernels pack: the sparse operand, dense, or the mask of one that is an input or a result; None where
+        nothing is known beforehand.
     inputs
         What the kernels take beside it, by the operation's convention.
     expected
         The right result in float64.
     reduction
         How many terms the longest sum behind one element has.
+    backward
+        Whether the gradients of the inputs are measured too, by autograd through the kernel.
     """
 
     spec: KernelSpec
-    operand: Tensor
+    operand: Tensor | None
     inputs: tuple[Tensor | None, ...]
     expected: Tensor
     reduction: int
+    backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ def tune_kernel(
 def build(spec: KernelSpec, config: Mapping[str, Any]) -> Kernel:
     """Build the kernel that a sample of the nested search space names."""
     params = {key: value for key, value in config.items() if key != "_name"}
-    implement = implement_named(config["_name"])
+    implement = implement_named(config["_name"], spec.op)
     answer = implement.supports(spec)
     if not answer:
         raise SpartaError(message(f"{implement.name} cannot run {spec}: {answer.reason}", fix="choose another one"))
@@ -172,13 +176,29 @@ def _starting_points(spec: KernelSpec) -> list[dict[str, Any]]:
 
 
 def _callable(problem: Problem, kernel: Kernel) -> Callable[[], Tensor]:
-    packed = kernel.pack(problem.operand)
+    packed = () if problem.operand is None else kernel.pack(problem.operand)
+    if not problem.backward:
 
-    def call() -> Tensor:
-        with torch.no_grad():
-            return kernel.run(packed, *problem.inputs)
+        def call() -> Tensor:
+            with torch.no_grad():
+                return kernel.run(packed, *problem.inputs)
 
-    return call
+        return call
+
+    # A tensor without dims is a number, such as a temperature, and is not trained.
+    inputs = [
+        t.detach().requires_grad_() if t is not None and t.dim() and t.is_floating_point() else t
+        for t in problem.inputs
+    ]
+    varied = [t for t in inputs if t is not None and t.requires_grad]
+
+    def call_with_gradients() -> Tensor:
+        with torch.enable_grad():
+            result = kernel.run(packed, *inputs)
+            torch.autograd.grad(result, varied, torch.ones_like(result))
+        return result.detach()
+
+    return call_with_gradients
 
 
 def _checked(problem: Problem, config: Mapping[str, Any]) -> Callable[[], Tensor]:

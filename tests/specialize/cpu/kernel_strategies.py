@@ -9,9 +9,9 @@ from strategies import masks
 @st.composite
 def tiles(draw, form=None):
     """Any tile that a library holds."""
-    form = form or draw(st.sampled_from(["panel", "panel", "panel", "columns", "permuted", "rows"]))
+    form = form or draw(st.sampled_from(["panel", "panel", "panel", "columns", "permuted", "bitmap", "rows"]))
     if form != "panel":
-        blocks = {"columns": [4, 8, 16], "permuted": [16], "rows": [1]}[form]
+        blocks = {"columns": [4, 8, 16], "permuted": [16], "bitmap": [1], "rows": [1]}[form]
         return Tile(form, draw(st.sampled_from(blocks)), prefetch=draw(st.sampled_from([0, 4096])))
     block = draw(st.sampled_from([1, 4, 8]))
     return Tile(

@@ -1,5 +1,8 @@
 """Every kernel against float64: any shape, stride, density, tile, instruction set and number of threads."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +12,7 @@ from torch.nn import functional
 from sparta.errors import NameNotFoundError, ShapeError, SpartaError, ValueRangeError
 from sparta.specialize.cpu import PackedLinear, Panel, candidates, load, runnable_isas
 from sparta.specialize.cpu.library import PanelCall, StreamCall
+from sparta.specialize.cpu.tile import AVX512_FORMS
 from sparta.tesa.attribute import TeSA
 from sparta.testing import check, linear_reference
 from specialize.cpu.kernel_strategies import tiles, weight_masks
@@ -44,7 +48,7 @@ STRIDES = st.sampled_from(["contiguous", "transposed", "sliced", "every other"])
 
 
 def packed_for(weight, mask, tile, isa):
-    if tile.form == "permuted" and isa != "avx512":
+    if tile.form in AVX512_FORMS and isa != "avx512":
         return PackedLinear(weight, mask, isa=isa, form="rows")
     return PackedLinear(weight, mask, isa=isa, **tile.to_dict())
 
@@ -232,6 +236,16 @@ def test_the_mask_may_be_a_tesa_or_be_read_from_zeros():
     assert "30 -> 20" in repr(PackedLinear(weight, mask))
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])  # noqa: S301
+@pytest.mark.parametrize("fields", [{"block": 4, "mv": 2}, {"form": "rows"}])
+def test_copies_have_their_own_values(copied, fields):
+    weight, x = torch.randn(20, 30), torch.randn(4, 30)
+    packed = PackedLinear(weight, **fields)
+    twin, truth = copied(packed), packed(x)
+    packed.update_values(torch.zeros(20, 30))
+    assert torch.equal(twin(x), truth)
+
+
 def test_a_denser_mask_reads_more_bytes():
     weight = torch.randn(64, 64)
     sizes = [PackedLinear(weight, torch.rand(64, 64) < d, form="columns", block=16).nbytes for d in (0.0, 0.01, 1.0)]
@@ -297,6 +311,10 @@ def test_what_a_layer_cannot_do_is_named(layer):
         Panel(torch.zeros(2, 3, 4), 3)
     with pytest.raises(ShapeError, match="flatten"):
         Panel.pack(torch.zeros(2, 3, 4), 1, layer.library)
+    with pytest.raises(ShapeError, match="tiles of 0 vectors"):
+        Panel.pack(torch.zeros(2, 3), 0, layer.library)
+    with pytest.raises(ShapeError, match="whole vectors"):
+        Panel.empty(2, 3, 3).unpack(layer.library)
     with pytest.raises(ValueRangeError, match="take the form 'rows'"):
         PackedLinear(torch.randn(8, 6), isa="portable", form="permuted", block=16)
 

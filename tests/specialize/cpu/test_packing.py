@@ -1,6 +1,5 @@
 """Layouts of masks, and the tiles that ask for them."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -41,7 +40,14 @@ def test_values_come_from_live_places_only(mask, tile):
 def test_whole_blocks_store_nothing_more():
     mask = torch.zeros(16, 32, dtype=torch.bool)
     mask[4:12, ::3] = True
-    for tile in (Tile(block=4), Tile(block=1, interleave=2), Tile("columns", 4), Tile("permuted", 16), Tile("rows")):
+    for tile in (
+        Tile(block=4),
+        Tile(block=1, interleave=2),
+        Tile("columns", 4),
+        Tile("permuted", 16),
+        Tile("bitmap"),
+        Tile("rows"),
+    ):
         assert len(pack_mask(mask, tile, 16).source) == int(mask.sum())
 
 
@@ -51,7 +57,7 @@ def test_indices_are_narrow_where_they_can_be():
         mask[0, -1] = True
         indices = pack_mask(mask, Tile("rows"), 16).arrays["indices"]
         assert indices.element_size() == width
-        assert indices.numpy().astype(np.int64)[0] == inputs - 1
+        assert indices.numpy().view(f"u{width}")[0] == inputs - 1
 
 
 def test_more_inputs_than_offsets_reach_are_refused():

@@ -153,6 +153,12 @@ def test_without_a_compiler_the_error_says_what_to_install(cache, monkeypatch):
         library.load("portable")
 
 
+def test_windows_is_told_to_run_dense(cache, monkeypatch):
+    monkeypatch.setattr(toolchain.sys, "platform", "win32")
+    with pytest.raises(MissingPackageError, match="run dense"):
+        toolchain.build("portable")
+
+
 def test_a_compiler_that_fails_is_quoted(compiler):
     install, _ = compiler
     install(FAKE_COMPILER.replace("sleep {delay}", 'echo "no such flag" >&2; exit 1'))

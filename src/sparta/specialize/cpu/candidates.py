@@ -7,6 +7,7 @@ only along output channels, so a mask is seen by the height of its blocks, and a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sparta.errors import ValueRangeError, message
@@ -21,6 +22,7 @@ _FEW_TOKENS = 4
 # From this many input channels on, a wide tile of activations outgrows the first and the second level of caches.
 _SOME_INPUTS, _MANY_INPUTS = 512, 1536
 _STREAM_AHEAD = 4096
+_BITMAP_DENSITY = 0.25
 
 
 def candidates(
@@ -88,8 +90,11 @@ def _stream_tiles(height: int, density: float, isa: str) -> Iterable[Tile]:
             yield Tile("columns", block)
     if height % 4:
         if isa == "avx512":
-            yield Tile("permuted", 16, prefetch=_STREAM_AHEAD)
-            yield Tile("permuted", 16)
+            # A bit for every weight or a byte for every live one: whichever is less.
+            forms = [Tile("permuted", 16), Tile("bitmap", 1)]
+            for form in forms if density < _BITMAP_DENSITY else reversed(forms):
+                yield replace(form, prefetch=_STREAM_AHEAD)
+                yield form
         yield Tile("rows", 1, prefetch=_STREAM_AHEAD)
         yield Tile("rows", 1)
         # Nearly full columns waste little and need no index for each weight.

@@ -19,7 +19,7 @@ __all__ = ["ACTIVATIONS", "Library", "PanelCall", "PanelMatrix", "StreamCall", "
 
 ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3}
 # Numbers of the forms that weights for few tokens are stored in.
-STREAM_FORMS = {"columns": 0, "permuted": 1, "rows": 2}
+STREAM_FORMS = {"columns": 0, "permuted": 1, "rows": 2, "bitmap": 3}
 _UNKNOWN_TILE, _NO_MEMORY = 1, 2
 
 

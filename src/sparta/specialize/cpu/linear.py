@@ -7,8 +7,7 @@ the live weights alone give; NaN and inf that meet a live weight spread as they 
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,23 +24,13 @@ from sparta.specialize.cpu.library import (
 )
 from sparta.specialize.cpu.packing import Layout, pack_mask
 from sparta.specialize.cpu.panel import Panel
-from sparta.specialize.cpu.tile import Tile
+from sparta.specialize.cpu.tile import AVX512_FORMS, Tile
 from sparta.tesa.attribute import TeSA
 
 __all__ = ["PackedLinear"]
 
 # Computed in float32, returned in the dtype of the input.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class _Ends(NamedTuple):
-    """The activations of a call, checked: rows (M, C) with unit stride, or the data of a panel."""
-
-    x: Tensor
-    y: Tensor
-    tokens: int
-    panel_in: bool
-    panel_out: bool
 
 
 class PackedLinear:
@@ -82,13 +71,13 @@ class PackedLinear:
         live = _live(weight, mask)
         self.tile = Tile(**tile)
         self.library = load(isa)
-        if self.tile.form == "permuted" and self.library.isa != "avx512":
-            given = f"the form 'permuted' with the instruction set {self.library.isa}"
+        if self.tile.form in AVX512_FORMS and self.library.isa != "avx512":
+            given = f"the form {self.tile.form!r} with the instruction set {self.library.isa}"
             raise ValueRangeError(message(given, "avx512", "take the form 'rows'"))
         self.layout: Layout = pack_mask(live, self.tile, self.library.lanes)
         self.shape = self.layout.shape
         self.values: Tensor | None = None if weight is None else self.pack(weight)
-        self._matrix = self._describe()
+        self._matrix = self._bound = self._describe()
 
     def pack(self, weight: Tensor) -> Tensor:
         """Return the values of a weight (N, K) with this mask, in the order the kernel reads."""
@@ -136,18 +125,18 @@ class PackedLinear:
         """
         rows, tokens = self._inputs_of(x)
         outputs = self.shape[0]
-        if isinstance(x, Panel):
-            shape: tuple[int, ...] = (tokens, outputs)
-            dtype, panel_in = torch.float32, True
-        else:
-            shape = (tokens, outputs) if x.ndim == 2 else (*x.shape[:-1], outputs)
-            dtype, panel_in = x.dtype, False
+        shape: tuple[int, ...] = (tokens, outputs)
+        dtype = torch.float32
+        if not isinstance(x, Panel):
+            dtype = x.dtype
+            if x.ndim != 2:
+                shape = (*x.shape[:-1], outputs)
         if residual is not None:
             if residual.shape != shape:
                 raise ShapeError(message(f"a residual of shape {tuple(residual.shape)}", f"{shape}, as the result"))
             residual = self._rows_of(residual, "residual", outputs)
         y = torch.empty(tokens, outputs) if out is None else _target(out, shape, dtype, rows)
-        self._run(_Ends(rows, y, tokens, panel_in, panel_out=False), bias, activation, residual, threads, values)
+        self._run(rows, y, tokens, (bias, activation, residual), threads, values)
         if out is None:
             y = y if len(shape) == 2 else y.view(shape)
             return y if dtype == torch.float32 else y.to(dtype)
@@ -178,8 +167,7 @@ class PackedLinear:
             if residual.tokens != tokens:
                 raise ShapeError(message(f"a residual of {residual.tokens} tokens", f"{tokens}, as x has"))
         added = None if residual is None else residual.data
-        ends = _Ends(rows, y.data, tokens, panel_in=isinstance(x, Panel), panel_out=True)
-        self._run(ends, bias, activation, added, threads, values)
+        self._run(rows, y.data, tokens, (bias, activation, added), threads, values)
         return y
 
     @property
@@ -191,38 +179,50 @@ class PackedLinear:
         outputs, inputs = self.shape
         return f"PackedLinear({inputs} -> {outputs}, {self.nbytes} bytes, {self.library.isa}, {self.tile})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Addresses and the open library belong to this object in this process; a copy makes its own.
+        return {name: value for name, value in vars(self).items() if name not in ("_matrix", "_bound", "library")} | {
+            "isa": self.library.isa
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.library = load(state.pop("isa"))
+        vars(self).update(state)
+        self._matrix = self._bound = self._describe()
+
     def _run(
         self,
-        ends: _Ends,
-        bias: Tensor | None,
-        activation: str | None,
-        residual: Tensor | None,
+        x: Tensor,
+        y: Tensor,
+        tokens: int,
+        epilogue: tuple[Tensor | None, str | None, Tensor | None],
         threads: int | None,
         values: Tensor | None,
     ) -> None:
-        """Call the kernel with checked tensors."""
+        """Call the kernel with checked tensors: rows (M, C), or the data of panels, which have three dimensions."""
+        bias, activation, residual = epilogue
         if bias is not None:
             bias = self._checked_bias(bias)
         threads = torch.get_num_threads() if threads is None else threads
         if threads < 1:
             raise ValueRangeError(message(f"threads is {threads}", "1 or more"))
         matrix = self._matrix_for(values)
-        common = (
-            ends.x.data_ptr(),
-            ends.y.data_ptr(),
-            ends.tokens,
-            0 if ends.panel_in else ends.x.stride(0),
-            0 if ends.panel_out else ends.y.stride(0),
+        call = (
+            x.data_ptr(),
+            y.data_ptr(),
+            tokens,
+            x.stride(0),
+            y.stride(0),
             None if bias is None else bias.data_ptr(),
             None if residual is None else residual.data_ptr(),
-            0 if residual is None or ends.panel_out else residual.stride(0),
+            0 if residual is None else residual.stride(0),
             activation_code(activation),
             threads,
         )
         if isinstance(matrix, PanelMatrix):
-            self.library.multiply_panels(matrix, PanelCall(*common, ends.panel_in, ends.panel_out))
+            self.library.multiply_panels(matrix, PanelCall(*call, x.ndim == 3, y.ndim == 3))
         else:
-            self.library.multiply_stream(matrix, StreamCall(*common))
+            self.library.multiply_stream(matrix, StreamCall(*call))
 
     def _describe(self) -> PanelMatrix | StreamMatrix:
         """Return the C structure of the packed weight; the tensors behind its addresses live in the layout."""
@@ -235,7 +235,7 @@ class PackedLinear:
         if tile.form == "panel":
             chunks = len(layout.arrays["chunk_columns"]) - 1
             return PanelMatrix(**fields, chunks=chunks, bn=tile.block, mv=tile.mv, interleave=tile.interleave)
-        width = layout.arrays["indices"].element_size()
+        width = layout.arrays["indices"].element_size() if "indices" in layout.arrays else 0
         return StreamMatrix(**fields, form=STREAM_FORMS[tile.form], height=tile.block, index_bytes=width)
 
     def _matrix_for(self, values: Tensor | None) -> PanelMatrix | StreamMatrix:
@@ -244,14 +244,16 @@ class PackedLinear:
             if self.values is None:
                 raise ValueRangeError(message("no values", "a packed weight", "pass values= or call update_values"))
             return self._matrix
-        expected = len(self.layout.source) + 16
+        expected = self.layout.length
         if values.numel() != expected or values.dtype != torch.float32 or not values.is_contiguous():
             given = f"values of shape {tuple(values.shape)} and {values.dtype}"
             raise ShapeError(message(given, f"contiguous float32 ({expected},)", "take what pack() returned"))
+        if self._bound.values == values.data_ptr():
+            return self._bound  # as in the last call
         # A copy, because another thread may be running with other values.
-        matrix = type(self._matrix)()
-        ctypes.pointer(matrix)[0] = self._matrix
+        matrix = type(self._matrix).from_buffer_copy(self._matrix)
         matrix.values = values.data_ptr()
+        self._bound = matrix
         return matrix
 
     def _inputs_of(self, x: Tensor | Panel) -> tuple[Tensor, int]:

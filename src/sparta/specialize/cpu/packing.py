@@ -60,13 +60,18 @@ class Layout:
         What lies in the pruned places of the weight, NaN included, is not read into the result.
         """
         flat = weight.detach().to("cpu", torch.float32).reshape(-1)
-        stored = torch.zeros(len(self.source) + _PADDING)
+        stored = torch.zeros(self.length)
         if self.padded:
             live = self.source >= 0
             stored[: len(live)][live] = flat.index_select(0, self.source[live])
         else:
             torch.index_select(flat, 0, self.source, out=stored[: len(self.source)])
         return stored
+
+    @property
+    def length(self) -> int:
+        """How many floats :meth:`values` returns, padding included."""
+        return len(self.source) + _PADDING
 
     @property
     def nbytes(self) -> int:
@@ -97,6 +102,8 @@ def pack_mask(mask: Tensor, tile: Tile, lanes: int) -> Layout:
         return _pack_panel(live, tile, lanes)
     if tile.form == "permuted":
         return _pack_permuted(live)
+    if tile.form == "bitmap":
+        return _pack_bitmap(live)
     return _pack_stream(live, tile)
 
 
@@ -190,11 +197,28 @@ def _advances(group: Ints, chunk: Ints) -> tuple[Ints, Ints]:
     return np.insert(advance - empty * _FARTHEST, before, _FARTHEST).astype(np.uint8), before
 
 
+def _pack_bitmap(mask: Bools) -> Layout:
+    outputs, inputs = mask.shape
+    whole = np.zeros((outputs, -(-inputs // CHUNK_INPUTS) * CHUNK_INPUTS), dtype=np.bool_)
+    whole[:, :inputs] = mask
+    bits = np.packbits(whole, axis=1, bitorder="little").view("<u2").reshape(-1)
+    counts = np.count_nonzero(mask, axis=1)
+    arrays = {"starts": _running(counts), "step_lanes": _with_padding(bits, _PADDING), "costs": _running(counts + 4)}
+    return _layout(mask, outputs, arrays, np.flatnonzero(mask), padded=False)
+
+
 def _layout(mask: Bools, groups: int, arrays: Mapping[str, Ints], source: Ints, *, padded: bool) -> Layout:
     # Positions in 32 bits where they fit.
     positions = source.astype(np.int32) if mask.size < 2**31 else source
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    tensors = {name: _tensor(array) for name, array in arrays.items()}
     return Layout((mask.shape[0], mask.shape[1]), groups, tensors, torch.from_numpy(positions), padded)
+
+
+def _tensor(array: Ints) -> Tensor:
+    """Return an array as a tensor with the same bits; signed, because torch cannot pickle its wider unsigned ones."""
+    plain = np.ascontiguousarray(array)
+    signed = {2: np.int16, 4: np.int32}.get(plain.itemsize)
+    return torch.from_numpy(plain if signed is None else plain.view(signed))
 
 
 def _any_in_blocks(mask: Bools, height: int) -> Bools:

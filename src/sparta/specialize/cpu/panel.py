@@ -33,9 +33,10 @@ class Panel:
     tokens: int
 
     def __post_init__(self) -> None:
-        tiles = -(-self.tokens // self.data.shape[2]) if self.data.ndim == 3 and self.data.shape[2] else -1
-        if tiles != self.data.shape[0] or self.data.dtype != torch.float32 or not self.data.is_contiguous():
-            given = f"panel data of shape {tuple(self.data.shape)} and {self.data.dtype} for {self.tokens} tokens"
+        data, shape = self.data, self.data.shape
+        fits = len(shape) == 3 and shape[2] > 0 and shape[0] == -(-self.tokens // shape[2])
+        if not fits or data.dtype != torch.float32 or not data.is_contiguous():
+            given = f"panel data of shape {tuple(shape)} and {data.dtype} for {self.tokens} tokens"
             raise ShapeError(message(given, "contiguous float32 (ceil(M / T), C, T)", "make it with Panel.pack"))
 
     @property
@@ -51,7 +52,10 @@ class Panel:
     @staticmethod
     def empty(tokens: int, channels: int, tile: int) -> Panel:
         """Return a panel with nothing in it yet."""
-        return Panel(torch.empty(-(-tokens // tile), channels, tile), tokens)
+        panel = object.__new__(Panel)  # right by construction, and made in every call: no need to check
+        object.__setattr__(panel, "data", torch.empty(-(-tokens // tile), channels, tile))
+        object.__setattr__(panel, "tokens", tokens)
+        return panel
 
     @staticmethod
     def pack(x: Tensor, mv: int, library: Library, threads: int = 1) -> Panel:
@@ -67,6 +71,8 @@ class Panel:
         if x.ndim != 2 or x.dtype != torch.float32:
             given = f"activations of shape {tuple(x.shape)} and {x.dtype}"
             raise ShapeError(message(given, "float32 (M, C)", "flatten the leading dimensions"))
+        if mv < 1:
+            raise ShapeError(message(f"tiles of {mv} vectors", "1 or more"))
         rows = x if x.stride(1) == 1 else x.contiguous()
         panel = Panel.empty(len(x), x.shape[1], mv * library.lanes)
         library.handle.sparta_pack(
@@ -76,8 +82,11 @@ class Panel:
 
     def unpack(self, library: Library, threads: int = 1) -> Tensor:
         """Return the activations token-major, (M, C)."""
+        mv, rest = divmod(self.tile, library.lanes)
+        if rest:
+            given = f"a panel with tiles of {self.tile} and a library with vectors of {library.lanes}"
+            raise ShapeError(message(given, "whole vectors in a tile", "use the library that made the panel"))
         y = torch.empty(self.tokens, self.channels)
-        mv = self.tile // library.lanes
         library.handle.sparta_unpack(
             self.data.data_ptr(), self.tokens, self.channels, mv, y.data_ptr(), y.stride(0), threads
         )

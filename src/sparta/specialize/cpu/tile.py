@@ -14,7 +14,8 @@ from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, mess
 __all__ = ["FORMS", "Tile"]
 
 # Block heights of each form. ``panel`` is for many tokens, the others for one or a few.
-FORMS = {"panel": (1, 4, 8), "columns": (4, 8, 16), "permuted": (16,), "rows": (1,)}
+FORMS = {"panel": (1, 4, 8), "columns": (4, 8, 16), "permuted": (16,), "bitmap": (1,), "rows": (1,)}
+AVX512_FORMS = ("permuted", "bitmap")
 _VECTORS = (1, 2, 3, 4)
 _INTERLEAVES = (1, 2, 4)
 # Lists of offsets are padded by this many entries, so that prefetching may run ahead.
@@ -28,8 +29,8 @@ class Tile:
     Parameters
     ----------
     form
-        ``'panel'`` vectorises over tokens; ``'columns'``, ``'permuted'`` (AVX-512 only) and ``'rows'`` read the
-        weights as one stream, for one token or a few.
+        ``'panel'`` vectorises over tokens; ``'columns'``, ``'permuted'``, ``'bitmap'`` (these two only with
+        AVX-512) and ``'rows'`` read the weights as one stream, for one token or a few.
     block
         Output channels that share one list of input channels. An input channel is stored for a block if any of its
         weights is live.

@@ -3,17 +3,21 @@
 :func:`build` returns the path of a library, compiled now or found in the cache under a hash of sources, flags and
 compiler. The one idea to know: a library is code that will run in this process, so it is loaded only from a folder
 that no one else can write, and only if its checksum still matches; anything doubtful is compiled again.
+
+Environment: ``SPARTA_CPU_ISA`` forces an instruction set, ``SPARTA_CACHE`` moves the folder, ``CXX`` names a compiler,
+and ``SPARTA_CPU_SANITIZE=1`` builds with the address and undefined-behaviour sanitizers (the Python that loads such a
+library needs ``LD_PRELOAD`` of the compiler's libasan and libubsan, and ``ASAN_OPTIONS=detect_leaks=0``).
 """
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import os
 import shlex
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -132,6 +136,10 @@ def build(isa: str | None = None) -> Path:
     '.so'
     """
     wanted = chosen_isa(isa)
+    if sys.platform == "win32":
+        raise MissingPackageError(
+            message("CPU kernels on Windows", "Linux and macOS", "use WSL; until then these layers run dense")
+        )
     compiler = _compiler()
     flags = _flags(wanted)
     folder = cache_folder()
@@ -242,6 +250,8 @@ def _is_intact(library: Path) -> bool:
 @contextmanager
 def _only_one(lock: Path) -> Iterator[None]:
     """Let one process at a time in; the system frees the lock when a process dies."""
+    import fcntl  # only where there is POSIX
+
     handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

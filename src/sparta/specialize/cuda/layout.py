@@ -1,8 +1,8 @@
 """The layout: which blocks of a weight the kernel reads, in which order, and how a weight is packed that way.
 
-A :class:`BlockLayout` is made once from a mask; weights are packed through it again and again. The one idea to know: the
-blocks of a block row stand in one fixed order in steps of equal size, and block rows are scheduled longest first, so
-sums are always rounded in the same way and no long row is left for the end.
+A :class:`BlockLayout` is made once from a mask; weights are packed through it again and again. The one idea to know:
+the blocks of a block row stand in one fixed order in steps of equal size, and block rows are scheduled longest first,
+so sums are always rounded in the same way and no long row is left for the end.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class LayoutIndex(NamedTuple):
         int32 (steps * blocks + padding,): the first input channel of each block, K or more for a block that only
         fills up a step.
     schedule
-        int32 (block rows, 3): block row, first step, end of steps; longest first.
+        int32 (block rows, 4): block row, first step, end of steps, first column; longest first.
     tile_row, tile_column
         int64 (steps * blocks,): where each block is in the weight.
     live
-        bool (steps, h, step) where a stored element is live; None when all are.
+        bool, broadcasts to (steps, h, step): where a stored element is live; None when all are.
     """
 
     columns: Tensor
@@ -76,11 +76,19 @@ class BlockLayout:
         n, k = self.weight.shape
         return -(-n // self.tile.height), -(-k // self.tile.width)
 
+    @property
+    def whole(self) -> bool:
+        """Whether every stored block is one of the weight's and lies wholly inside it along K."""
+        columns = self.index(torch.device("cpu")).columns[: -self.tile.blocks]
+        return self.weight.shape[1] % self.tile.width == 0 and bool((columns < self.weight.shape[1]).all())
+
     def index(self, device: torch.device) -> LayoutIndex:
         """Return the index tensors on `device`, made there once."""
         if device not in self._on:
             on_cpu = self._index() if device.type == "cpu" else self.index(torch.device("cpu"))
-            self._on[device] = LayoutIndex(*(None if t is None else t.to(device) for t in on_cpu))
+            live = None if on_cpu.live is None else on_cpu.live.to(device)
+            columns, schedule, row, column = (tensor.to(device) for tensor in on_cpu[:4])
+            self._on[device] = LayoutIndex(columns, schedule, row, column, live)
         return self._on[device]
 
     def values(self, weight: Tensor) -> Tensor:
@@ -91,13 +99,14 @@ class BlockLayout:
             )
         index, tile = self.index(weight.device), self.tile
         gathered = self._tiles(weight.detach())[index.tile_row, index.tile_column]
-        steps = gathered.unflatten(0, (-1, tile.blocks)).transpose(1, 2).flatten(2).contiguous()
+        steps = torch.unflatten(gathered, 0, (-1, tile.blocks)).transpose(1, 2).flatten(2).contiguous()
         return steps if index.live is None else steps.masked_fill_(~index.live, 0)
 
     def _tiles(self, matrix: Tensor) -> Tensor:
         """View (N, K) as (grid rows, grid columns, h, w), extended by zeros."""
         (rows, columns), (h, w) = self.grid, (self.tile.height, self.tile.width)
-        return pad_matrix(matrix, (rows * h, columns * w)).unflatten(1, (columns, w)).unflatten(0, (rows, h)).transpose(1, 2)
+        padded = pad_matrix(matrix, (rows * h, columns * w))
+        return torch.unflatten(torch.unflatten(padded, 1, (columns, w)), 0, (rows, h)).transpose(1, 2)
 
     def _index(self) -> LayoutIndex:
         tile, (rows, columns) = self.tile, self.grid
@@ -115,13 +124,25 @@ class BlockLayout:
         # The kernel reads one step ahead.
         first = torch.nn.functional.pad(first, (0, tile.blocks))
         order = torch.argsort(steps, descending=True, stable=True)
-        schedule = torch.stack([order, (ends - steps)[order], ends[order]], 1)
-        live = self._tiles(self.weight.mask().cpu())[tile_row, tile_column] & filled[:, None, None]
-        live = live.unflatten(0, (total, tile.blocks)).transpose(1, 2).flatten(2)
-        all_live = int(live.sum()) == self._inside(row, column) and bool(filled.all())
+        begins = ends - steps
+        schedule = torch.stack([order, begins[order], ends[order], first[begins * tile.blocks][order]], 1)
         return LayoutIndex(
-            first.to(torch.int32), schedule.to(torch.int32), tile_row, tile_column, None if all_live else live.contiguous()
+            columns=first.to(torch.int32),
+            schedule=schedule.to(torch.int32),
+            tile_row=tile_row,
+            tile_column=tile_column,
+            live=self._live(tile_row, tile_column, filled, self._inside(row, column)),
         )
+
+    def _live(self, tile_row: Tensor, tile_column: Tensor, filled: Tensor, inside: int) -> Tensor | None:
+        """Return which stored elements are live; None when all are."""
+        if self.weight.count("live") == inside:
+            if bool(filled.all()):
+                return None
+            live = filled[:, None, None].expand(-1, 1, self.tile.width)
+        else:
+            live = self._tiles(self.weight.mask().cpu())[tile_row, tile_column] & filled[:, None, None]
+        return torch.unflatten(live, 0, (-1, self.tile.blocks)).transpose(1, 2).flatten(2).contiguous()
 
     def _inside(self, row: Tensor, column: Tensor) -> int:
         """Return how many elements of the weight lie in kept blocks; edge blocks reach beyond it."""

@@ -1,7 +1,7 @@
 """The tile: how a block-sparse weight is cut and how the kernel walks over it.
 
-A :class:`BlockTile` is all that is tuned in the CUDA block kernel. The one idea to know: a tile changes the speed, never
-the result (beyond the order in which sums are rounded).
+A :class:`BlockTile` is all that is tuned in the CUDA block kernel. The one idea to know: a tile changes the speed,
+never the result (beyond the order in which sums are rounded).
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ class BlockTile:
     stages, warps
         Depth of the software pipeline; warps of a program.
     tma
-        1 moves tiles by the bulk copy engine (Hopper and later), one block at a time; 0 by ordinary loads.
+        0 reads tiles by ordinary loads, 1 by the bulk copy engine (Hopper and later), 2 stores by it too.
     weight_first
         1 has the weight as the left operand of the matrix unit, so that tokens may be its wide side.
     ctas
         Programs that stay on each multiprocessor and walk over many tiles; 0 starts one program a tile.
+    flatten
+        1 lets the pipeline run on from one tile into the next, for programs that walk over many.
     group
         Tiles of tokens that are worked on before the next ones, so that they stay in the L2 cache.
+    early
+        1 starts programs while the kernel before is still ending (Hopper and later), which then wait for its results.
 
     Examples
     --------
@@ -53,17 +57,19 @@ class BlockTile:
     tma: int = 0
     weight_first: int = 0
     ctas: int = 0
+    flatten: int = 0
     group: int = 8
+    early: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tokens", "height", "width"):
             self._need(name, _SIZES)
         self._need("blocks", (1, 2, 4, 8))
         self._need("warps", (1, 2, 4, 8))
-        self._need("tma", (0, 1))
+        self._need("tma", (0, 1, 2))
         self._need("weight_first", (0, 1))
-        if self.tma and self.blocks > 1:
-            raise ValueRangeError(message(f"tma with {self.blocks} blocks at once", "one block", "set tma=0"))
+        self._need("flatten", (0, 1))
+        self._need("early", (0, 1))
         if self.stages < 1 or self.ctas < 0 or self.group < 1:
             given = f"stages={self.stages}, ctas={self.ctas}, group={self.group}"
             raise ValueRangeError(message(given, "stages and group of 1 or more, ctas of 0 or more"))

@@ -1,6 +1,7 @@
-// y = x W^T for one token or a few: reading the weights is all the work, so the fewest bytes win. Three forms: columns
-// of 4, 8 or 16 output channels with one index each; a permuted compact form for single weights (AVX-512), which holds
-// 16 rows in the lanes of a vector and picks the inputs with a permutation instead of a gather; and plain row lists.
+// y = x W^T for one token or a few: reading the weights is all the work, so the fewest bytes win. Four forms: columns
+// of 4, 8 or 16 output channels with one index each; for single weights (AVX-512) a permuted compact form, which holds
+// 16 rows in the lanes of a vector and picks the inputs with a permutation instead of a gather, and a bitmap, which has
+// fewer bytes where a fifth of the weights or more are live; and plain row lists.
 // The one idea to know: every form is one straight stream through memory, prefetched a few kilobytes ahead.
 #pragma once
 
@@ -9,7 +10,7 @@
 
 namespace sparta {
 
-enum StreamForm : int32_t { kColumns = 0, kPermuted = 1, kRows = 2 };
+enum StreamForm : int32_t { kColumns = 0, kPermuted = 1, kRows = 2, kBitmap = 3 };
 
 constexpr int64_t kChunkInputs = 32;  // inputs that two AVX-512 registers hold
 constexpr int kPermutedRows = 16;
@@ -24,7 +25,8 @@ struct StreamMatrix {
   const void* indices;    // uint16 or uint32 input channels; permuted: uint8 within a chunk
   const float* values;
   const int64_t* step_starts;    // permuted: [groups + 1]
-  const uint16_t* step_lanes;    // permuted: [steps], which of the 16 rows have a value
+  const uint16_t* step_lanes;    // permuted: [steps], which of the 16 rows have a value; bitmap: [channels][steps],
+                                 // which of the next 16 inputs have one
   const uint8_t* step_advances;  // permuted: [steps], how many chunks of inputs to go on before it
   const int64_t* costs;          // [groups + 1], running sums
   int32_t form;
@@ -80,10 +82,10 @@ inline float row_sum(const float* x, const Index* indices, const float* values, 
 }
 
 #if defined(SPARTA_AVX512)
-// A step multiplies up to 16 values, each with the input it names among the 32 of a chunk, and then spreads the products
-// to the lanes of their rows. Lanes without a value are left out of the sum, so that an infinite input only reaches the
-// rows that have a weight for it. Steps of all chunks are one loop, because the end of a short loop is mispredicted.
-// Arrays are padded for whole loads at the end, and so is x.
+// A step multiplies up to 16 values, each with the input it names among the 32 of a chunk, and then spreads the
+// products to the lanes of their rows. Lanes without a value are left out of the sum, so that an infinite input only
+// reaches the rows that have a weight for it. Steps of all chunks are one loop, because the end of a short loop is
+// mispredicted. Arrays are padded for whole loads at the end, and so is x.
 inline void permuted_sums(const StreamMatrix& matrix, const float* x, int64_t group, float* sums) {
   const float* values = matrix.values + matrix.starts[group];
   const uint8_t* indices = static_cast<const uint8_t*>(matrix.indices) + matrix.starts[group];
@@ -114,6 +116,31 @@ inline void permuted_sums(const StreamMatrix& matrix, const float* x, int64_t gr
   if (step < end) even = add_step(step, even);
   _mm512_storeu_ps(sums, _mm512_add_ps(even, odd));
 }
+
+// The live weights of a row stand together; a bit for every input says where they go. Two steps cover a chunk, of which
+// there are whole ones only, in x and in the bitmap.
+inline float bitmap_sum(const StreamMatrix& matrix, const float* x, int64_t row) {
+  const float* values = matrix.values + matrix.starts[row];
+  const int64_t steps = (matrix.inputs + kChunkInputs - 1) / kChunkInputs * 2;
+  const uint16_t* lanes = matrix.step_lanes + row * steps;
+  const int64_t ahead = matrix.prefetch;
+  __m512 parts[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  for (int64_t step = 0; step < steps; step += 2) {
+    if (ahead) {
+      __builtin_prefetch(reinterpret_cast<const char*>(values) + ahead);
+      __builtin_prefetch(reinterpret_cast<const char*>(lanes + step) + ahead / 8);
+    }
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const __mmask16 present = lanes[step + half];
+      const __m512 weights = _mm512_maskz_expand_ps(present, _mm512_loadu_ps(values));
+      const __m512 inputs = _mm512_loadu_ps(x + 16 * (step + half));
+      parts[half] = _mm512_mask3_fmadd_ps(weights, inputs, parts[half], present);
+      values += __builtin_popcount(present);
+    }
+  }
+  return _mm512_reduce_add_ps(_mm512_add_ps(parts[0], parts[1]));
+}
 #endif
 
 // Whole chunks of inputs are loaded: where the last one is ragged, the rows of x are copied with zeros behind them.
@@ -124,7 +151,8 @@ struct WholeChunks {
 
 inline WholeChunks whole_chunks(const StreamMatrix& matrix, const StreamCall& call) {
   static thread_local Scratch scratch;
-  if (matrix.form != kPermuted || matrix.inputs % kChunkInputs == 0) return {call.x, call.x_stride};
+  const bool by_chunks = matrix.form == kPermuted || matrix.form == kBitmap;
+  if (!by_chunks || matrix.inputs % kChunkInputs == 0) return {call.x, call.x_stride};
   const int64_t stride = (matrix.inputs + kChunkInputs - 1) / kChunkInputs * kChunkInputs;
   float* copy = scratch.get(call.tokens * stride);
   if (!copy) return {nullptr, 0};
@@ -157,6 +185,7 @@ inline bool knows_stream(const StreamMatrix& matrix) {
   if (matrix.form == kRows) return index && matrix.height == 1;
 #if defined(SPARTA_AVX512)
   if (matrix.form == kPermuted) return matrix.index_bytes == 1 && matrix.height == kPermutedRows;
+  if (matrix.form == kBitmap) return matrix.height == 1;
 #endif
   return false;
 }
@@ -165,6 +194,10 @@ inline bool knows_stream(const StreamMatrix& matrix) {
 SPARTA_NOINLINE inline void sums_of(const StreamMatrix& matrix, const float* x, int64_t group, float* sums) {
 #if defined(SPARTA_AVX512)
   if (matrix.form == kPermuted) return permuted_sums(matrix, x, group, sums);
+  if (matrix.form == kBitmap) {
+    sums[0] = bitmap_sum(matrix, x, group);
+    return;
+  }
 #endif
   if (matrix.index_bytes == 2) return group_sums<uint16_t>(matrix, x, group, sums);
   return group_sums<uint32_t>(matrix, x, group, sums);

@@ -11,10 +11,11 @@ namespace sparta {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A square of kLanes x kLanes values is read from rows `stride` apart and written transposed. Whole squares are a case of
-// their own, because constant counts keep all of it in registers.
+// A square of kLanes x kLanes values is read from rows `stride` apart and written transposed. Whole squares are a case
+// of their own, because constant counts keep all of it in registers.
 template <bool Whole>
-SPARTA_INLINE void load_square(const float* from, int64_t stride, int64_t rows, int64_t columns, Vec (&square)[kLanes]) {
+SPARTA_INLINE void load_square(const float* from, int64_t stride, int64_t rows, int64_t columns,
+                               Vec (&square)[kLanes]) {
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) {
     if constexpr (Whole) {
@@ -30,6 +31,11 @@ SPARTA_NOINLINE void pack_square(const float* from, int64_t stride, int64_t rows
                                  int64_t tile) {
   Vec square[kLanes];
   load_square<Whole>(from, stride, rows, columns, square);
+  if constexpr (Whole) {
+    // So many rows at a time are more than the hardware's prefetchers follow.
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) __builtin_prefetch(from + i * stride + 4 * kLanes);
+  }
   transpose(square);
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) {
@@ -59,6 +65,11 @@ SPARTA_NOINLINE void unpack_square(const float* from, int64_t tile, int64_t rows
   Vec square[kLanes];
   load_square<Whole>(from, tile, rows, kLanes, square);
   transpose(square);
+  if constexpr (Whole) {
+    // Rows are far apart, so the hardware does not see that the next square of channels comes soon.
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) __builtin_prefetch(y + i * stride + 2 * kLanes, 1);
+  }
   const int64_t count = Whole ? kLanes : rows;
   const Vec shift = bias ? load_some(bias, count) : splat(-0.0f);  // adding -0 changes nothing, not even a -0
 #pragma GCC unroll 16

@@ -9,8 +9,10 @@
 
 namespace sparta {
 
-// Output rows are computed, finished and stored in blocks of this many, which stay in the first-level cache.
+// Work is cut between threads, and rows are sorted by length, in blocks of this many.
 constexpr int64_t kBlockRows = 32;
+// So many blocks are computed, then finished and stored: few enough for the caches, and enough to write long runs.
+constexpr int64_t kBlocksTogether = 4;
 
 // A packed weight. Entry lists are stored chunk by chunk of the input channels; list (chunk, group) holds the entries
 // starts[chunk * groups + group] up to the next start. Entries have one byte offset into a panel tile and BN values.
@@ -85,6 +87,13 @@ SPARTA_INLINE void multiply(const float* x, const uint32_t* offsets, const float
   }
 }
 
+// Asks for a row of the output before its sums are computed, so that storing them does not wait.
+template <int MV>
+SPARTA_INLINE void announce(const float* y) {
+#pragma GCC unroll 4
+  for (int j = 0; j < MV; ++j) __builtin_prefetch(y + j * kLanes, 1);
+}
+
 // The first chunk sets the output, later ones add to it.
 template <int MV>
 SPARTA_INLINE void put(float* y, const Vec (&sums)[MV], bool add) {
@@ -98,11 +107,13 @@ void multiply_groups(const RowsTask& task) {
   const int64_t* starts = matrix.starts + task.chunk * matrix.groups;
   for (int64_t group = task.group_begin; group < task.group_end; ++group) {
     const int64_t begin = starts[group];
+    const int64_t row = matrix.rows[group];
+    float* y = task.y + (row - task.first_row) * task.tile;
+#pragma GCC unroll 8
+    for (int r = 0; r < BN; ++r) announce<MV>(y + r * task.tile);
     Vec sums[BN][MV] = {};
     multiply<BN, MV, Prefetch>(task.x, matrix.offsets + begin, matrix.values + begin * BN, starts[group + 1] - begin,
                                matrix.prefetch, sums);
-    const int64_t row = matrix.rows[group];
-    float* y = task.y + (row - task.first_row) * task.tile;
 #pragma GCC unroll 8
     for (int r = 0; r < BN; ++r) {
       if (BN == 1 || row + r < matrix.channels) put<MV>(y + r * task.tile, sums[r], task.chunk > 0);
@@ -120,9 +131,12 @@ void multiply_interleaved(const RowsTask& task) {
     int64_t common = starts[group + 1] - starts[group];
     const uint32_t* offsets[Rows];
     const float* values[Rows];
+    float* y[Rows];
     Vec sums[Rows][1][MV] = {};
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
+      y[r] = task.y + (matrix.rows[group + r] - task.first_row) * task.tile;
+      announce<MV>(y[r]);
       offsets[r] = matrix.offsets + starts[group + r];
       values[r] = matrix.values + starts[group + r];
       common = std::min(common, starts[group + r + 1] - starts[group + r]);
@@ -140,7 +154,7 @@ void multiply_interleaved(const RowsTask& task) {
     for (int r = 0; r < Rows; ++r) {
       const int64_t rest = starts[group + r + 1] - starts[group + r] - common;
       multiply<1, MV, false>(task.x, offsets[r] + common, values[r] + common, rest, 0, sums[r]);
-      put<MV>(task.y + (matrix.rows[group + r] - task.first_row) * task.tile, sums[r][0], task.chunk > 0);
+      put<MV>(y[r], sums[r][0], task.chunk > 0);
     }
   }
   RowsTask rest = task;
@@ -188,7 +202,7 @@ inline bool multiply_tile(const PanelMatrix& matrix, const PanelCall& call, int6
   if (!call.x_is_panel && !packed && matrix.inputs > 0) return false;
   const float* x = call.x_is_panel ? call.x + index * matrix.inputs * tile : packed;
   // With several chunks every row must wait for the last one; with one, a block at a time is enough.
-  const int64_t scratch_rows = matrix.chunks > 1 ? (end - begin) * kBlockRows : kBlockRows;
+  const int64_t scratch_rows = (matrix.chunks > 1 ? end - begin : kBlocksTogether) * kBlockRows;
   float* sums = call.y_is_panel ? nullptr : output_scratch.get(scratch_rows * tile);
   if (!call.y_is_panel && !sums) return false;
   float* y_panel = call.y_is_panel ? call.y + index * matrix.channels * tile : nullptr;
@@ -202,13 +216,14 @@ inline bool multiply_tile(const PanelMatrix& matrix, const PanelCall& call, int6
       pack_tile(call.x + index * tile * call.x_stride, call.x_stride, tokens, matrix.chunk_columns[chunk],
                 matrix.chunk_columns[chunk + 1], tile, packed);
     }
-    for (int64_t block = begin; block < end; ++block) {
+    for (int64_t block = begin; block < end; block += kBlocksTogether) {
+      const int64_t blocks = std::min(kBlocksTogether, end - block);
       const int64_t row = block * kBlockRows;
-      const int64_t rows = std::min(kBlockRows, matrix.channels - row);
+      const int64_t rows = std::min(blocks * kBlockRows, matrix.channels - row);
       float* y = y_panel ? y_panel + row * tile : sums + (matrix.chunks > 1 ? row - begin * kBlockRows : 0) * tile;
       const int64_t groups_each = kBlockRows / matrix.bn;
-      kernel(RowsTask{&matrix, chunk, block * groups_each, std::min((block + 1) * groups_each, matrix.groups), x, y,
-                      row, tile});
+      kernel(RowsTask{&matrix, chunk, block * groups_each, std::min((block + blocks) * groups_each, matrix.groups), x,
+                      y, row, tile});
       if (chunk + 1 < matrix.chunks || (y_panel && identity)) continue;
       with_activation(call.activation, [&](auto tag) {
         constexpr Activation act = decltype(tag)::value;

@@ -1,0 +1,95 @@
+"""The two calls that users make: `propagate` derives, `compact` derives and shrinks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from sparta.errors import CheckError, ValueRangeError, message
+from sparta.propagate.capture import capture
+from sparta.propagate.compact import CompactModel
+from sparta.propagate.engine import derive
+from sparta.propagate.result import PropagationResult
+from sparta.tesa.attribute import TeSA
+from sparta.tesa.spec import Spec
+
+__all__ = ["compact", "propagate"]
+
+
+def propagate(
+    model: nn.Module,
+    example_inputs: Any,  # noqa: ANN401 - a tensor, a tuple, or a dict of keyword arguments
+    spec: Spec | None = None,
+    dynamic_shapes: Any = None,  # noqa: ANN401 - what torch.export takes
+    *,
+    assume_finite: bool = True,
+    cell_limit: int = 2**24,
+) -> PropagationResult:
+    """Derive from the TeSAs of some tensors those of all tensors of a model.
+
+    Parameters
+    ----------
+    example_inputs
+        A tensor, a tuple of positional arguments, or a dict of keyword arguments; anything that the model takes.
+    spec
+        What is known; None reads the zeros that are in the weights.
+    dynamic_shapes
+        Dims that may change their size, as in :func:`torch.export.export`.
+    assume_finite
+        Take 0 × x for 0, that is: no value inside the model is infinite or NaN. With False a zero weight proves
+        nothing, because it could meet an infinity.
+    cell_limit
+        Facts that need more cells than this are given up, and the diagnosis says so.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> _ = nn.init.zeros_(model[2].weight[:, 3:])
+    >>> result = propagate(model, torch.randn(5, 4))
+    >>> result.spec["0.weight"].count("dead"), result.spec["0.bias"].count("dead")
+    (20, 5)
+    >>> small = result.compact()
+    >>> tuple(small.get_parameter("0.weight").shape), tuple(small.get_parameter("2.weight").shape)
+    ((3, 4), (2, 3))
+    """
+    captured = capture(model, example_inputs, dynamic_shapes)
+    if spec is None:
+        if any(t.is_meta for t in captured.tensors.values()):
+            raise ValueRangeError(
+                message("a model on the meta device, which has no zeros to read", "a spec for it", "pass `spec`")
+            )
+        spec = Spec.from_zeros(model)
+    given: dict[str, TeSA] = {}
+    for name, tesa in spec.resolve(model).items():
+        used = captured.tied.get(name, name)
+        if used in given and (clash := given[used].conflicts(tesa)):
+            raise CheckError(
+                message(
+                    f"the spec contradicts itself on {clash} elements of {name!r}, which is tied to {used!r}",
+                    "one value an element",
+                )
+            )
+        given[used] = given[used] | tesa if used in given else tesa
+    return PropagationResult(captured, derive(captured, given, assume_finite=assume_finite, cell_limit=cell_limit))
+
+
+def compact(
+    model: nn.Module,
+    example_inputs: Any,  # noqa: ANN401
+    spec: Spec | None = None,
+    dynamic_shapes: Any = None,  # noqa: ANN401
+    *,
+    round_to: int = 1,
+    allow_empty: bool = False,
+) -> CompactModel:
+    """Return a smaller model that computes what the masked model computes; see :func:`propagate`.
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> _ = nn.init.zeros_(model[0].weight[:5])
+    >>> compact(model, torch.randn(5, 4)).get_parameter("2.weight").shape
+    torch.Size([2, 3])
+    """
+    return propagate(model, example_inputs, spec, dynamic_shapes).compact(round_to, allow_empty=allow_empty)

@@ -1,0 +1,316 @@
+"""Axes: which indices of which dims can be cut out of a graph, together and without changing what it computes.
+
+Every dim of every tensor is an *axis* with one flag an index: kept or cut. Ops tie axes to each other: equal (the two
+sides of an add), a product (a reshape of heads × width), or a concatenation (cat, split, slice). The one idea to know:
+flags start at "cut" where every element of the slice is constant or dead, and the ties only ever turn "cut" into
+"kept", so the solution is the largest cut that all ops agree on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from sparta.propagate.engine import Facts
+from sparta.propagate.known import any_over
+from sparta.propagate.op import Op, dynamic_dims, is_tensor, place, shape_of, tensor_inputs
+from sparta.propagate.registry import rule_for
+from sparta.tesa.grid import Grid
+
+__all__ = ["Axes", "slice_values"]
+
+_LOOKS_AT_SHAPE = frozenset({torch.ops.aten.sym_size.int, torch.ops.aten._assert_tensor_metadata.default})
+
+
+@dataclass(frozen=True)
+class _Tie:
+    """A relation of one axis with several others."""
+
+    kind: str
+    whole: int
+    parts: tuple[int, ...]
+    node: fx.Node
+
+
+@dataclass
+class Axes:
+    """The axes of a graph, their ties, and who keeps what."""
+
+    facts: Facts
+    graph: fx.Graph
+    _ids: dict[tuple[fx.Node, int], int] = field(default_factory=dict)
+    _parent: list[int] = field(default_factory=list)
+    _sizes: list[int] = field(default_factory=list)
+    _keep: dict[int, Tensor] = field(default_factory=dict)
+    _needs: list[tuple[int, Tensor, str]] = field(default_factory=list)
+    _ties: list[_Tie] = field(default_factory=list)
+
+    # ------------------------------------------------------------------ what rules say
+
+    def of(self, node: fx.Node, dim: int) -> int:
+        """Return the axis of a tensor's dim (negative dims count from the end)."""
+        key = node, dim % len(shape_of(node))
+        if key not in self._ids:
+            self._ids[key] = self.free(shape_of(node)[dim])
+        return self._ids[key]
+
+    def free(self, size: int) -> int:
+        """Return a new axis that belongs to no tensor."""
+        self._parent.append(len(self._parent))
+        self._sizes.append(size)
+        return self._parent[-1]
+
+    def equal(self, first: int, second: int) -> None:
+        """Cut both axes alike."""
+        a, b = self._find(first), self._find(second)
+        self._parent[max(a, b)] = min(a, b)
+
+    def broadcast(self, operand: fx.Node, out: fx.Node) -> None:
+        """Cut an operand and the output it is broadcast to alike, along the dims that are not repeated."""
+        lead = len(shape_of(out)) - len(shape_of(operand))
+        for dim in range(len(shape_of(operand))):
+            self.broadcast_dim((operand, dim), (out, dim + lead))
+
+    def broadcast_dim(self, operand: tuple[fx.Node, int], out: tuple[fx.Node, int]) -> None:
+        """Cut two dims alike if they have one size; a dim that is repeated stays."""
+        if self._sizes[self.of(*operand)] == self._sizes[self.of(*out)]:
+            self.equal(self.of(*operand), self.of(*out))
+        else:
+            self.keep(self.of(*operand), "a dim that is repeated")
+
+    def product(self, whole: int, factors: Sequence[int], node: fx.Node) -> None:
+        """Let an axis be the flattened product of others: its kept indices must be a product as well."""
+        self._ties.append(_Tie("product", whole, tuple(factors), node))
+
+    def concat(self, whole: int, parts: Sequence[int], node: fx.Node) -> None:
+        """Let an axis be others end to end."""
+        self._ties.append(_Tie("concat", whole, tuple(parts), node))
+
+    def keep(self, axis: int, reason: str, where: Tensor | None = None) -> None:
+        """Keep all indices of an axis, or those that `where` flags."""
+        mask = torch.ones(self._sizes[axis], dtype=torch.bool) if where is None else where
+        if bool(mask.any()):
+            self._needs.append((axis, mask, reason))
+
+    def keep_all(self, node: fx.Node, reason: str) -> None:
+        """Keep a tensor as it is."""
+        if is_tensor(node):
+            for dim in range(len(shape_of(node))):
+                self.keep(self.of(node, dim), reason)
+
+    def absorb(self, node: fx.Node, dim: int, by: fx.Node, *, fold: bool) -> None:
+        """Say that an op sums over a dim: cut constants must be 0, or (`fold`) the same along all other dims."""
+        nonzero, uniform, _ = slice_values(self.facts, node, dim)
+        stuck = nonzero & ~uniform if fold else nonzero
+        self.keep(self.of(node, dim), f"{place(by)} cannot fold the constants into its bias", stuck)
+
+    def absorb_pair(self, first: tuple[fx.Node, int], second: tuple[fx.Node, int], by: fx.Node) -> None:
+        """Say that an op sums over a dim of two tensors: a cut index must be 0 (or dead) on one side."""
+        stuck = torch.ones(shape_of(first[0])[first[1]], dtype=torch.bool)
+        for node, dim in (first, second):
+            nonzero, _, live = slice_values(self.facts, node, dim)
+            stuck &= nonzero | live
+        self.keep(self.of(*first), f"{place(by)} sums over constants that are not 0", stuck)
+
+    # ------------------------------------------------------------------ solving
+
+    @classmethod
+    def solved(cls, facts: Facts, graph: fx.Graph, round_to: int = 1) -> Axes:
+        """Return the axes of a graph with the largest cut that all its ops allow."""
+        axes = cls(facts, graph)
+        for node in graph.nodes:
+            axes._start(node)
+        for node in graph.nodes:
+            axes._tie(node)
+        for root in {axes._find(a) for a in range(len(axes._parent))}:
+            axes._keep[root] = torch.zeros(axes._sizes[root], dtype=torch.bool)
+        for axis, mask, _ in axes._needs:
+            axes._keep[axes._find(axis)] |= mask
+        axes.settle()
+        if round_to > 1:
+            axes._round(round_to)
+        return axes
+
+    def _start(self, node: fx.Node) -> None:
+        """Keep what is live of a node, and the whole of what the caller sees."""
+        if node.op == "output":
+            for given in node.all_input_nodes:
+                self.keep_all(given, "an output of the model")
+        elif is_tensor(node):
+            if node.op == "placeholder":
+                self.keep_all(node, "an input of the model")
+            for dim in dynamic_dims(node):
+                self.keep(self.of(node, dim), "a dynamic dim")
+            if node.op == "call_function":
+                tesa = self.facts.tesa(node)
+                live = Grid(tesa.shape, tesa.state.block, tesa.state.cells == 0)
+                for dim in range(tesa.ndim):
+                    self.keep(self.of(node, dim), f"live in {place(node)}", _flags(live, dim))
+
+    def _tie(self, node: fx.Node) -> None:
+        if node.op not in {"call_function", "call_module"} or node.target in _LOOKS_AT_SHAPE:
+            return
+        if str(node.target) == "_guards_fn":
+            return
+        rule = rule_for("axes", node.target)
+        inputs = tensor_inputs(node)
+        if rule is not None and all(is_tensor(n) for n in inputs) and all(0 not in shape_of(n) for n in inputs):
+            rule(Op(node, self.facts), self)
+            return
+        for tensor in (node, *inputs):
+            self.keep_all(tensor, f"{place(node)} has no rule for cutting")
+
+    def settle(self) -> None:
+        """Apply all ties until nothing changes."""
+        changed = True
+        while changed:
+            changed = False
+            for tie in self._ties:
+                changed |= self._product(tie) if tie.kind == "product" else self._concat(tie)
+
+    def _product(self, tie: _Tie) -> bool:
+        sizes = [self._sizes[p] for p in tie.parts]
+        flags = self._keep[self._find(tie.whole)].reshape(sizes)
+        box = torch.ones(sizes, dtype=torch.bool)
+        changed = False
+        for position, part in enumerate(tie.parts):
+            others = [d for d in range(len(sizes)) if d != position]
+            line = flags.any(dim=others) if others else flags
+            changed |= self._add(part, line, tie.node)
+            view = [-1 if d == position else 1 for d in range(len(sizes))]
+            box = box & self._keep[self._find(part)].reshape(view)
+        return self._add(tie.whole, box.reshape(-1), tie.node) or changed
+
+    def _concat(self, tie: _Tie) -> bool:
+        sizes = [self._sizes[p] for p in tie.parts]
+        changed = False
+        for part, piece in zip(tie.parts, torch.split(self._keep[self._find(tie.whole)], sizes), strict=True):
+            changed |= self._add(part, piece.clone(), tie.node)
+        whole = torch.cat([self._keep[self._find(p)] for p in tie.parts])
+        return self._add(tie.whole, whole, tie.node) or changed
+
+    def _add(self, axis: int, flags: Tensor, node: fx.Node) -> bool:
+        old = self._keep[self._find(axis)]
+        news = flags & ~old
+        if not bool(news.any()):
+            return False
+        self._keep[self._find(axis)] = old | flags
+        self._needs.append((axis, news, f"{place(node)} needs equal pieces"))
+        return True
+
+    def _round(self, multiple: int) -> None:
+        """Keep a few more indices, so that widths are multiples; the first cut ones come back first."""
+        while True:
+            grown = False
+            for (node, dim), axis in self._ids.items():
+                flags = self._keep[self._find(axis)]
+                count = int(flags.sum())
+                wanted = min(math.ceil(count / multiple) * multiple, len(flags))
+                if count in (0, wanted) or node.op != "get_attr":
+                    continue
+                back = (~flags).nonzero().flatten()[: wanted - count]
+                more = torch.zeros_like(flags)
+                more[back] = True
+                self._keep[self._find(axis)] = flags | more
+                self._needs.append((axis, more, f"rounding up to a multiple of {multiple}"))
+                grown = True
+                del dim
+            if not grown:
+                return
+            self.settle()
+
+    # ------------------------------------------------------------------ asking
+
+    def kept(self, node: fx.Node, dim: int) -> Tensor:
+        """Return which indices of a tensor's dim are kept: bool of shape ``(size,)``."""
+        return self._keep[self._find(self.of(node, dim))]
+
+    def is_cut(self, node: fx.Node) -> bool:
+        """Whether anything is cut out of a tensor."""
+        return any(not bool(self.kept(node, d).all()) for d in range(len(shape_of(node))))
+
+    def empty_tensors(self) -> list[tuple[str, int]]:
+        """Return the model's tensors of which nothing would remain, each with the dim."""
+        found = [
+            (str(node.target), dim)
+            for (node, dim), axis in self._ids.items()
+            if node.op == "get_attr" and self._sizes[axis] and not bool(self._keep[self._find(axis)].any())
+        ]
+        return sorted(found)
+
+    def keep_one(self) -> None:
+        """Keep the first index of every axis that would be empty: the smallest thing that every kernel takes."""
+        for root, flags in self._keep.items():
+            if len(flags) and not bool(flags.any()):
+                flags[0] = True
+                self._needs.append((root, flags.clone(), "the last one of its layer"))
+        self.settle()
+
+    def reasons(self, node: fx.Node, dim: int, where: Tensor) -> dict[str, Tensor]:
+        """Return who keeps the flagged indices of a tensor's dim: for each reason the indices."""
+        root = self._find(self.of(node, dim))
+        found: dict[str, Tensor] = {}
+        for axis, mask, reason in self._needs:
+            if self._find(axis) == root and bool((mask & where).any()):
+                found[reason] = found.get(reason, torch.zeros_like(where)) | (mask & where)
+        return found
+
+    def _find(self, axis: int) -> int:
+        while self._parent[axis] != axis:
+            self._parent[axis] = self._parent[self._parent[axis]]
+            axis = self._parent[axis]
+        return axis
+
+
+def slice_values(facts: Facts, node: fx.Node, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each index of a dim: some observed constant is not 0; all are one number; something is live.
+
+    Returns
+    -------
+    tuple
+        Three bool tensors of shape ``(size,)``.
+    """
+    nonzero, low, high, live = _extremes(facts, node, dim)
+    return nonzero, low == high, live
+
+
+def constant_of_slice(facts: Facts, node: fx.Node, dim: int) -> Tensor:
+    """Return the constant of each index of a dim whose observed elements are one number, and 0 elsewhere."""
+    nonzero, low, high, live = _extremes(facts, node, dim)
+    return torch.where(nonzero & (low == high) & ~live, low, 0.0)
+
+
+def _extremes(facts: Facts, node: fx.Node, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tesa = facts.tesa(node) if node.op != "get_attr" else None
+    if tesa is None:
+        # A parameter's own numbers are known; here it stands for a value like any other.
+        known, seen = facts.known_of(node), facts.observed_of(node)
+        state = Grid.combine(lambda c, s: torch.where(s, torch.where(c, 1, 0), 2).to(torch.uint8), known.const, seen)
+        value = Grid.combine(lambda s, v: torch.where(s == 1, v, 0.0), state, known.value)
+    else:
+        state, value = tesa.state, tesa.value
+    nonzero = Grid.combine(lambda s, v: (s == 1) & (v != 0), state, value)
+    lowest = Grid.combine(lambda s, v: torch.where(s == 1, v, math.inf), state, value)
+    highest = Grid.combine(lambda s, v: torch.where(s == 1, v, -math.inf), state, value)
+    live = Grid(state.shape, state.block, state.cells == 0)
+    low = -_line(Grid(lowest.shape, lowest.block, -lowest.cells), dim)
+    return _flags(nonzero, dim), low, _line(highest, dim), _flags(live, dim)
+
+
+def _flags(grid: Grid, dim: int) -> Tensor:
+    """Return for each index of a dim whether any element there holds."""
+    others = [d for d in range(len(grid.shape)) if d != dim]
+    return any_over(grid, others).dense().reshape(-1)
+
+
+def _line(grid: Grid, dim: int) -> Tensor:
+    """Return for each index of a dim the largest value there."""
+    cells = grid.cells
+    for other in range(len(grid.shape)):
+        if other != dim:
+            cells = cells.amax(other, keepdim=True)
+    return Grid((grid.shape[dim],), (grid.block[dim],), cells.reshape(-1)).dense()

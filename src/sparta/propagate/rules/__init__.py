@@ -1,0 +1,15 @@
+"""Rules that come with the package, one file a family of ops; importing this package registers them all."""
+
+from sparta.propagate.rules import (
+    attention,
+    convolution,
+    elementwise,
+    embedding,
+    linear,
+    norms,
+    pieces,
+    reductions,
+    shapes,
+)
+
+__all__ = ["attention", "convolution", "elementwise", "embedding", "linear", "norms", "pieces", "reductions", "shapes"]

@@ -1,0 +1,74 @@
+"""Lookups: embedding tables, and rows or columns picked by an index that is known only at run time.
+
+The one idea to know: which row is looked up is not known, so a column of the output is a constant only where the whole
+column of the table is one and the same constant.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from sparta.propagate.axes import Axes
+from sparta.propagate.known import Known, any_over
+from sparta.propagate.op import Op, shape_of
+from sparta.propagate.registry import rule
+from sparta.tesa.grid import Grid
+
+__all__: list[str] = []
+
+_aten = torch.ops.aten
+_Seen = list[tuple[fx.Node, Grid]]
+
+
+@rule("constants", _aten.embedding.default)
+def embedding(op: Op) -> Known | None:
+    """Know the columns that hold one constant in all rows of the table."""
+    known = op.known(op["weight"]).uniform_over([0])
+    lead = len(op.shape) - 1
+    return known.map(lambda g: g.reshape((*(1,) * lead, g.shape[1])).broadcast_to(op.shape))
+
+
+@rule("observed", _aten.embedding.default)
+def embedding_observed(op: Op, seen: Grid) -> _Seen:
+    """Observe the columns that are observed, in all rows."""
+    weight, indices = op["weight"], op["indices"]
+    line = any_over(seen, range(len(op.shape) - 1)).reshape((1, op.shape[-1]))
+    return [(weight, line.broadcast_to(shape_of(weight))), (indices, Grid.uniform(shape_of(indices), 1, torch.bool))]
+
+
+@rule("axes", _aten.embedding.default)
+def embedding_axes(op: Op, axes: Axes) -> None:
+    """Cut columns of the table, never rows."""
+    weight, indices = op["weight"], op["indices"]
+    axes.keep(axes.of(weight, 0), "looked up by an index")
+    axes.equal(axes.of(weight, 1), axes.of(op.node, len(op.shape) - 1))
+    for dim in range(len(shape_of(indices))):
+        axes.equal(axes.of(indices, dim), axes.of(op.node, dim))
+
+
+@rule("constants", _aten.index_select.default)
+def rows(op: Op) -> Known | None:
+    """Know what holds along the whole dim that is indexed."""
+    known = op.known(op["self"]).uniform_over([op.dim(op["dim"])])
+    return known.map(lambda g: g.broadcast_to(op.shape))
+
+
+@rule("observed", _aten.index_select.default)
+def rows_observed(op: Op, seen: Grid) -> _Seen:
+    """Observe all along the indexed dim what is observed anywhere along it."""
+    source = op["self"]
+    return [(source, any_over(seen, [op.dim(op["dim"])]).broadcast_to(shape_of(source)))]
+
+
+@rule("axes", _aten.index_select.default)
+def rows_axes(op: Op, axes: Axes) -> None:
+    """Keep the dim that is indexed, cut the others alike."""
+    indexed = op.dim(op["dim"])
+    axes.keep_all(op["index"], "an index")
+    for dim in range(len(op.shape)):
+        if dim == indexed:
+            axes.keep(axes.of(op["self"], dim), "indexed at run time")
+            axes.keep(axes.of(op.node, dim), "indexed at run time")
+        else:
+            axes.equal(axes.of(op["self"], dim), axes.of(op.node, dim))

@@ -1,0 +1,313 @@
+"""The base scheduler: fake sparsity in, plain sparse model out, and everything the other schedulers share.
+
+It prepares a model, measures it, exports it and resumes it; by itself it changes no mask, which is what learnt thresholds
+(STR) need. The one idea to know: a scheduler belongs to one model, from :meth:`BaseScheduler.prepare_sparse_model` to
+:meth:`BaseScheduler.export_sparse_model`, and all it knows is in its :meth:`BaseScheduler.state_dict`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparta.errors import ValueRangeError, message
+from sparta.scheduler.export import export_onnx
+from sparta.scheduler.fake_sparse import FakeSparse, FakeSparseBase
+from sparta.scheduler.fuse import fuse_batch_norms
+from sparta.scheduler.generators import MaskGenerator, NormalMaskGenerator
+from sparta.scheduler.prepared import PreparedLayer, excluded, original_of, prepare, restore
+from sparta.scheduler.registry import register_scheduler
+from sparta.sparsify import erk_densities, find_layers
+from sparta.tesa import names
+from sparta.tesa.attribute import TeSA
+from sparta.tesa.formats.mask_bits import pack_bits, unpack_bits
+from sparta.tesa.select import check_sparsity
+from sparta.tesa.spec import Spec
+
+__all__ = ["BaseScheduler", "Exported", "STRScheduler", "Setup", "check_iteration", "listed"]
+
+_FLAGS = ("enabled", "is_set", "fixed")  # of fake sparsity: what a state must bring back
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a configuration says beside the scheduler's own ``kwargs``.
+
+    Parameters
+    ----------
+    mask_generator
+        Makes masks from weights.
+    fake_sparse
+        Makes the parametrization of one weight.
+    leaf_module
+        Classes whose modules are not looked into where a model must be traced.
+    fuse_bn
+        Whether batch norms are folded into the convolutions before them first.
+    sparsity
+        ``target_sparsity`` and ``uniform``, for the schedulers that take them.
+    """
+
+    mask_generator: MaskGenerator = field(default_factory=NormalMaskGenerator)
+    fake_sparse: Callable[[Tensor], FakeSparseBase] = FakeSparse
+    leaf_module: tuple[type[nn.Module], ...] = ()
+    fuse_bn: bool = False
+    sparsity: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Exported(NamedTuple):
+    """An exported model, plain modules with zeros in their weights, and what is known of those zeros."""
+
+    model: nn.Module
+    spec: Spec
+
+
+@register_scheduler("BaseScheduler")
+class BaseScheduler:
+    """Prepares, measures, exports; masks change only when :meth:`update_sparsity_per_layer` is called.
+
+    Parameters
+    ----------
+    setup
+        The rest of the configuration.
+    no_prune_keyword
+        Layers whose name contains one of these are not pruned: a list, or a text with commas.
+    no_prune_layer
+        Layers with exactly these names are not pruned: a list, or a text with commas.
+
+    Examples
+    --------
+    >>> scheduler = BaseScheduler()
+    >>> model = scheduler.prepare_sparse_model(nn.Linear(8, 4))
+    >>> scheduler.update_sparsity_per_layer(model, 0.75)
+    >>> model, spec = scheduler.export_sparse_model(model)
+    >>> spec.density, type(model).__name__
+    (0.25, 'Linear')
+    """
+
+    def __init__(
+        self,
+        setup: Setup | None = None,
+        no_prune_keyword: str | Sequence[str] = "",
+        no_prune_layer: str | Sequence[str] = "",
+    ) -> None:
+        self.setup = setup or Setup()
+        self.no_prune_keyword = listed(no_prune_keyword)
+        self.no_prune_layer = listed(no_prune_layer)
+        self._layers: list[PreparedLayer] = []
+        self._sparsities: dict[str, float] = {}
+
+    # ------------------------------------------------------------------ preparing
+
+    def prepare_sparse_model(self, model: nn.Module) -> nn.Module:
+        """Make the weights of `model` fake-sparse, in place, and return it. It computes what it did until a mask is set.
+
+        Build the optimizer after this call if fake sparsity has parameters of its own (STR, ProbMask), or pass the
+        one you have to :meth:`init_optimizer`.
+        """
+        if self._layers:
+            raise ValueRangeError(message("this scheduler has prepared a model already", "one model a scheduler"))
+        if self.setup.fuse_bn:
+            fuse_batch_norms(model, self.setup.leaf_module)
+        left_out, unmatched = excluded(find_layers(model), self.no_prune_keyword, self.no_prune_layer)
+        if unmatched:
+            text = f"no layer's name contains {', '.join(map(repr, unmatched))}"
+            warnings.warn(message(text, fix="check no_prune_keyword"), stacklevel=2)
+        self._layers = prepare(model, self.setup.fake_sparse, lambda layer: layer.name in left_out)
+        return model
+
+    def init_optimizer(self, optimizer: Optimizer) -> None:
+        """Check that `optimizer` trains the prepared model, and give it the learnt scores if it lacks them."""
+        self._check_prepared()
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(prepared.weight) in held for prepared in self._layers):
+            raise ValueRangeError(
+                message(
+                    f"the {type(optimizer).__name__} holds no weight of the prepared model",
+                    "an optimizer of its parameters",
+                    "build it from model.parameters()",
+                )
+            )
+        missing = [score for score in self.score_parameters() if id(score) not in held]
+        if missing:
+            optimizer.add_param_group({"params": missing})
+
+    def score_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that fake sparsity has added: thresholds, probabilities."""
+        return [parameter for fake in self._fakes().values() for parameter in fake.parameters()]
+
+    # ------------------------------------------------------------------ training
+
+    def prune_model(self, model: nn.Module, iteration: int) -> None:
+        """Do what is due after step `iteration` (from 0). Here: nothing; masks are set explicitly or learnt."""
+        self._check_prepared(model)
+        check_iteration(iteration)
+
+    def update_sparsity_per_layer(self, model: nn.Module, rate: float | Mapping[str, float]) -> None:
+        """Make new masks now: one sparsity for all layers, or one by layer name."""
+        self._check_prepared(model)
+        if isinstance(rate, Mapping):
+            known = {prepared.layer.module_name: prepared.name for prepared in self._pruned()}
+            known |= {prepared.name: prepared.name for prepared in self._pruned()}
+            rates = {known[names.resolve(name, known)[0]]: check_sparsity(value) for name, value in rate.items()}
+        else:
+            rates = {prepared.name: check_sparsity(rate) for prepared in self._pruned()}
+        for prepared in self._pruned():
+            if prepared.name in rates:
+                self._set_sparsity(prepared, rates[prepared.name])
+
+    def get_sparsities_erdos_renyi(
+        self, model: nn.Module, default_sparsity: float, erk_power_scale: float = 0.5
+    ) -> dict[str, float]:
+        """Spread one sparsity over the layers by ERK, make the masks, and return each layer's."""
+        self._check_prepared(model)
+        pruned = self._pruned()
+        densities = erk_densities([p.layer.shape for p in pruned], check_sparsity(default_sparsity), erk_power_scale)
+        rates = {p.name: 1 - density for p, density in zip(pruned, densities, strict=True)}
+        self.update_sparsity_per_layer(model, rates)
+        return rates
+
+    # ------------------------------------------------------------------ measuring, exporting
+
+    def compute_sparse_rate(self, model: nn.Module) -> float:
+        """Return the measured fraction of zeros in the weights that the model computes with.
+
+        All layers that can be pruned count, those that are left out too.
+        """
+        self._check_prepared(model)
+        zeros = sum(int((prepared.effective == 0).sum()) for prepared in self._layers)
+        return zeros / max(1, sum(prepared.weight.numel() for prepared in self._layers))
+
+    def export_sparse_model(self, model: nn.Module) -> Exported:
+        """Bake the zeros into the weights and make plain modules again, in place.
+
+        Returns
+        -------
+        Exported
+            The model and the :class:`~sparta.tesa.spec.Spec` of its pruned weights.
+        """
+        self._check_prepared(model)
+        pruned = self._pruned()
+        restore(self._layers)
+        spec = Spec(
+            {p.name: TeSA.from_zeros(original_of(p.layer.module, p.layer.attribute).detach()) for p in pruned}
+        )
+        self._layers = []
+        return Exported(model, spec)
+
+    def export_sparse_onnx(
+        self, model: nn.Module, dummy_input: Any, path: str | os.PathLike[str], **options: Any  # noqa: ANN401
+    ) -> None:
+        """Write the model as ONNX with its zeros baked in; the model itself stays as it is. Needs the `onnx` extra.
+
+        Parameters
+        ----------
+        dummy_input
+            A tensor or a tuple of them.
+        path
+            The file; ``.onnx`` is added where it is missing.
+        options
+            Passed on to :func:`torch.onnx.export`: opset, dynamic shapes, names.
+        """
+        self._check_prepared(model)
+        with torch.no_grad():
+            saved = [(p.weight, p.weight.detach().clone()) for p in self._pruned()]
+            enabled = {name: fake.enabled for name, fake in self._fakes().items()}
+            try:
+                for prepared in self._pruned():
+                    prepared.weight.copy_(prepared.effective)
+                for fake in self._fakes().values():
+                    fake.enabled = False
+                export_onnx(model, dummy_input, path, options)
+            finally:
+                for weight, before in saved:
+                    weight.copy_(before)
+                for name, fake in self._fakes().items():
+                    fake.enabled = enabled[name]
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything the rest of the run depends on, beside the model's and the optimizer's own states."""
+        masks = {}
+        for name, fake in self._fakes().items():
+            mask = getattr(fake, "mask", None)
+            if mask is not None:
+                masks[name] = pack_bits(mask.reshape(1, -1))[0].cpu()
+        flags = {name: [bool(getattr(f, a, False)) for a in _FLAGS] for name, f in self._fakes().items()}
+        return {"type": type(self).__name__, "masks": masks, "flags": flags, "sparsities": dict(self._sparsities)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned, after preparing the same model; load its weights too."""
+        self._check_prepared()
+        if state.get("type") != type(self).__name__:
+            raise ValueRangeError(message(f"the state of a {state.get('type')!r}", f"that of a {type(self).__name__}"))
+        fakes = self._fakes()
+        if state["flags"].keys() != fakes.keys():
+            odd = sorted(state["flags"].keys() ^ fakes.keys())[:5]
+            raise ValueRangeError(message(f"the state and the model differ in the layers {odd}", "the same layers"))
+        for name, fake in fakes.items():
+            if name in state["masks"]:
+                mask: Tensor = fake.mask  # type: ignore[assignment]
+                bits = state["masks"][name].to(mask.device)
+                mask.copy_(unpack_bits(bits.reshape(1, -1), mask.numel()).reshape(mask.shape))
+            for attribute, value in zip(_FLAGS, state["flags"][name], strict=True):
+                if hasattr(fake, attribute):
+                    setattr(fake, attribute, bool(value))
+        self._sparsities = {name: float(rate) for name, rate in state["sparsities"].items()}
+
+    # ------------------------------------------------------------------ parts
+
+    def _set_sparsity(self, prepared: PreparedLayer, rate: float) -> None:
+        weight = prepared.weight.detach()
+        mask = self.setup.mask_generator.generate_mask(weight, rate, prepared.layer.input_axis)
+        self._sparsities[prepared.name] = rate
+        if not isinstance(prepared.fake, FakeSparse):
+            raise ValueRangeError(message(f"{type(prepared.fake).__name__} takes no mask", "FakeSparse"))
+        prepared.fake.set_mask(mask, weight)
+
+    def _pruned(self) -> list[PreparedLayer]:
+        return [prepared for prepared in self._layers if prepared.fake is not None]
+
+    def _fakes(self) -> dict[str, FakeSparseBase]:
+        return {prepared.name: prepared.fake for prepared in self._layers if prepared.fake is not None}
+
+    def _check_prepared(self, model: nn.Module | None = None) -> None:
+        if not self._layers:
+            raise ValueRangeError(
+                message("the model is not prepared", fix="call `model = scheduler.prepare_sparse_model(model)` first")
+            )
+        if model is not None:
+            modules = set(model.modules())
+            if not any(module in modules for module, _ in self._layers[0].places):
+                raise ValueRangeError(
+                    message("this is not the model that was prepared", "it or a wrapper of it", "pass that one")
+                )
+
+
+@register_scheduler("STRScheduler")
+class STRScheduler(BaseScheduler):
+    """The base scheduler under the name that goes with STR; both export the soft-thresholded weight."""
+
+
+def listed(given: str | Sequence[str]) -> list[str]:
+    """Return names from a list or a text with commas, without the ``module.`` that wrappers add.
+
+    >>> listed("module.fc, conv1,")
+    ['fc', 'conv1']
+    """
+    parts = given.split(",") if isinstance(given, str) else list(given)
+    return [names.canonical(part.strip()) for part in parts if part.strip()]
+
+
+def check_iteration(iteration: int) -> None:
+    """Raise :class:`ValueRangeError` unless `iteration` is an integer of 0 or more."""
+    if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
+        raise ValueRangeError(message(f"iteration is {iteration!r}", "0 or more, counted from 0"))
+

@@ -1,0 +1,120 @@
+"""Layers: which parameters of a model can be pruned, under which names, along which axis N:M runs.
+
+Everything that prunes starts from this list. The one idea to know: a layer is one *parameter*, so a weight that two
+modules share appears once, and the names are those without what `torch.compile`, DDP, FSDP or checkpointing add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from sparta.errors import NameNotFoundError, ShapeError, message
+from sparta.tesa import names
+from sparta.tesa.patterns import NM, VNM, Pattern
+
+__all__ = ["Layer", "along_inputs", "find_layers"]
+
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_PRUNABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED, nn.MultiheadAttention)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One parameter that can be pruned, and the module that owns it.
+
+    Parameters
+    ----------
+    name
+        The parameter's name, without the components that wrappers add.
+    parameter
+        The parameter itself; a sharded one is a ``DTensor``.
+    module, attribute
+        Where it lives: ``getattr(module, attribute)``.
+    input_axis
+        The axis of the input channels: 1, or 0 in a transposed convolution.
+    """
+
+    name: str
+    parameter: Tensor
+    module: nn.Module
+    attribute: str
+    input_axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter, also of a sharded one."""
+        return tuple(self.parameter.shape)
+
+    @property
+    def module_name(self) -> str:
+        """Name of the module that owns the parameter."""
+        return self.name.rpartition(".")[0]
+
+
+def find_layers(
+    model: nn.Module,
+    include: Sequence[str] | str | None = None,
+    ignore: Sequence[str] | str | None = None,
+) -> list[Layer]:
+    """Return the layers of `model` to prune, in the model's order.
+
+    Parameters
+    ----------
+    include
+        Names of parameters, globs, or ``re:`` patterns. By default the weights of linear, convolution (also
+        transposed) and attention layers; an embedding or any other parameter is pruned when it is named here.
+    ignore
+        The same, for what is left out. A name that matches nothing is an error.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 4), nn.ConvTranspose1d(4, 2, 3))
+    >>> [(layer.name, layer.input_axis) for layer in find_layers(model)]
+    [('1.weight', 1), ('2.weight', 0)]
+    >>> [layer.name for layer in find_layers(model, include="0.weight")]
+    ['0.weight']
+    """
+    every: dict[str, Layer] = {}
+    usual: list[str] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            full = f"{path}.{attribute}" if path else attribute
+            axis = 0 if isinstance(module, _TRANSPOSED) else min(1, parameter.dim() - 1)
+            every[full] = Layer(names.canonical(full), parameter, module, attribute, axis)
+            if isinstance(module, _PRUNABLE) and attribute.endswith("weight") and parameter.dim() >= 2:
+                usual.append(full)
+    chosen = names.select(usual if include is None else every, include, ignore)
+    distinct: dict[int, Layer] = {}
+    for name in chosen:
+        distinct.setdefault(id(every[name].parameter), every[name])
+    if not distinct:
+        raise NameNotFoundError(
+            message(
+                "the model has no parameter to prune",
+                "linear, convolution or attention layers, or what `include` names",
+                "name the parameters in `include`",
+            )
+        )
+    return list(distinct.values())
+
+
+def along_inputs(pattern: Pattern, layer: Layer) -> Pattern:
+    """Return `pattern` as it lies on `layer`: N:M turned to the axis of the input channels, and its shape checked.
+
+    >>> from sparta.tesa.patterns import NM
+    >>> layer, = find_layers(nn.ConvTranspose1d(8, 4, 3))
+    >>> along_inputs(NM(2, 4), layer)
+    NM(n=2, m=4, axis=0)
+    """
+    if isinstance(pattern, NM | VNM) and pattern.axis == 1:
+        pattern = replace(pattern, axis=layer.input_axis)
+    try:
+        pattern.check_shape(layer.shape)
+    except ShapeError as error:
+        raise ShapeError(
+            message(f"{layer.name}: {str(error).rstrip('.')}", fix="leave it out with `ignore`")
+        ) from error
+    return pattern

@@ -1,0 +1,115 @@
+"""From scores and a budget to masks: the one place where score, pattern and allocation meet.
+
+:func:`make_masks` is what every sparsifier, scheduler and recipe calls at an event. The one idea to know: a mask is
+made from the whole weight, also when its rows are spread over processes, and is exact in either case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from sparta.errors import ValueRangeError, message
+from sparta.sparsify.allocation import Allocation, Candidate, Uniform
+from sparta.sparsify.layers import Layer, along_inputs
+from sparta.sparsify.shards import Shards, lowest_of, shards_of
+from sparta.sparsify.units import check_sharding, unit_count, unit_scores
+from sparta.tesa.patterns import Block, Channel, Pattern
+from sparta.tesa.patterns.groups import GroupQuota, spread_groups
+
+__all__ = ["make_masks", "project"]
+
+
+@torch.no_grad()
+def make_masks(
+    layers: Sequence[Layer],
+    score: Callable[[Layer], Tensor] | Mapping[str, Tensor],
+    pattern: Pattern,
+    sparsity: float | None = None,
+    allocation: Allocation | None = None,
+) -> dict[str, Tensor]:
+    """Return the mask of each layer: the highest scores under `pattern`, as many as the budget leaves.
+
+    Parameters
+    ----------
+    layers
+        What to prune, as :func:`~sparta.sparsify.layers.find_layers` returns it.
+    score
+        A score, or the scores by layer name, each of the shape of the weight (of its rows that are here).
+    sparsity
+        Fraction of all elements of all layers together. None is a pattern's own, as of N:M.
+    allocation
+        How the budget is spread; uniform by default.
+
+    Returns
+    -------
+    dict of str to Tensor
+        Bool masks, True for kept, of the shape of what this process holds of each weight.
+
+    Examples
+    --------
+    >>> from sparta.sparsify import Global, Magnitude, find_layers
+    >>> from sparta.tesa.patterns import Unstructured
+    >>> layers = find_layers(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)))
+    >>> masks = make_masks(layers, Magnitude(), Unstructured(), 0.75, Global())
+    >>> sum(int(mask.sum()) for mask in masks.values())
+    24
+    """
+    scores = {layer.name: score[layer.name] if isinstance(score, Mapping) else score(layer) for layer in layers}
+    patterns = {layer.name: along_inputs(pattern, layer) for layer in layers}
+    spread = {layer.name: shards_of(layer.parameter) for layer in layers}
+    for layer in layers:
+        check_sharding(patterns[layer.name], layer.shape, len(scores[layer.name]), spread[layer.name])
+    if sparsity is None:
+        if not isinstance(pattern, GroupQuota):
+            raise ValueRangeError(message(f"no sparsity for {pattern}", "a number in [0, 1]", "N:M has one of its own"))
+        return {name: patterns[name].project(scores[name]) for name in scores}
+    candidates = [
+        Candidate(
+            layer.name,
+            layer.shape,
+            unit_count(patterns[layer.name], layer.shape),
+            unit_scores(patterns[layer.name], scores[layer.name]),
+            spread[layer.name],
+        )
+        for layer in layers
+    ]
+    counts = (allocation or Uniform()).counts(candidates, sparsity)
+    return {
+        c.name: project(patterns[c.name], scores[c.name], count, c.shape, c.shards)
+        for c, count in zip(candidates, counts, strict=True)
+    }
+
+
+def project(pattern: Pattern, score: Tensor, count: int, shape: Sequence[int], shards: Shards) -> Tensor:
+    """Return the mask of one weight with `count` units pruned, over all processes that hold a part of it.
+
+    Parameters
+    ----------
+    score
+        The scores of what is here; `shape` is that of the whole weight.
+    """
+    units = unit_count(pattern, shape)
+    if shards.is_whole:
+        return pattern.project(score, count / units if units else 0.0)
+    if isinstance(pattern, GroupQuota):
+        full = pattern.project(score)
+        pruned_by_full = units - round(pattern.capacity(shape) * units)
+        if count >= pruned_by_full:
+            return full & ~lowest_of([score], count - pruned_by_full, shards, [full])[0]
+        return ~lowest_of([score], count, shards, [~full])[0]
+    kept = ~lowest_of([unit_scores(pattern, score)], count, shards)[0]
+    if isinstance(pattern, Channel):
+        return kept.view(-1, *[1] * (score.dim() - 1)).expand(score.shape).contiguous()
+    if isinstance(pattern, Block) and score.numel():
+        sizes = list(score.shape)
+        sides = [(axis % score.dim(), size) for axis, size in zip(pattern.axes, (pattern.h, pattern.w), strict=True)]
+        for axis, size in sides:
+            sizes[axis] = -(-sizes[axis] // size)
+        kept = kept.view(sizes)
+        for axis, size in sides:
+            kept = spread_groups(kept, axis, size, score.shape[axis])
+        return kept.contiguous()
+    return kept.view(score.shape)

@@ -1,0 +1,84 @@
+"""Run by a test: train a pruned model under FSDP2 and under DDP in two processes, and in one, and compare all masks."""
+
+import copy
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from sparta.sparsify import ERK, Global, Schedule, Sparsifier
+from sparta.sparsify.shards import whole
+
+RUNS = {
+    "uniform": {},
+    "global": {"allocation": Global()},
+    "global l2": {"allocation": Global(normalize="l2", max_sparsity=0.9)},
+    "erk movement": {"allocation": ERK(), "score": "movement", "pruned": "train"},
+    "random": {"score": "random"},
+    "2:4": {"pattern": "2:4"},
+    "channel": {"pattern": "channel:0"},
+    "block": {"pattern": "block:2x2"},
+}
+SCHEDULE = Schedule.cubic(0.5, begin=1, end=4, every=2)
+
+
+def network():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+    with torch.no_grad():  # many ties, which must be broken alike everywhere
+        for parameter in model.parameters():
+            parameter.copy_((parameter * 8).round() / 8)
+    return model
+
+
+def train(model, sparsifier, optimizer, rank, world):
+    for step in range(7):
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
+        x = x.chunk(world)[rank]
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        sparsifier.step()
+    return {name: whole(sparsifier.masks[name], layer.parameter) for name, layer in sparsifier.masks.layers.items()}
+
+
+def start(model, options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return Sparsifier(model, SCHEDULE, **options).attach(optimizer), optimizer
+
+
+def work(rank, store, report):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for name, options in RUNS.items():
+        alone = network()
+        expected = train(alone, *start(alone, copy.deepcopy(options)), 0, 1)
+        sharded = network()
+        for layer in (sharded[0], sharded[2], sharded[4]):
+            fully_shard(layer)
+        fully_shard(sharded)
+        parallel = DistributedDataParallel(network())
+        for kind, model in (("fsdp", sharded), ("ddp", parallel)):
+            sparsifier, optimizer = start(model, copy.deepcopy(options))
+            masks = train(model, sparsifier, optimizer, rank, 2)
+            same = masks.keys() == expected.keys() and all(torch.equal(masks[k], expected[k]) for k in masks)
+            zero = all(
+                bool((p.full_tensor() if kind == "fsdp" else p).detach()[~masks[n.removeprefix("module.")]].eq(0).all())
+                for n, p in model.named_parameters()
+                if n.endswith("weight")
+            )
+            density = sparsifier.masks.spec().density
+            if rank == 0:
+                with open(report, "a") as file:  # noqa: PTH123
+                    file.write(f"{name} {kind} same={same} zero={zero} density={density:.4f}\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (f"{folder}/store", sys.argv[1]), nprocs=2)
