@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import os
 import platform
 import statistics
 import sys
@@ -211,13 +212,16 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    load_before = os.getloadavg()[0]
     results = []
     for layer in layers(tuple(options.tokens), quick=options.quick):
         results.append(measure(layer, compiled=options.compile))
         shown = ", ".join(f"{name} {speedup:.2f}x" for name, speedup in results[-1]["speedup"].items())
         print(f"{layer}: {shown}", flush=True)
     rows = summary(results)
-    path = save("cpu_layers", f"{platform.machine()} cpu", {"summary": rows, "layers": results}, folder=options.out)
+    # Processes beside this one, before and after: with more than cores to run on, the medians mean little.
+    found = {"summary": rows, "layers": results, "load": [load_before, os.getloadavg()[0]]}
+    path = save("cpu_layers", f"{platform.machine()} cpu", found, folder=options.out)
     print(show(rows))
     print(f"saved {path}")
 

@@ -161,6 +161,7 @@ def test_gradients_are_those_of_the_masked_dense_layer(layer):
     assert not layer.weight.grad[~layer.weight_mask].any()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # PyTorch's own, in its compiler
 def test_torch_compile_takes_it_whole(layer):
     compiled = torch.compile(layer, fullgraph=True)
     x = draw(100, 512, dtype=torch.bfloat16).requires_grad_()

@@ -102,8 +102,9 @@ class SparseBatchMatMul(KernelOperator):
             raise ValueRangeError(message(f"{len(given)} masks ({names})", "exactly one of " + ", ".join(_MASKS)))
         ((present, mask),) = given.items()
         kept = checked_mask(mask, present)
+        before = [old for name in _MASKS if (old := getattr(self, name)) is not None]
         for name in _MASKS:
-            setattr(self, name, kept if name == present else None)
+            setattr(self, name, kept.to(before[0].device if before else kept.device) if name == present else None)
         self._reset()
 
     @property

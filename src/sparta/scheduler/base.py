@@ -1,8 +1,8 @@
 """The base scheduler: fake sparsity in, plain sparse model out, and everything the other schedulers share.
 
-It prepares a model, measures it, exports it and resumes it; by itself it changes no mask, which is what learnt thresholds
-(STR) need. The one idea to know: a scheduler belongs to one model, from :meth:`BaseScheduler.prepare_sparse_model` to
-:meth:`BaseScheduler.export_sparse_model`, and all it knows is in its :meth:`BaseScheduler.state_dict`.
+It prepares a model, measures it, exports it and resumes it; by itself it changes no mask, which is what learnt
+thresholds (STR) need. The one idea to know: a scheduler belongs to one model, from `prepare_sparse_model` to
+`export_sparse_model`, and all it knows is in its `state_dict`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sparta.scheduler.export import export_onnx
 from sparta.scheduler.fake_sparse import FakeSparse, FakeSparseBase
 from sparta.scheduler.fuse import fuse_batch_norms
 from sparta.scheduler.generators import MaskGenerator, NormalMaskGenerator
-from sparta.scheduler.prepared import PreparedLayer, excluded, original_of, prepare, restore
+from sparta.scheduler.prepared import PreparedLayer, excluded, original_of, prepare, refuse_prepared, restore
 from sparta.scheduler.registry import register_scheduler
 from sparta.sparsify import erk_densities, find_layers
 from sparta.tesa import names
@@ -106,13 +106,14 @@ class BaseScheduler:
     # ------------------------------------------------------------------ preparing
 
     def prepare_sparse_model(self, model: nn.Module) -> nn.Module:
-        """Make the weights of `model` fake-sparse, in place, and return it. It computes what it did until a mask is set.
+        """Make the weights of `model` fake-sparse, in place, and return it; it computes as before until a mask is set.
 
         Build the optimizer after this call if fake sparsity has parameters of its own (STR, ProbMask), or pass the
         one you have to :meth:`init_optimizer`.
         """
         if self._layers:
             raise ValueRangeError(message("this scheduler has prepared a model already", "one model a scheduler"))
+        refuse_prepared(model)
         if self.setup.fuse_bn:
             fuse_batch_norms(model, self.setup.leaf_module)
         left_out, unmatched = excluded(find_layers(model), self.no_prune_keyword, self.no_prune_layer)
@@ -195,14 +196,16 @@ class BaseScheduler:
         self._check_prepared(model)
         pruned = self._pruned()
         restore(self._layers)
-        spec = Spec(
-            {p.name: TeSA.from_zeros(original_of(p.layer.module, p.layer.attribute).detach()) for p in pruned}
-        )
+        spec = Spec({p.name: TeSA.from_zeros(original_of(p.layer.module, p.layer.attribute).detach()) for p in pruned})
         self._layers = []
         return Exported(model, spec)
 
     def export_sparse_onnx(
-        self, model: nn.Module, dummy_input: Any, path: str | os.PathLike[str], **options: Any  # noqa: ANN401
+        self,
+        model: nn.Module,
+        dummy_input: Any,  # noqa: ANN401
+        path: str | os.PathLike[str],
+        **options: Any,  # noqa: ANN401
     ) -> None:
         """Write the model as ONNX with its zeros baked in; the model itself stays as it is. Needs the `onnx` extra.
 
@@ -310,4 +313,3 @@ def check_iteration(iteration: int) -> None:
     """Raise :class:`ValueRangeError` unless `iteration` is an integer of 0 or more."""
     if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
         raise ValueRangeError(message(f"iteration is {iteration!r}", "0 or more, counted from 0"))
-

@@ -1,8 +1,8 @@
 """Configurations: a dictionary in, a scheduler out, with everything checked before anything happens.
 
-The keys are those of the document: `mask_generator`, `fake_sparse` and `scheduler`, each a `type` with optional `kwargs`,
-and beside them `leaf_module`, `fuse_bn` and `sparsity`. The one idea to know: nothing is ignored; a key, a type or a
-keyword argument that is not known is an error that names the nearest one that is.
+The keys are those of the document: `mask_generator`, `fake_sparse` and `scheduler`, each a `type` with optional
+`kwargs`, and beside them `leaf_module`, `fuse_bn` and `sparsity`. The one idea to know: nothing is ignored; a key, a
+type or a keyword argument that is not known is an error that names the nearest one that is.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ def build_sparse_scheduler(config: Mapping[str, Any]) -> BaseScheduler | AmpereS
     scheduler, kwargs = _component(config, "scheduler", "BaseScheduler", SCHEDULERS)
     generator, generator_kwargs = _component(config, "mask_generator", "NormalMaskGenerator", MASK_GENERATORS)
     fake, fake_kwargs = _component(config, "fake_sparse", "FakeSparse", FAKE_SPARSES)
-    made: type[Any] = SCHEDULERS.find(scheduler)
-    _check_pair(generator, FAKE_SPARSES.find(fake), fake)
+    made: Any = SCHEDULERS.find(scheduler)
+    make_fake: Any = FAKE_SPARSES.find(fake)
+    _check_pair(generator, make_fake, fake)
     built: MaskGenerator = MASK_GENERATORS.find(generator)(**generator_kwargs)
     parts = Setup(
         mask_generator=built,
-        fake_sparse=partial(FAKE_SPARSES.find(fake), **fake_kwargs),
+        fake_sparse=partial(make_fake, **fake_kwargs),
         leaf_module=_classes(config.get("leaf_module", ())),
         fuse_bn=_flag(config.get("fuse_bn", False), "fuse_bn"),
         sparsity=_sparsity(config.get("sparsity")),

@@ -1,7 +1,7 @@
 """Writing a pruned model as ONNX, for the tools that read it.
 
-The one idea to know: ONNX has no sparse weights that runtimes use, so the zeros are stored as zeros; what gains from them
-is the compiler that reads the file.
+The one idea to know: ONNX has no sparse weights that runtimes use, so the zeros are stored as zeros; what gains from
+them is the compiler that reads the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ __all__ = ["export_onnx"]
 
 
 def export_onnx(
-    model: nn.Module, dummy_input: Any, path: str | os.PathLike[str], options: Mapping[str, Any]  # noqa: ANN401
+    model: nn.Module,
+    dummy_input: Any,  # noqa: ANN401
+    path: str | os.PathLike[str],
+    options: Mapping[str, Any],
 ) -> Path:
     """Write `model`, in evaluation mode for the time of the call, to `path`; returns the path with its suffix."""
     missing = [package for package in ("onnx", "onnxscript") if find_spec(package) is None]

@@ -1,13 +1,14 @@
 """Folding batch norms into the convolutions before them, in place.
 
-A configuration asks for it with `fuse_bn`, so that pruning sees the weights that will be deployed. The one idea to know:
-the model is traced only to *find* the pairs; it stays the same object with the same classes, and each folded batch norm
-becomes an identity.
+A configuration asks for it with `fuse_bn`, so that pruning sees the weights that will be deployed. The one idea to
+know: the model is traced only to *find* the pairs; it stays the same object with the same classes, and each folded
+batch norm becomes an identity.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -76,19 +77,19 @@ def fuse_batch_norms(model: nn.Module, leaves: Sequence[type[nn.Module]] = ()) -
 
 
 @torch.no_grad()
-def _fold(conv: nn.Module, norm: nn.Module) -> None:
+def _fold(conv: Any, norm: Any) -> None:  # noqa: ANN401 - convolutions and norms of any number of dims
     weight, bias = fuse_conv_bn_weights(
-        conv.weight,  # type: ignore[arg-type]
-        conv.bias,  # type: ignore[arg-type]
-        norm.running_mean,  # type: ignore[arg-type]
-        norm.running_var,  # type: ignore[arg-type]
-        norm.eps,  # type: ignore[arg-type]
-        norm.weight,  # type: ignore[arg-type]
-        norm.bias,  # type: ignore[arg-type]
+        conv.weight,
+        conv.bias,
+        norm.running_mean,
+        norm.running_var,
+        norm.eps,
+        norm.weight,
+        norm.bias,
         transpose=isinstance(conv, _TRANSPOSED),
     )
-    conv.weight.copy_(weight)  # type: ignore[operator, union-attr]
+    conv.weight.copy_(weight)
     if conv.bias is None:
         conv.bias = bias
     else:
-        conv.bias.copy_(bias)  # type: ignore[operator, union-attr]
+        conv.bias.copy_(bias)

@@ -1,7 +1,7 @@
 """Mask generators: from a weight and a sparsity to a mask with an exact number of zeros.
 
-They are the `mask_generator` of a configuration. The one idea to know: a generator has no state of its own; which layer
-is how sparse, and when masks are made, is the scheduler's business.
+They are the `mask_generator` of a configuration. The one idea to know: a generator has no state of its own; which
+layer is how sparse, and when masks are made, is the scheduler's business.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class NuclearMaskGenerator(MaskGenerator):
 class STRMaskGenerator(MaskGenerator):
     """Soft thresholds are learnt: the mask is where the weight exceeds the threshold, whatever sparsity that is."""
 
-    def generate_mask(self, weight: Tensor, sparsity: float, input_axis: int = 1) -> Tensor:
+    def generate_mask(self, weight: Tensor, sparsity: float, input_axis: int = 1) -> Tensor:  # noqa: ARG002
         """Refuse: an STR layer's sparsity is learnt, not set."""
         raise ValueRangeError(
             message(
@@ -169,11 +169,14 @@ class ProbMaskGenerator(MaskGenerator):
             raise ValueRangeError(message(f"tau is {tau}", "a number above 0"))
         self.tau = tau
 
-    def generate_mask(self, weight: Tensor, sparsity: float, input_axis: int = 1) -> Tensor:
+    def generate_mask(self, weight: Tensor, sparsity: float, input_axis: int = 1) -> Tensor:  # noqa: ARG002
         """Refuse: the probabilities decide, and ProbMaskPruneScheduler sets their budget."""
         raise ValueRangeError(
-            message(f"a sparsity of {sparsity} for one layer of ProbMask", "one budget over all layers",
-                    "use ProbMaskPruneScheduler")
+            message(
+                f"a sparsity of {sparsity} for one layer of ProbMask",
+                "one budget over all layers",
+                "use ProbMaskPruneScheduler",
+            )
         )
 
 

@@ -1,8 +1,8 @@
 """Hardware: what pays where, and up to which sparsity it can.
 
 Presets say which patterns and sizes gain on common hardware; a roofline says beyond which sparsity a layer waits for
-memory and more zeros gain nothing. The one idea to know: the table is yours to edit; a preset holds nominal peaks, and
-what really pays is measured by `sparta.compile`.
+memory and more zeros gain nothing. The one idea to know: the table is yours to edit; a preset holds nominal peaks,
+and what really pays is measured by `sparta.compile`.
 """
 
 from __future__ import annotations
@@ -73,15 +73,39 @@ class Device:
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        Device("generic", 1e12, 1e11, 4.0, ("channel:0", "channel:1", "unstructured"),
-               "whole channels always pay once the model is compacted; single zeros from about 90 %"),
-        Device("nvidia-ampere", 156e12, 2.0e12, 2.0, ("2:4", "block:32x32", "block:64x64", "channel:0", "channel:1"),
-               "2:4 in fp16/bf16/int8 with output channels a multiple of 8 and input channels of 16, large batches; "
-               "blocks from about 70 %"),
-        Device("nvidia-hopper", 494e12, 3.35e12, 2.0, ("2:4", "block:64x64", "block:128x128", "channel:0", "channel:1"),
-               "2:4 as on Ampere, also fp8; blocks of 64 and more from about 70 %"),
-        Device("x86-avx512", 2.5e12, 2.0e11, 4.0, ("block:4x1", "block:16x1", "block:1x16", "channel:0", "channel:1"),
-               "blocks of 4 or 16 neighbouring outputs from about 70 %; int8 with VNNI in blocks of 4"),
+        Device(
+            "generic",
+            1e12,
+            1e11,
+            4.0,
+            ("channel:0", "channel:1", "unstructured"),
+            "whole channels always pay once the model is compacted; single zeros from about 90 %",
+        ),
+        Device(
+            "nvidia-ampere",
+            156e12,
+            2.0e12,
+            2.0,
+            ("2:4", "block:32x32", "block:64x64", "channel:0", "channel:1"),
+            "2:4 in fp16/bf16/int8 with output channels a multiple of 8 and input channels of 16, large batches; "
+            "blocks from about 70 %",
+        ),
+        Device(
+            "nvidia-hopper",
+            494e12,
+            3.35e12,
+            2.0,
+            ("2:4", "block:64x64", "block:128x128", "channel:0", "channel:1"),
+            "2:4 as on Ampere, also fp8; blocks of 64 and more from about 70 %",
+        ),
+        Device(
+            "x86-avx512",
+            2.5e12,
+            2.0e11,
+            4.0,
+            ("block:4x1", "block:16x1", "block:1x16", "channel:0", "channel:1"),
+            "blocks of 4 or 16 neighbouring outputs from about 70 %; int8 with VNNI in blocks of 4",
+        ),
     )
 }
 """The presets by name. Add your own, or pass a dictionary of its fields where a name is expected."""

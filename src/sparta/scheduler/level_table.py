@@ -1,7 +1,7 @@
 """The level table: how sparse each layer is at each level, decided once, before training, and kept in files.
 
-It is what the analysis of a level scheduler makes: JSON to read back, CSV for people, a plot to look at. The one idea to
-know: the table is plain data that can be edited and used again, and it is checked against the model when it is.
+It is what the analysis of a level scheduler makes: JSON to read back, CSV for people, a plot to look at. The one idea
+to know: the table is plain data that can be edited and used again, and it is checked against the model when it is.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class LevelTable:
     Examples
     --------
     >>> print(LevelTable((0.5,), (0.5,), {"fc.weight": (0.5,)}, {"fc.weight": 8}))
-    layer       weights  0.5
-    ---------  --------  ---
-    fc.weight         8  0.5
-    network           8  0.5
+    layer      weights  0.5
+    ---------  -------  ---
+    fc.weight        8  0.5
+    network          8  0.5
     """
 
     levels: tuple[float, ...]
@@ -114,8 +114,7 @@ class LevelTable:
         """Return the plot: layers from left to right, a line a level."""
         width, height, left, top = 80 + 24 * max(2, len(self.layers)), 300, 50, 20
         lines = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 120}" height="{height + 60}" '
-            'font-family="sans-serif" font-size="11">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 120}" height="{height + 60}">',
             f'<text x="{left}" y="14">sparsity of each layer, first to last, at each level</text>',
         ]
         for tick in range(0, 101, 25):

@@ -19,7 +19,7 @@ from sparta.scheduler.fake_sparse import FakeSparseBase
 from sparta.sparsify import Layer, find_layers
 from sparta.tesa import names
 
-__all__ = ["PreparedLayer", "excluded", "original_of", "plain_state_dict", "prepare", "restore"]
+__all__ = ["PreparedLayer", "excluded", "original_of", "plain_state_dict", "prepare", "refuse_prepared", "restore"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class PreparedLayer:
 def original_of(module: nn.Module, attribute: str) -> Tensor:
     """Return the stored tensor behind ``getattr(module, attribute)``, parametrized or not."""
     if parametrize.is_parametrized(module, attribute):
-        stored: Tensor = module.parametrizations[attribute].original  # type: ignore[index, union-attr, assignment]
+        stored: Tensor = module.parametrizations[attribute].original  # type: ignore[index, union-attr]
         return stored
     plain: Tensor = getattr(module, attribute)
     return plain
@@ -71,18 +71,8 @@ def prepare(
     model: nn.Module, make_fake: Callable[[Tensor], FakeSparseBase], skipped: Callable[[Layer], bool]
 ) -> list[PreparedLayer]:
     """Parametrize every weight that can be pruned and is not `skipped`; return all, in the model's order."""
-    if any(
-        isinstance(part, FakeSparseBase)
-        for module in model.modules()
-        if parametrize.is_parametrized(module)
-        for part in module.modules()
-    ):
-        raise ValueRangeError(
-            message("the model is already prepared", "a plain model", "export it first, or use the scheduler it has")
-        )
-    layers = find_layers(model)
     made = []
-    for layer in layers:
+    for layer in find_layers(model):
         places = tuple(_places(model, layer.parameter))
         fake = None if skipped(layer) else make_fake(layer.parameter.detach())
         made.append(PreparedLayer(layer, fake, places))
@@ -92,6 +82,14 @@ def prepare(
                 prepared.fake.train(module.training)
                 parametrize.register_parametrization(module, attribute, prepared.fake, unsafe=True)
     return made
+
+
+def refuse_prepared(model: nn.Module) -> None:
+    """Raise :class:`ValueRangeError` when a scheduler has prepared `model` already."""
+    if any(isinstance(module, FakeSparseBase) for module in model.modules()):
+        raise ValueRangeError(
+            message("the model is already prepared", "a plain model", "export it first, or use the scheduler it has")
+        )
 
 
 def restore(layers: Sequence[PreparedLayer]) -> None:
@@ -136,8 +134,12 @@ def excluded(layers: Sequence[Layer], keywords: Sequence[str], exact: Sequence[s
     """
     by_module = {layer.module_name: layer.name for layer in layers}
     by_weight = {layer.name: layer.name for layer in layers}
-    left_out = {by_weight[names.resolve(name, by_weight)[0]] if name in by_weight else by_module[
-        names.resolve(name, by_module)[0]] for name in exact}
+    left_out = {
+        by_weight[names.resolve(name, by_weight)[0]]
+        if name in by_weight
+        else by_module[names.resolve(name, by_module)[0]]
+        for name in exact
+    }
     unmatched = []
     for keyword in keywords:
         found = {name for module, name in by_module.items() if keyword in module}

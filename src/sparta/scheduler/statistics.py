@@ -1,7 +1,7 @@
 """Statistics of a model's layers: how much each computes and moves, and how deep in the network's strides it stands.
 
-One forward pass on an example input tells. The one idea to know: multiply-adds are for one example, and what remains of
-them after pruning is taken to go with the layer's density.
+One forward pass on an example input tells. The one idea to know: multiply-adds are for one example, and what remains
+of them after pruning is taken to go with the layer's density.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ class LayerStatistics:
 
 
 def example_input(shape: Sequence[int] | None, custom: Any, device: torch.device) -> tuple[Any, ...] | None:  # noqa: ANN401
-    """Return the arguments for one forward pass: the custom input, or noise of `shape`, or None when neither is given."""
+    """Return the arguments of one forward pass: the custom input, noise of `shape`, or None when neither is given."""
     if custom is not None:
         return custom if isinstance(custom, tuple) else (custom,)
     if shape is None:
         return None
     if not shape or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in shape):
         raise ValueRangeError(message(f"default_input_shape is {shape!r}", "positive integers, the batch first"))
-    return (torch.randn(tuple(shape), device=device, generator=None),)
+    # a generator of its own: the training's random numbers stay what they would have been
+    return (torch.randn(tuple(shape), generator=torch.Generator().manual_seed(0)).to(device),)
 
 
 def measure_layers(
@@ -72,8 +73,7 @@ def measure_layers(
             strides[prepared.name] = math.ceil(math.log2(largest / size)) if size else 0
     ranks = {stride: rank for rank, stride in enumerate(sorted(set(strides.values())))}
     return {
-        prepared.name: _statistics(prepared, seen, ranks.get(strides.get(prepared.name, -1)))
-        for prepared in layers
+        prepared.name: _statistics(prepared, seen, ranks.get(strides.get(prepared.name, -1))) for prepared in layers
     }
 
 
@@ -114,7 +114,7 @@ def _statistics(
     prepared: PreparedLayer, seen: Mapping[nn.Module, tuple[Tensor, Tensor]], group: int | None
 ) -> LayerStatistics:
     module, weight = prepared.layer.module, prepared.weight.numel()
-    depthwise = isinstance(module, _CONVS) and int(module.groups) > 1  # type: ignore[arg-type]
+    depthwise = isinstance(module, _CONVS) and int(module.groups) > 1
     if module not in seen:
         return LayerStatistics(weight, weight, group, depthwise)
     x, y = seen[module]

@@ -201,7 +201,11 @@ class _BlocksKernel(AttentionKernel):
             attended = [functional.scaled_dot_product_attention(x, y, z, attn_mask=kept) for x, y, z, kept in bands]
         else:
             scale = 1.0 / math.sqrt(max(1, q.shape[-1]))
-            attended = [kept_softmax(x @ y.mT * scale, kept) @ z for x, y, z, kept in bands]
+            covered = (band.covered for band in rows.bands)
+            attended = [
+                kept_softmax((x * scale) @ y.mT, kept, covered=all_rows) @ z
+                for (x, y, z, kept), all_rows in zip(bands, covered, strict=True)
+            ]
         return rows.join(packed, attended)
 
 

@@ -62,7 +62,7 @@ class Batches:
         shared, own = self._order
         last = len(self.shape)
         x = x.expand(*self.shape, *x.shape[-2:]).permute(*shared, *own, last, last + 1)
-        sizes = [math.prod(self.shape[d] for d in dims) for dims in (shared, own)]
+        sizes = [math.prod([self.shape[d] for d in dims]) for dims in (shared, own)]
         return x.reshape(*sizes, *x.shape[-2:])
 
     def unfold(self, x: Tensor) -> Tensor:

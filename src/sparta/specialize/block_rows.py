@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from sparta.specialize.block_moves import gather, pad_to_tiles
 from sparta.tesa.attribute import TeSA
 
-__all__ = ["Band", "BlockRows", "gather", "pick", "place", "tile_candidates", "tile_guess"]
+__all__ = ["Band", "BlockRows", "tile_candidates", "tile_guess"]
 
-_BAND_RATIO = 1.4  # the longest row of a band keeps at most so many times the blocks of its shortest
+_BANDS = 12  # with more different lengths of rows than this, alike ones share a band
+_BAND_RATIO = 1.4  # where the longest row keeps at most so many times the blocks of the shortest
 _TILES = (16, 32, 64, 128)
 
 
@@ -37,11 +37,14 @@ class Band:
         How many blocks each has, padding included.
     full
         Whether every element is live, so that nothing needs to be masked.
+    covered
+        Whether every row of elements has a live one.
     """
 
     rows: int
     width: int
     full: bool
+    covered: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +73,8 @@ class BlockRows:
     --------
     >>> layout = BlockRows.from_mask(torch.eye(4, dtype=torch.bool)[None], (2, 2))
     >>> layout.bands
-    (Band(rows=2, width=1, full=False),)
+    (Band(rows=2, width=1, full=False, covered=True),)
+    >>> from sparta.specialize.block_moves import pick
     >>> dense = torch.arange(16.0).reshape(1, 1, 4, 4)
     >>> layout.spread(layout.tensors, pick(dense, layout.tensors[0], (2, 2)))[0].tolist()
     [[[[0.0, 0.0], [0.0, 5.0]], [[10.0, 0.0], [0.0, 15.0]]]]
@@ -99,7 +103,7 @@ class BlockRows:
             ``listing.max() + 1`` tiles; None numbers the kept tiles row by row.
         """
         groups, rows, cols = mask.shape
-        tiles = _tiles(_padded(mask[None], tile), tile)[0]
+        tiles = _tiles(pad_to_tiles(mask[None], tile), tile)[0]
         kept = tiles.any(-1).any(-1)
         places = kept.nonzero().t().contiguous()
         numbering = (kept.flatten().cumsum(0) - 1).reshape(kept.shape)
@@ -114,7 +118,7 @@ class BlockRows:
             inside = (tiles[at] & valid[..., None, None]).transpose(1, 2).flatten(2)  # (rows, h, width * w)
             slot = torch.arange(first, first + columns.numel()).reshape(columns.shape)
             slots[numbering[at][valid]] = slot[valid]
-            bands.append(Band(len(band_rows), width, bool(inside.all())))
+            bands.append(Band(len(band_rows), width, bool(inside.all()), bool(inside.any(-1).all())))
             tensors += [(at[0] * kept.shape[2] + columns).flatten(), listing[at].flatten(), inside.contiguous()]
             first += columns.numel()
         order = listing[tuple(places)]
@@ -174,111 +178,15 @@ class BlockRows:
         h, grid_rows = self.tile[0], -(-self.shape[0] // self.tile[0])
         joined = rows[0]
         if not self._all_rows:
-            joined = torch.cat(list(rows), 1)
-            empty = joined.new_zeros(joined.shape[0], self.groups * grid_rows, *joined.shape[2:])
-            joined = empty.index_copy(1, packed[3], joined)
+            joined = joined.new_zeros(joined.shape[0], self.groups * grid_rows, *joined.shape[2:])
+            for places, row in zip(torch.split(packed[3], [band.rows for band in self.bands]), rows, strict=True):
+                joined = joined.index_copy_(1, places, row)
         whole = joined.reshape(joined.shape[0], self.groups, grid_rows * h, joined.shape[-1])
         return whole[:, :, : self.shape[0]]
 
     @property
     def _all_rows(self) -> bool:
         return len(self.bands) == 1 and self.bands[0].rows == self.groups * -(-self.shape[0] // self.tile[0])
-
-
-# ---------------------------------------------------------------------- moving blocks, with exact gradients
-
-
-class _Gather(torch.autograd.Function):
-    """Entries along dim 1, several times each; the gradient is summed in index order, so it never varies."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *indices: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401 - PyTorch's protocol
-        ctx.save_for_backward(*indices)
-        ctx.size = x.shape[1]
-        return tuple(x.index_select(1, index) for index in indices)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - PyTorch's protocol
-        dtype = grads[0].dtype
-        wide = torch.promote_types(dtype, torch.float32)  # long sums in half precision would lose their tail
-        total = grads[0].new_zeros(grads[0].shape[0], ctx.size, *grads[0].shape[2:], dtype=wide)
-        for index, grad in zip(ctx.saved_tensors, grads, strict=True):
-            if grad.device.type == "cpu":
-                total = total.index_add(1, index, grad.to(wide))
-            else:  # `index_add` uses atomics there, `index_put` sorts first
-                total = total.transpose(0, 1).index_put((index,), grad.to(wide).transpose(0, 1), accumulate=True)
-                total = total.transpose(0, 1)
-        return total.to(dtype), *[None] * len(grads)
-
-
-class _Pick(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, dense: Tensor, places: Tensor, tile: tuple[int, int]) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(places)
-        ctx.shape, ctx.tile = dense.shape, tile
-        group, row, column = places
-        return _tiles(_padded(dense, tile), tile)[:, group, row, column].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - PyTorch's protocol
-        return place(grad, ctx.saved_tensors[0], tuple(ctx.shape[1:])), None, None
-
-
-class _Place(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tiles: Tensor, places: Tensor, shape: tuple[int, int, int]) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(places)
-        (groups, rows, cols), tile = shape, (tiles.shape[2], tiles.shape[3])
-        ctx.tile = tile
-        group, row, column = places
-        dense = tiles.new_zeros(tiles.shape[0], groups, rows + -rows % tile[0], cols + -cols % tile[1])
-        _tiles(dense, tile)[:, group, row, column] = tiles
-        return dense[:, :, :rows, :cols].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - PyTorch's protocol
-        return pick(grad, ctx.saved_tensors[0], ctx.tile), None, None
-
-
-def gather(x: Tensor, indices: Sequence[Tensor]) -> list[Tensor]:
-    """Return ``x.index_select(1, index)`` for each index; gradients are summed in the same order on every run.
-
-    >>> x = torch.zeros(1, 2, requires_grad=True)
-    >>> gather(x, [torch.tensor([0, 0, 1])])[0].sum().backward()
-    >>> x.grad.tolist()
-    [[2.0, 1.0]]
-    """
-    return list(_Gather.apply(x, *indices))  # type: ignore[no-untyped-call]
-
-
-def pick(dense: Tensor, places: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Return tiles (S, kept, h, w) of `dense` (S, groups, P, Q).
-
-    Parameters
-    ----------
-    places
-        (3, kept): group, row and column of each tile; no place twice.
-
-    Examples
-    --------
-    >>> pick(torch.arange(6.0).reshape(1, 1, 2, 3), torch.tensor([[0], [0], [1]]), (1, 2)).tolist()
-    [[[[2.0, 0.0]]]]
-    """
-    return _Pick.apply(dense, places, tile)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def place(tiles: Tensor, places: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Undo :func:`pick`: return (S, groups, P, Q) for `shape` (groups, P, Q), 0 where no tile is.
-
-    >>> place(torch.ones(1, 1, 1, 2), torch.tensor([[0], [0], [1]]), (1, 2, 3)).tolist()
-    [[[[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]]]
-    """
-    return _Place.apply(tiles, places, shape)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _padded(dense: Tensor, tile: tuple[int, int]) -> Tensor:
-    below, right = -dense.shape[-2] % tile[0], -dense.shape[-1] % tile[1]
-    return functional.pad(dense, (0, right, 0, below)) if below or right else dense
 
 
 def _tiles(padded: Tensor, tile: tuple[int, int]) -> Tensor:
@@ -289,7 +197,7 @@ def _tiles(padded: Tensor, tile: tuple[int, int]) -> Tensor:
 
 def _cut(x: Tensor, step: int) -> Tensor:
     """Return (S, groups, size, F) as blocks of `step` rows: (S, groups * ceil(size / step), step, F)."""
-    padded = _padded(x, (step, 1))
+    padded = pad_to_tiles(x, (step, 1))
     return padded.reshape(x.shape[0], x.shape[1] * (padded.shape[2] // step), step, x.shape[3])
 
 
@@ -301,6 +209,10 @@ def _bands(counts: Tensor) -> list[tuple[Tensor, int]]:
 
     There is always one band at least, if only an empty one, so that results stay connected to their inputs.
     """
+    lengths = torch.unique(counts)
+    if lengths.numel() <= _BANDS:
+        exact = [((counts == length).nonzero().flatten(), int(length)) for length in lengths.flip(0) if length]
+        return exact or [(counts.new_zeros(0), 1)]
     bands: list[tuple[Tensor, int]] = []
     left = counts
     while left.numel() and (longest := int(left.max())):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparta.specialize.block_rows import gather
+from sparta.specialize.block_moves import gather
 from sparta.specialize.implement import Implement, Kernel, Params, Support, present, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.tesa.attribute import TeSA

@@ -78,15 +78,18 @@ def check_softmax(mask_shape: Sequence[int], x: Tensor, values: int | None) -> t
     return broadcast(x=tuple(x.shape[: -len(last)]), mask=tuple(mask_shape[:-2]))
 
 
-def kept_softmax(x: Tensor, kept: Tensor | None) -> Tensor:
+def kept_softmax(x: Tensor, kept: Tensor | None, *, covered: bool = False) -> Tensor:
     """Return the softmax along the last dim over the kept elements; 0 elsewhere and in rows with nothing kept.
+
+    `covered` promises that every row keeps something; None keeps all.
 
     >>> kept_softmax(torch.tensor([[1.0, 1.0, math.nan]]), torch.tensor([[True, True, False]])).tolist()
     [[0.5, 0.5, 0.0]]
     """
     if kept is None:
         return x.softmax(-1)
-    return torch.where(kept, torch.where(kept, x, -math.inf).softmax(-1), 0.0)
+    y = torch.where(kept, x, -math.inf).softmax(-1)
+    return y if covered else torch.where(kept, y, 0.0)
 
 
 class DenseSoftmaxKernel(SoftmaxKernel):

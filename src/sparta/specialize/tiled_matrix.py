@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from sparta.specialize.batches import Batches
-from sparta.specialize.block_rows import BlockRows, pick, place
+from sparta.specialize.block_moves import pick, place
+from sparta.specialize.block_rows import BlockRows
 from sparta.tesa.formats.block_index import BlockIndex
 from sparta.tesa.grid import Grid
 

@@ -210,8 +210,10 @@ def test_the_result_may_replace_its_input_or_residual():
     weight, x, residual = torch.randn(40, 40), torch.randn(100, 40), torch.randn(100, 40)
     packed = PackedLinear(weight, block=4, mv=2)
     truth = packed(x, residual=residual)
-    assert torch.equal(packed(x, residual=residual.clone(), out=residual, threads=2), truth)
-    residual = truth - packed(x)
+    assert torch.equal(packed(x, residual=residual, out=residual, threads=2), truth)
+    both = torch.randn(101, 40)
+    truth = packed(x, residual=both[:-1])
+    assert torch.equal(packed(x, residual=both[:-1], out=both[1:], threads=2), truth)
     again = x.clone()
     assert torch.equal(packed(again, out=again, threads=2), packed(x))
 

@@ -135,7 +135,7 @@ class PackedLinear:
             if residual.shape != shape:
                 raise ShapeError(message(f"a residual of shape {tuple(residual.shape)}", f"{shape}, as the result"))
             residual = self._rows_of(residual, "residual", outputs)
-        y = torch.empty(tokens, outputs) if out is None else _target(out, shape, dtype, rows)
+        y = torch.empty(tokens, outputs) if out is None else _target(out, shape, dtype, rows, residual)
         self._run(rows, y, tokens, (bias, activation, residual), threads, values)
         if out is None:
             y = y if len(shape) == 2 else y.view(shape)
@@ -248,8 +248,9 @@ class PackedLinear:
         if values.numel() != expected or values.dtype != torch.float32 or not values.is_contiguous():
             given = f"values of shape {tuple(values.shape)} and {values.dtype}"
             raise ShapeError(message(given, f"contiguous float32 ({expected},)", "take what pack() returned"))
-        if self._bound.values == values.data_ptr():
-            return self._bound  # as in the last call
+        bound = self._bound
+        if bound.values == values.data_ptr():
+            return bound  # as in the last call
         # A copy, because another thread may be running with other values.
         matrix = type(self._matrix).from_buffer_copy(self._matrix)
         matrix.values = values.data_ptr()
@@ -308,14 +309,18 @@ def _live(weight: Tensor | None, mask: Tensor | TeSA | None) -> Tensor:
     return live.cpu().contiguous()
 
 
-def _target(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor) -> Tensor:
+def _target(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor, residual: Tensor | None) -> Tensor:
     """Return where the kernel writes: `out` itself as rows, or a buffer where it cannot."""
     if tuple(out.shape) != shape or out.dtype != dtype or out.device.type != "cpu":
         given = f"out of shape {tuple(out.shape)} and {out.dtype} on {out.device}"
         raise ShapeError(message(given, f"{shape}, {dtype}, on cpu"))
     rows = len(x) if x.ndim == 2 else shape[0]
-    # Rows of x are read until the end, so a result in the same memory must wait.
-    shares = out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    # Rows of x are read until the end, so a result in the same memory must wait. A residual is read just before its
+    # place is written, so it may be the result itself, but not lie across it.
+    memory = out.untyped_storage().data_ptr()
+    shares = x.untyped_storage().data_ptr() == memory
+    if residual is not None and residual.data_ptr() != out.data_ptr():
+        shares |= residual.untyped_storage().data_ptr() == memory
     if out.dtype == torch.float32 and out.is_contiguous() and not shares and out.numel():
         return out.view(rows, shape[-1])
     return torch.empty(rows, shape[-1])

@@ -8,6 +8,7 @@ blocks run so much faster that it pays), and a small cost model, fitted on an H2
 from __future__ import annotations
 
 import itertools
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,11 +20,15 @@ from sparta.tesa.attribute import TeSA
 
 __all__ = ["candidates", "coverage"]
 
+Covered: TypeAlias = dict[tuple[int, int], float]
+"""The fraction of a weight that kept blocks (h, w) cover."""
+
 _FINEST = 16
 _HEIGHTS = (128, 64, 32, 16)
 _WIDTHS = (128, 64, 32, 16)
 _COVERS = 3  # coverings of the mask that are tried
 _SHARED = 227 * 1024
+_CACHED = 40 << 20  # an x of up to this size stays in the L2 cache whatever the order of tiles
 _FEW, _SOME = 32, 192  # up to here, reading the weight bounds the time; up to there, starting programs does
 
 # TFLOP/s on stored blocks for many tokens, by height and width: reading x from the L2 cache bounds low blocks.
@@ -35,7 +40,7 @@ _RATES = {
 }
 
 
-def coverage(weight: TeSA, blocks: list[tuple[int, int]]) -> dict[tuple[int, int], float]:
+def coverage(weight: TeSA, blocks: list[tuple[int, int]]) -> Covered:
     """Return for each block (h, w), multiples of 16, the fraction of the weight that kept blocks cover.
 
     >>> mask = torch.zeros(64, 64, dtype=torch.bool)
@@ -67,9 +72,10 @@ def candidates(weight: TeSA, tokens: int, itemsize: int, *, tma: bool) -> list[B
     if tokens <= _FEW:
         tiles = _few_tokens(covered, tokens)
     elif tokens <= _SOME:
-        tiles = _some_tokens(covered)
+        tiles = _some_tokens(covered, tokens)
     else:
-        tiles = _many_tokens(covered, tokens)
+        fits = tokens * weight.shape[1] * itemsize <= _CACHED
+        tiles = _many_tokens(covered, tokens, -(-tokens // 128) if fits else 2)
     fitted = [_fitted(tile, itemsize, tma=tma) for tile in tiles]
     return list(dict.fromkeys(tile for tile in fitted if tile.shared_bytes(itemsize) <= _SHARED))
 
@@ -81,77 +87,84 @@ def _covered(finest: Tensor, high: int, wide: int) -> float:
     return float(coarse.mean()) if coarse.numel() else 0.0
 
 
-def _widest(covered: dict[tuple[int, int], float], height: int, most: int) -> int:
+def _widest(covered: Covered, height: int, most: int) -> int:
     """Return the widest block of a height that stores no more than the narrowest one, give or take 5 %."""
     least = covered[height, _FINEST]
     return next(w for w in _WIDTHS if (w <= most and covered[height, w] <= 1.05 * least) or w == _FINEST)
 
 
-def _few_tokens(covered: dict[tuple[int, int], float], tokens: int) -> list[BlockTile]:
+def _few_tokens(covered: Covered, tokens: int) -> list[BlockTile]:
     """Return tiles that stream the weight: many small programs, whose blocks are as low as the matrix unit takes."""
     rows = 16 if tokens <= 16 else 32
-    low, higher = _widest(covered, 16, 128), _widest(covered, 32, 128)
+    low, higher, high = _widest(covered, 16, 128), _widest(covered, 32, 128), _widest(covered, 64, 64)
     tiles = [
-        BlockTile(rows, 16, low, stages=4, warps=1, tma=1, group=1),
-        BlockTile(rows, 32, higher, stages=7, warps=1, tma=1, group=1),
-        BlockTile(rows, 32, higher, stages=4, warps=4, tma=1, group=1),
-        BlockTile(rows, 64, min(64, _widest(covered, 64, 64)), stages=4, warps=4, tma=1, weight_first=1, group=1),
+        BlockTile(rows, 16, low, stages=4, warps=1, tma=1, group=1, early=1),
+        BlockTile(rows, 32, higher, stages=7, warps=1, tma=1, group=1, early=1),
+        BlockTile(rows, 32, higher, stages=4, warps=4, tma=1, group=1, early=1),
+        BlockTile(rows, 64, high, stages=4, tma=1, weight_first=1, group=1, early=1),
     ]
     if low < 64:
         tiles.append(BlockTile(rows, 16, low, blocks=64 // low, stages=4, warps=2, group=1))
     return tiles
 
 
-def _some_tokens(covered: dict[tuple[int, int], float]) -> list[BlockTile]:
-    """Return tiles for a batch that one program takes whole or in two."""
+def _some_tokens(covered: Covered, tokens: int) -> list[BlockTile]:
+    """Return tiles for a batch that one program takes whole or in two; deep pipelines, as rows are short."""
+    whole = 64 if tokens <= 64 else 128
     tiles = []
     for height, width in _coverings(covered):
-        if height >= 64:
-            tiles += [
-                BlockTile(64, 64, width, stages=5, tma=1, group=2),
-                BlockTile(64, 64, width, stages=6, tma=1, weight_first=1, group=2),
-                BlockTile(64, 32, width, stages=6, tma=1, group=2),
-                BlockTile(128, 32, width, stages=4, tma=1, group=2),
-            ]
-        else:
-            tiles += [
-                BlockTile(64, height, width, stages=6, tma=1, group=2),
-                BlockTile(128, height, width, stages=4, tma=1, group=2),
-            ]
+        low, other = min(height, 64), min(height, 32)
+        tiles += [
+            BlockTile(whole, low, width, stages=8 if whole == 64 else 5, tma=1, group=1, early=1),
+            BlockTile(64, low, width, stages=5, tma=1, group=2, early=1),
+            BlockTile(64, other, width, stages=10, tma=1, group=2, early=1),
+            BlockTile(128, other, width, stages=4, tma=1, group=2, early=1),
+        ]
+        if width < 64:
+            tiles[-1] = BlockTile(64, low, width, blocks=64 // width, stages=4, group=2)
     return tiles
 
 
-def _many_tokens(covered: dict[tuple[int, int], float], tokens: int) -> list[BlockTile]:
-    """Return large tiles. A small group lets programs that run together read the same tile of x."""
-    waves = 8 if tokens <= 2048 else 2
+def _many_tokens(covered: Covered, tokens: int, group: int) -> list[BlockTile]:
+    """Return large tiles.
+
+    A small group lets programs that run together read the same tile of x; a large one leaves only short rows for the
+    end.
+    """
     tiles: list[BlockTile] = []
     for height, width in _coverings(covered):
+        dense = covered[height, width] > (0.3 if height == 128 else 0.15)
         if width == _FINEST:
             # Boxes of 32 bytes are slow by the copy engine; loads put four blocks side by side.
-            tiles.append(BlockTile(256, height, width, 4, 3, 8, 0, int(height >= 64), group=2))
+            own = [
+                BlockTile(256, height, width, 4, 3, 8, 0, int(height >= 64), group=2),
+                BlockTile(128, height, width, 4, 3, 4, group=group),
+            ]
         elif height == 128:
-            tiles += [
-                BlockTile(128, 128, width, stages=3, tma=1, group=waves),
-                BlockTile(256, 128, width, stages=3, warps=8, tma=2, weight_first=1, group=2),
+            own = [
+                BlockTile(128, 128, width, stages=3, tma=1, group=group, early=1),
+                BlockTile(128, 128, 32, stages=4, tma=1, group=2, early=1),
+                BlockTile(256, 128, width, stages=3, warps=8, tma=2, weight_first=1, group=4, early=1),
                 BlockTile(256, 128, width, stages=4, warps=8, tma=1, weight_first=1, ctas=1, flatten=1, group=2),
-                BlockTile(128, 128, 32, stages=4, tma=1, group=4),
             ]
         elif height == 64:
-            tiles += [
-                BlockTile(256, 64, width, stages=4, tma=1, weight_first=1, group=1),
-                BlockTile(256, 64, width, stages=2, tma=1, weight_first=1, group=2),
-                BlockTile(128, 64, width, stages=3, tma=1, group=waves),
-                BlockTile(128, 64, width, stages=4, tma=2, weight_first=1, ctas=2, flatten=1, group=2),
+            own = [
+                BlockTile(256, 64, width, stages=2, tma=1, weight_first=1, group=2, early=1),
+                BlockTile(256, 64, 32, stages=3, tma=1, weight_first=1, group=1, early=1),
+                BlockTile(128, 64, width, stages=3, tma=1, group=group, early=1),
+                BlockTile(256, 64, width, stages=4, tma=1, weight_first=1, group=1, early=1),
             ]
         else:
-            tiles += [
-                BlockTile(256, height, width, stages=4, tma=1, group=1),
-                BlockTile(128, height, width, stages=4, tma=1, group=waves),
+            own = [
+                BlockTile(256, height, width, stages=4, tma=1, group=1, early=1),
+                BlockTile(128, height, width, stages=4, tma=1, group=group, early=1),
             ]
+        # Long rows fill deep pipelines of large tiles; short ones want many programs to overlap.
+        tiles += own[2:] + own[:2] if dense and tokens >= 4096 and len(own) > 3 else own
     return tiles
 
 
-def _coverings(covered: dict[tuple[int, int], float]) -> list[tuple[int, int]]:
+def _coverings(covered: Covered) -> list[tuple[int, int]]:
     """Return the blocks that the cost model puts first, at most one width for each height."""
     best = {
         height: min((w for w in _WIDTHS if w <= 64), key=lambda w: covered[height, w] / _RATES[height][w])
@@ -168,6 +181,6 @@ def _fitted(tile: BlockTile, itemsize: int, *, tma: bool) -> BlockTile:
         fields["width"] = max(_FINEST, tile.width // 2)
         fields["tokens"] = min(128, tile.tokens)
     if not tma:
-        fields["tma"], fields["flatten"] = 0, 0
+        fields.update(tma=0, flatten=0, early=0)
         fields["stages"] = min(3, tile.stages)
     return BlockTile(**fields)

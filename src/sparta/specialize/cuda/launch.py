@@ -50,8 +50,8 @@ class BlockLinearLauncher:
         """Return ``activation(x W^T + bias) + residual`` for x (M, K) with unit stride along K."""
         values, columns, schedule = packed
         (outputs, inputs), tile, tokens = self.shape, self.tile, x.shape[0]
-        y = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
-        if y.numel() == 0:
+        y = x.new_empty((tokens, outputs))
+        if not tokens:
             return y
         stride = x.stride(0) if tokens > 1 else inputs  # a single row may have any
         precision = "tf32" if x.dtype == torch.float32 and _tf32() else "ieee"
@@ -114,7 +114,10 @@ class BlockLinearLauncher:
 
 
 def _described(tensor: Tensor, shape: list[int], stride: int, box: list[int]) -> TensorDescriptor:
-    return TensorDescriptor(tensor, shape, [stride, 1], box)
+    """Return a descriptor of a matrix, without the checks of its constructor: :meth:`_tma` has made them, cheaper."""
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides, descriptor.block_shape = tensor, shape, [stride, 1], box
+    return descriptor
 
 
 def _tf32() -> bool:

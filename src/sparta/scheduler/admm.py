@@ -1,0 +1,227 @@
+"""ADMM: weights are drawn towards a sparse copy of themselves, then pruned to it and retrained.
+
+In the first part of the training a penalty ``rho/2 · ‖W - Z + U‖²`` reaches the gradient at every step, and at each
+epoch the copy Z and the dual U are updated; in the second the mask of Z is fixed. The one idea to know: the penalty's
+gradient is added by a hook before each optimizer step, so the training loop stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparta.errors import ValueRangeError, message
+from sparta.scheduler.base import BaseScheduler, Setup, check_iteration
+from sparta.scheduler.fake_sparse import FakeSparse
+from sparta.scheduler.registry import register_scheduler
+from sparta.sparsify import Candidate, Global
+from sparta.tesa.select import check_sparsity
+
+__all__ = ["ADMMScheduler"]
+
+
+@register_scheduler("ADMMScheduler")
+class ADMMScheduler(BaseScheduler):
+    """Alternating direction method of multipliers, then masked retraining.
+
+    Parameters
+    ----------
+    setup
+        The rest of the configuration, with ``sparsity``: ``target_sparsity``, and ``uniform`` (True: each layer the
+        same; False: one threshold over all layers).
+    no_prune_keyword, no_prune_layer
+        Layers that stay dense; see :class:`~sparta.scheduler.base.BaseScheduler`.
+    rho
+        Weight of the penalty at the start.
+    rho_factor, rho_stages
+        The weight is multiplied by the factor at each further of these equal stages of the first part.
+    admm_fraction
+        How much of the training the first part takes.
+    """
+
+    takes_sparsity = True
+
+    def __init__(
+        self,
+        setup: Setup | None = None,
+        no_prune_keyword: str | Sequence[str] = "",
+        no_prune_layer: str | Sequence[str] = "",
+        rho: float = 1e-4,
+        rho_factor: float = 10.0,
+        rho_stages: int = 3,
+        admm_fraction: float = 1 / 3,
+    ) -> None:
+        super().__init__(setup, no_prune_keyword, no_prune_layer)
+        if "target_sparsity" not in self.setup.sparsity:
+            raise ValueRangeError(
+                message("ADMMScheduler without a sparsity", "{'target_sparsity': 0.9, 'uniform': True} as 'sparsity'")
+            )
+        self.target_sparsity = check_sparsity(self.setup.sparsity["target_sparsity"])
+        self.uniform = bool(self.setup.sparsity.get("uniform", True))
+        if not (rho > 0 and rho_factor >= 1 and rho_stages >= 1 and 0 < admm_fraction <= 1):
+            raise ValueRangeError(
+                message(
+                    f"rho {rho}, rho_factor {rho_factor}, rho_stages {rho_stages}, admm_fraction {admm_fraction}",
+                    "above 0, 1 or more, 1 or more, in (0, 1]",
+                )
+            )
+        self.rho, self.rho_factor, self.rho_stages, self.admm_fraction = rho, rho_factor, rho_stages, admm_fraction
+        self._iters_per_epoch, self._admm_iters = 0, 0
+        self._target: dict[str, Tensor] = {}  # Z
+        self._dual: dict[str, Tensor] = {}  # U
+        self._iteration, self._attached = 0, False
+
+    def before_run(self, model: nn.Module, iters_per_epoch: int, max_iters: int) -> None:
+        """Begin: the sparse copies are projections of the weights, the duals zero.
+
+        Parameters
+        ----------
+        iters_per_epoch
+            Iterations between two updates of the copies.
+        max_iters
+            Iterations of the whole training.
+        """
+        self._check_prepared(model)
+        if not 1 <= iters_per_epoch <= max_iters:
+            given = f"iters_per_epoch is {iters_per_epoch} and max_iters {max_iters}"
+            raise ValueRangeError(message(given, "1 <= iters_per_epoch <= max_iters"))
+        self._iters_per_epoch = iters_per_epoch
+        self._admm_iters = max(
+            iters_per_epoch, int(max_iters * self.admm_fraction) // iters_per_epoch * iters_per_epoch
+        )
+        for prepared in self._pruned():
+            weight = prepared.weight.detach()
+            self._dual[prepared.name] = torch.zeros_like(weight)
+        self._project()
+
+    def init_optimizer(self, optimizer: Optimizer) -> None:
+        """Add the penalty's gradient before each step of `optimizer`."""
+        super().init_optimizer(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: self._add_gradient())
+        self._attached = True
+
+    def penalty(self) -> Tensor:
+        """Return the penalty as a loss with a gradient, for loops that add it instead of calling `init_optimizer`."""
+        self._check_begun()
+        terms = [
+            (p.weight - self._target[p.name] + self._dual[p.name]).square().sum() * (self.present_rho / 2)
+            for p in self._pruned()
+        ]
+        self._attached = True
+        return torch.stack(terms).sum()
+
+    @property
+    def present_rho(self) -> float:
+        """The penalty's weight now: 0 once the first part is over."""
+        if self._iteration >= self._admm_iters:
+            return 0.0
+        stage = self._iteration * self.rho_stages // max(1, self._admm_iters)
+        return self.rho * self.rho_factor**stage
+
+    def prune_model(self, model: nn.Module, iteration: int) -> None:
+        """After optimizer step `iteration` (from 0): update the copies at an epoch's end; prune when it is time."""
+        self._check_prepared(model)
+        check_iteration(iteration)
+        self._check_begun()
+        if not self._attached:
+            raise ValueRangeError(
+                message("nothing adds the penalty to the gradient", fix="call `init_optimizer`, or add `penalty()`")
+            )
+        done = iteration + 1
+        self._iteration = done
+        if done < self._admm_iters and done % self._iters_per_epoch == 0:
+            self._project()
+            for prepared in self._pruned():
+                name = prepared.name
+                self._dual[name] += prepared.weight.detach() - self._target[name]
+        elif done >= self._admm_iters and not self._sparsities:
+            self._prune()
+
+    def residual(self, model: nn.Module) -> float:
+        """Return ``‖W - Z‖ / ‖W‖`` over all layers: small when the weights have reached their sparse copies."""
+        self._check_prepared(model)
+        self._check_begun()
+        apart = sum(float((p.weight.detach() - self._target[p.name]).square().sum()) for p in self._pruned())
+        whole = sum(float(p.weight.detach().square().sum()) for p in self._pruned())
+        return (apart / whole) ** 0.5 if whole else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything the rest of the run depends on, beside the model's and the optimizer's own states."""
+        return {
+            **super().state_dict(),
+            "iteration": self._iteration,
+            "iters_per_epoch": self._iters_per_epoch,
+            "admm_iters": self._admm_iters,
+            "target": {name: value.clone() for name, value in self._target.items()},
+            "dual": {name: value.clone() for name, value in self._dual.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned; `before_run` need not be called again."""
+        super().load_state_dict(state)
+        self._iteration = int(state["iteration"])
+        self._iters_per_epoch, self._admm_iters = int(state["iters_per_epoch"]), int(state["admm_iters"])
+        devices = {prepared.name: prepared.weight.device for prepared in self._pruned()}
+        self._target = {name: value.to(devices[name]).clone() for name, value in state["target"].items()}
+        self._dual = {name: value.to(devices[name]).clone() for name, value in state["dual"].items()}
+
+    # ------------------------------------------------------------------ parts
+
+    @torch.no_grad()
+    def _add_gradient(self) -> None:
+        rho = self.present_rho
+        if not self._target or rho == 0:
+            return
+        for prepared in self._pruned():
+            if prepared.weight.grad is not None:
+                apart = prepared.weight - self._target[prepared.name] + self._dual[prepared.name]
+                prepared.weight.grad.add_(apart, alpha=rho)
+
+    @torch.no_grad()
+    def _project(self) -> None:
+        """Z: the sparse tensors nearest to W + U."""
+        drawn = {p.name: p.weight.detach() + self._dual[p.name] for p in self._pruned()}
+        masks = self._masks_of(drawn)
+        self._target = {name: torch.where(masks[name], value, 0.0) for name, value in drawn.items()}
+
+    @torch.no_grad()
+    def _prune(self) -> None:
+        """Fix the masks that the sparse copies have come to."""
+        drawn = {p.name: p.weight.detach() + self._dual[p.name] for p in self._pruned()}
+        rates = self._rates(drawn)
+        for prepared in self._pruned():
+            fake = prepared.fake
+            if not isinstance(fake, FakeSparse):
+                raise ValueRangeError(message(f"ADMM with {type(fake).__name__}", "FakeSparse"))
+            fake.set_mask(
+                self._mask(prepared.layer.input_axis, drawn[prepared.name], rates[prepared.name]),
+                prepared.weight.detach(),
+            )
+            self._sparsities[prepared.name] = rates[prepared.name]
+
+    def _masks_of(self, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        rates = self._rates(drawn)
+        axes = {p.name: p.layer.input_axis for p in self._pruned()}
+        return {name: self._mask(axes[name], value, rates[name]) for name, value in drawn.items()}
+
+    def _mask(self, input_axis: int, drawn: Tensor, rate: float) -> Tensor:
+        return self.setup.mask_generator.generate_mask(drawn, rate, input_axis)
+
+    def _rates(self, drawn: Mapping[str, Tensor]) -> dict[str, float]:
+        if self.uniform:
+            return dict.fromkeys(drawn, self.target_sparsity)
+        candidates = [
+            Candidate(name, tuple(value.shape), value.numel(), value.abs().flatten()) for name, value in drawn.items()
+        ]
+        counts = Global().counts(candidates, self.target_sparsity)
+        return {c.name: count / max(1, c.units) for c, count in zip(candidates, counts, strict=True)}
+
+    def _check_begun(self) -> None:
+        if not self._target:
+            raise ValueRangeError(
+                message("the run has not begun", fix="call `before_run(model, iters_per_epoch, max_iters)` first")
+            )

@@ -1,0 +1,78 @@
+"""The heart of propagation: on random graphs, no fact is ever wrong, and the compact model is the masked model."""
+
+import torch
+from propagate.random_graphs import Witness, random_models
+from hypothesis import HealthCheck, given, settings
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from sparta.propagate import propagate
+from sparta.propagate.compact import masked_tensors
+
+SLOW = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+
+def check_facts(model, x):
+    result = propagate(model, x)
+    masked = masked_tensors(result.captured, result.facts)
+    for _ in range(2):
+        other = torch.randn_like(x) * 2
+        expected = model(other)
+        with torch.no_grad():
+            Witness(result, masked, scramble=False).run(other)
+            scrambled = Witness(result, masked, scramble=True).run(other)
+        torch.testing.assert_close(pytree.tree_leaves(scrambled)[0], expected, rtol=1e-6, atol=1e-9)
+    return result
+
+
+def check_compact(model, x, result):
+    small = result.compact(allow_empty=True)
+    other = torch.randn_like(x).requires_grad_()
+    torch.testing.assert_close(small(other), model(other), rtol=1e-6, atol=1e-9)
+    weight = torch.randn_like(model(other))
+    (one,) = torch.autograd.grad((model(other) * weight).sum(), other)
+    (two,) = torch.autograd.grad((small(other) * weight).sum(), other)
+    torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-9)
+    check_parameter_gradients(model, small, other.detach(), weight)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    assert all(p.numel() <= sizes[name] for name, p in small.named_parameters() if name in sizes)
+
+
+def check_parameter_gradients(model, small, x, weight):
+    (model(x) * weight).sum().backward()
+    (small(x) * weight).sum().backward()
+    dense = dict(model.named_parameters())
+    for name, parameter in small.named_parameters():
+        origin = small.mapping[name]
+        if origin.name is None or parameter.grad is None or "bias" in name:
+            continue  # a bias also carries folded constants
+        live = parameter.detach() != 0
+        torch.testing.assert_close(
+            parameter.grad[live], origin.take(dense[origin.name].grad)[live], rtol=1e-6, atol=1e-9
+        )
+    model.zero_grad()
+
+
+@SLOW
+@given(random_models(images=False))
+def test_vectors(drawn):
+    model, x = drawn
+    check_compact(model, x, check_facts(model, x))
+
+
+@SLOW
+@given(random_models(images=True))
+def test_images(drawn):
+    model, x = drawn
+    check_compact(model, x, check_facts(model, x))
+
+
+@settings(max_examples=15)
+@given(random_models(images=False))
+def test_propagation_is_deterministic_and_idempotent(drawn):
+    model, x = drawn
+    first, second = propagate(model, x), propagate(model, x)
+    assert first.spec == second.spec
+    masked = {name: first.spec[name].apply(p.detach()) for name, p in model.named_parameters() if name in first.spec}
+    torch.testing.assert_close(functional_call(model, masked, (x,)), model(x), rtol=1e-6, atol=1e-9)

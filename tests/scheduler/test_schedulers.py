@@ -1,0 +1,393 @@
+"""All schedulers: preparing, exporting, compiling, exact resume; and each one's own training rule."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from scheduler.nets import accuracy, batch, small_net, step_of
+from sparta.errors import FileFormatError, MissingPackageError, NameNotFoundError, ValueRangeError
+from sparta.scheduler import (
+    ADMMScheduler,
+    BaseScheduler,
+    NMMaskGenerator,
+    NormalMaskGenerator,
+    ProbMaskPruneScheduler,
+    Setup,
+    build_sparse_scheduler,
+)
+from sparta.scheduler.fuse import fuse_batch_norms
+from sparta.scheduler.prepared import original_of, plain_state_dict
+from sparta.sparsify import erk_densities
+from sparta.tesa.patterns import NM
+
+STEPS = 12
+LEVELS = {"total_iters": STEPS, "sparsity_table": [30, 60, 80], "output_dir": None, "save_dir": None}
+PROB = {"mask_generator": {"type": "ProbMaskGenerator"}, "fake_sparse": {"type": "ProbMaskFakeSparse"}}
+CONFIGS = {
+    "levels": {"scheduler": {"type": "AmbaLevelPruneScheduler", "kwargs": LEVELS}},
+    "ampere": {
+        "scheduler": {"type": "AmpereScheduler", "kwargs": {"allow_recompute_mask": True, "verbosity": 0}},
+    },
+    "str": {
+        "mask_generator": {"type": "STRMaskGenerator"},
+        "fake_sparse": {"type": "STRFakeSparse", "kwargs": {"sInit_value": -5}},
+        "scheduler": {"type": "STRScheduler"},
+    },
+    "probmask": {
+        **PROB,
+        "scheduler": {"type": "ProbMaskPruneScheduler", "kwargs": {"prune_rate": 0.75, "total_iterations": STEPS}},
+    },
+    "admm": {"scheduler": {"type": "ADMMScheduler"}, "sparsity": {"target_sparsity": 0.75, "uniform": False}},
+}
+
+
+class Run:
+    """A whole training with one of the schedulers, as a script would have it."""
+
+    def __init__(self, name, *, compiled=False):
+        self.scheduler = build_sparse_scheduler(CONFIGS[name])
+        self.model = self.scheduler.prepare_sparse_model(small_net(width=16))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, weight_decay=0.1)
+        self.lr = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 4)
+        self.call = torch.compile(self.model, backend="aot_eager", fullgraph=True) if compiled else self.model
+        if name == "levels":
+            self.scheduler.set_lr_scheduler(self.lr)
+        self.name = name
+
+    def begin(self):
+        if self.name == "admm":
+            self.scheduler.before_run(self.model, 2, STEPS)
+        return self.attach()
+
+    def attach(self):
+        if self.name in {"ampere", "admm"}:
+            self.scheduler.init_optimizer(self.optimizer)
+        return self
+
+    def go(self, iterations):
+        for iteration in iterations:
+            step_of(self.call, self.optimizer, iteration)
+            self.scheduler.prune_model(self.model, iteration)
+            self.lr.step()
+        return self
+
+    def parts(self):
+        return self.model, self.optimizer, self.lr, self.scheduler
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("cut", [3, 7])
+def test_resuming_is_exact(name, cut):
+    torch.manual_seed(1)
+    straight = Run(name).begin()
+    torch.manual_seed(1)
+    straight.go(range(STEPS))
+    first = Run(name).begin()
+    torch.manual_seed(1)
+    first.go(range(cut))
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in first.parts()], file)
+    file.seek(0)
+    second = Run(name)
+    for part, state in zip(second.parts(), torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    second.attach().go(range(cut, STEPS))
+    exported = [run.scheduler.export_sparse_model(run.model) for run in (straight, second)]
+    for (key, a), b in zip(
+        exported[0].model.state_dict().items(), exported[1].model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(a, b), key
+    assert exported[0].spec == exported[1].spec
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_exported_model_is_plain_and_computes_what_was_trained(name):
+    run = Run(name).begin().go(range(STEPS))
+    if name == "probmask":
+        run.scheduler.fix_model_subnet(run.model)
+    run.model.eval()
+    images, _ = batch(0)
+    trained, rate = run.model(images), run.scheduler.compute_sparse_rate(run.model)
+    predicted = None if name == "ampere" else plain_state_dict(run.model, run.scheduler._layers)
+    model, spec = run.scheduler.export_sparse_model(run.model)
+    torch.testing.assert_close(model(images), trained)
+    assert model.state_dict().keys() == small_net().state_dict().keys()
+    assert not any(parametrize.is_parametrized(module) for module in model.modules())
+    assert type(model.conv2) is nn.Conv2d
+    spec.check(model)
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert rate == sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
+    if predicted is not None:
+        assert all(torch.equal(value, model.state_dict()[key]) for key, value in predicted.items())
+    step_of(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)  # still trainable
+
+
+@pytest.mark.parametrize("name", ["levels", "str", "probmask"])
+def test_training_compiles_as_one_graph_and_masks_reach_it(name):
+    plain, compiled = Run(name).begin(), Run(name, compiled=True).begin()
+    for run in (plain, compiled):
+        torch.manual_seed(3)
+        run.go(range(5))
+    for a, b in zip(plain.model.parameters(), compiled.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+def test_optimizers_built_before_preparing_stay_valid_and_get_the_scores():
+    model = small_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = build_sparse_scheduler(CONFIGS["str"])
+    weight = model.conv1.weight
+    model = scheduler.prepare_sparse_model(model)
+    assert original_of(model.conv1, "weight") is weight
+    scheduler.init_optimizer(optimizer)
+    assert len(optimizer.param_groups[1]["params"]) == 4
+    before = scheduler.score_parameters()[0].detach().clone()
+    step_of(model, optimizer, 0)
+    assert not torch.equal(scheduler.score_parameters()[0], before)
+    with pytest.raises(ValueRangeError, match="holds no weight of the prepared model"):
+        scheduler.init_optimizer(torch.optim.SGD(small_net().parameters(), lr=0.1))
+
+
+def test_a_shared_weight_is_sparse_in_both_places():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    scheduler = BaseScheduler()
+    scheduler.prepare_sparse_model(model)
+    scheduler.update_sparsity_per_layer(model, 0.5)
+    assert torch.equal(model[0].weight, model[2].weight)
+    assert float((model[2].weight == 0).float().mean()) == 0.5
+    model, _ = scheduler.export_sparse_model(model)
+    assert model[0].weight is model[2].weight
+
+
+def test_attention_and_transposed_convolutions_are_pruned_too():
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2), "u": nn.ConvTranspose2d(8, 4, 2), "c": nn.Conv1d(8, 8, 3)})
+    scheduler = BaseScheduler(Setup(NMMaskGenerator()))
+    scheduler.prepare_sparse_model(model)
+    scheduler.update_sparsity_per_layer(model, 0.5)
+    assert float((model["a"].in_proj_weight == 0).float().mean()) == 0.5
+    NM(2, 4, 0).validate(model["u"].weight != 0)
+    assert model["a"](*[torch.randn(3, 2, 8)] * 3)[0].shape == (3, 2, 8)
+    model, spec = scheduler.export_sparse_model(model)
+    assert set(spec) == {"a.in_proj_weight", "a.out_proj.weight", "u.weight", "c.weight"}
+
+
+def test_sparsities_by_layer_and_by_erk():
+    scheduler = BaseScheduler()
+    model = scheduler.prepare_sparse_model(small_net())
+    scheduler.update_sparsity_per_layer(model, {"fc": 0.25, "conv1.weight": 0.75})
+    assert float((model.fc.weight == 0).float().mean()) == 0.25
+    assert float((model.conv1.weight == 0).float().mean()) == 0.75
+    assert float((model.conv2.weight == 0).float().mean()) == 0
+    rates = scheduler.get_sparsities_erdos_renyi(model, 0.5, erk_power_scale=1.0)
+    shapes = [p.layer.shape for p in scheduler._pruned()]
+    assert list(rates.values()) == [1 - density for density in erk_densities(shapes, 0.5)]
+    with pytest.raises(NameNotFoundError, match="fcc"):
+        scheduler.update_sparsity_per_layer(model, {"fcc": 0.5})
+
+
+def test_states_of_another_kind_or_model_are_refused():
+    scheduler, other = BaseScheduler(), BaseScheduler()
+    scheduler.prepare_sparse_model(small_net())
+    other.prepare_sparse_model(nn.Linear(4, 4))
+    with pytest.raises(ValueRangeError, match="differ in the layers"):
+        other.load_state_dict(scheduler.state_dict())
+    with pytest.raises(ValueRangeError, match="the state of a 'X'"):
+        other.load_state_dict({"type": "X"})
+    with pytest.raises(ValueRangeError, match="set_lr_scheduler"):
+        state = Run("levels").begin().go(range(2)).scheduler.state_dict()
+        fresh = build_sparse_scheduler(CONFIGS["levels"])
+        fresh.prepare_sparse_model(small_net(width=16))
+        fresh.load_state_dict(state)
+    with pytest.raises(ValueRangeError, match="takes no mask"):
+        run = Run("str")
+        run.scheduler.setup = Setup(NormalMaskGenerator())
+        run.scheduler.update_sparsity_per_layer(run.model, 0.5)
+
+
+# ---------------------------------------------------------------------- ProbMask
+
+
+def test_probmask_meets_its_budget_exactly_and_learns():
+    options = {"prune_rate": 0.8, "total_iterations": 60, "warmup_iteration_stamps": 5, "finetune_iteration_stamps": 40}
+    scheduler = build_sparse_scheduler(
+        {**PROB, "scheduler": {"type": "ProbMaskPruneScheduler", "kwargs": {**options, "no_prune_layer": "fc"}}}
+    )
+    model = scheduler.prepare_sparse_model(small_net())
+    scores = scheduler.score_parameters()
+    weights = [p for p in model.parameters() if all(p is not s for s in scores)]
+    optimizer = torch.optim.Adam([{"params": weights}, {"params": scores, "lr": 0.05}], lr=0.01)
+    total = sum(s.numel() for s in scores)
+    for iteration in range(60):
+        step_of(model, optimizer, iteration)
+        scheduler.prune_model(model, iteration)
+        budget = total * (1 - scheduler.schedule.at(iteration))
+        assert float(sum(s.detach().double().sum() for s in scores)) <= budget * (1 + 1e-5)
+        assert all(bool(((s >= 0) & (s <= 1)).all()) for s in scores)
+    assert float(next(fake for fake in scheduler._fakes().values()).tau) == pytest.approx(1 / 0.03)
+    scheduler.fix_model_subnet(model)
+    scheduler.fix_model_subnet(model)  # a second time changes nothing
+    for iteration in range(60, 75):
+        step_of(model, optimizer, iteration)
+    model, spec = scheduler.export_sparse_model(model)
+    assert round(spec.density * total) == total - round(0.8 * total)
+    assert bool((model.fc.weight != 0).all())
+    assert accuracy(model) > 0.6
+
+
+def test_probmask_trains_either_part_alone():
+    scheduler = ProbMaskPruneScheduler(total_iterations=10)
+    model = scheduler.prepare_sparse_model(small_net())
+    score, weight = scheduler.score_parameters()[0], original_of(model.conv1, "weight")
+    scheduler.freeze_model_weights(model)
+    scheduler.freeze_model_subnet(model)
+    assert not weight.requires_grad
+    assert not score.requires_grad
+    scheduler.unfreeze_model_weights(model)
+    scheduler.unfreeze_model_subnet(model)
+    assert weight.requires_grad
+    assert score.requires_grad
+    scheduler.fix_model_subnet(model)
+    scheduler.unfix_model_subnet(model)
+    assert not any(fake.fixed for fake in scheduler._fakes().values())
+    with pytest.raises(ValueRangeError, match="warm-up until 5"):
+        ProbMaskPruneScheduler(total_iterations=10, warmup_iteration_stamps=5, finetune_iteration_stamps=4)
+    with pytest.raises(ValueRangeError, match="another fake_sparse"):
+        ProbMaskPruneScheduler(Setup()).prepare_sparse_model(small_net())
+
+
+# ---------------------------------------------------------------------- ADMM
+
+
+def test_the_admm_penalty_reaches_the_gradient_at_every_step():
+    setup = Setup(sparsity={"target_sparsity": 0.5})
+    scheduler = ADMMScheduler(setup, rho=0.1, rho_stages=1)
+    model = scheduler.prepare_sparse_model(nn.Linear(6, 4, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler.before_run(model, 2, 30)
+    scheduler.init_optimizer(optimizer)
+    weight = original_of(model, "weight")
+    for iteration in range(4):
+        before, target, dual = (
+            t.clone() for t in (weight.detach(), scheduler._target["weight"], scheduler._dual["weight"])
+        )
+        optimizer.zero_grad()
+        (model(torch.zeros(1, 6)).sum()).backward()  # no gradient of its own
+        optimizer.step()
+        torch.testing.assert_close(weight.detach(), before - 0.1 * (before - target + dual))
+        scheduler.prune_model(model, iteration)
+        assert int((scheduler._target["weight"] == 0).sum()) == 12
+    loss = scheduler.penalty()
+    (gradient,) = torch.autograd.grad(loss, weight)
+    expected = weight.detach() - scheduler._target["weight"] + scheduler._dual["weight"]
+    torch.testing.assert_close(gradient, 0.1 * expected)
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+@pytest.mark.parametrize("structured", [False, True])
+def test_admm_prunes_exactly_after_its_first_part(uniform, structured):
+    setup = Setup(NormalMaskGenerator(structured), sparsity={"target_sparsity": 0.5, "uniform": uniform})
+    scheduler = ADMMScheduler(setup, rho=0.01)
+    model = scheduler.prepare_sparse_model(small_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler.before_run(model, 3, 27)
+    scheduler.init_optimizer(optimizer)
+    rhos = []
+    for iteration in range(27):
+        step_of(model, optimizer, iteration)
+        scheduler.prune_model(model, iteration)
+        rhos.append(scheduler.present_rho)
+        rate = scheduler.compute_sparse_rate(model)
+        assert (rate == 0) == (iteration < 8)
+        assert scheduler.residual(model) >= 0
+    assert rhos[:9] == pytest.approx([0.01, 0.01, 0.1, 0.1, 0.1, 1.0, 1.0, 1.0, 0.0])
+    assert scheduler.compute_sparse_rate(model) == pytest.approx(0.5, abs=0.1 if structured else 1e-3)
+    assert accuracy(model) > 0.5
+
+
+def test_admm_refuses_what_would_have_no_effect():
+    scheduler = ADMMScheduler(Setup(sparsity={"target_sparsity": 0.5}))
+    model = scheduler.prepare_sparse_model(small_net())
+    with pytest.raises(ValueRangeError, match="has not begun"):
+        scheduler.prune_model(model, 0)
+    with pytest.raises(ValueRangeError, match="1 <= iters_per_epoch"):
+        scheduler.before_run(model, 5, 4)
+    scheduler.before_run(model, 1, 4)
+    with pytest.raises(ValueRangeError, match="nothing adds the penalty"):
+        scheduler.prune_model(model, 0)
+    with pytest.raises(ValueRangeError, match="rho 0"):
+        ADMMScheduler(Setup(sparsity={"target_sparsity": 0.5}), rho=0)
+    with pytest.raises(ValueRangeError, match="sparsity is 2"):
+        ADMMScheduler(Setup(sparsity={"target_sparsity": 2}))
+
+
+# ---------------------------------------------------------------------- batch norms, ONNX
+
+
+def test_batch_norms_are_folded_and_the_output_stays():
+    model = small_net()
+    for step in range(3):  # batch norms that are not the identity
+        model(batch(step)[0])
+    model.eval()
+    images, _ = batch(5)
+    before = model(images)
+    folded = copy.deepcopy(model)
+    assert fuse_batch_norms(folded) == [("stem", "norm"), ("conv1", "norm1")]
+    torch.testing.assert_close(folded(images), before, atol=1e-5, rtol=1e-4)
+    assert folded.conv1.bias is not None
+    scheduler = build_sparse_scheduler({"fuse_bn": True})
+    prepared = scheduler.prepare_sparse_model(model)
+    torch.testing.assert_close(prepared(images), before, atol=1e-5, rtol=1e-4)
+    assert isinstance(prepared.norm, nn.Identity)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.norm(self.conv(x)) if x.sum() > 0 else x
+
+
+def test_a_model_that_cannot_be_traced_says_so_and_can_be_a_leaf():
+    scheduler = build_sparse_scheduler({"fuse_bn": True})
+    with pytest.raises(ValueRangeError, match="cannot be traced, which fuse_bn needs"):
+        scheduler.prepare_sparse_model(Branching())
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), Branching())
+    scheduler = build_sparse_scheduler({"fuse_bn": True, "leaf_module": [Branching]})
+    model = scheduler.prepare_sparse_model(model)
+    assert isinstance(model[1], nn.Identity)
+    assert isinstance(model[2].norm, nn.BatchNorm2d)
+    BaseScheduler().prepare_sparse_model(Branching())  # needs no tracing
+
+
+def test_onnx_is_written_with_zeros_or_the_missing_packages_are_named(tmp_path, monkeypatch):
+    scheduler = BaseScheduler()
+    model = scheduler.prepare_sparse_model(small_net())
+    scheduler.update_sparsity_per_layer(model, 0.5)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    seen = {}
+
+    def export(written, inputs, path, **options):
+        seen.update(
+            path=path, training=written.training, zeros=float((written.fc.weight == 0).float().mean()), **options
+        )
+
+    monkeypatch.setattr(torch.onnx, "export", export)
+    monkeypatch.setattr("sparta.scheduler.export.find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"sparta\[onnx\]"):
+        scheduler.export_sparse_onnx(model, torch.randn(1, 3, 8, 8), tmp_path / "net")
+    monkeypatch.setattr("sparta.scheduler.export.find_spec", lambda name: True)
+    scheduler.export_sparse_onnx(model, torch.randn(1, 3, 8, 8), tmp_path / "net", opset_version=18)
+    assert seen == {"path": str(tmp_path / "net.onnx"), "training": False, "zeros": 0.5, "opset_version": 18}
+    assert model.training
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert scheduler.compute_sparse_rate(model) == pytest.approx(0.5, abs=1e-3)
+    with pytest.raises(FileFormatError, match="folder does not exist"):
+        scheduler.export_sparse_onnx(model, torch.randn(1, 3, 8, 8), tmp_path / "no" / "net.onnx")
