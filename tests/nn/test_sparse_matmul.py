@@ -98,7 +98,7 @@ def problems(draw):
 
 
 @given(problems(), st.booleans(), st.sampled_from([None, "dense", "blocks"]), st.integers(0, 3))
-@settings(max_examples=40)
+@settings(max_examples=30)
 def test_any_size_and_mask(problem, compressed, implement, tile):
     sizes, which, transposes, lead, mask = problem
     shapes = stored_shapes(**transposes, sizes=sizes)

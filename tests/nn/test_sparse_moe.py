@@ -35,9 +35,9 @@ def compare(moe, tokens, ids, gates=None):
         (torch.zeros(N) if expert.bias is None else expert.bias).detach().double().requires_grad_()
         for expert in moe.experts
     ]
-    flat_ids = ids.reshape(math.prod(tokens.shape[:-1]), -1) if ids.dim() == tokens.dim() else ids.flatten()
+    flat_ids = ids.flatten(0, -2) if ids.dim() == tokens.dim() else ids.flatten()
     flat_gates = None if gates is None else exact[1].reshape(flat_ids.shape)
-    expected = moe_reference(exact[0].reshape(-1, K), flat_ids, weights, biases, flat_gates).reshape(y.shape)
+    expected = moe_reference(exact[0].flatten(0, -2), flat_ids, weights, biases, flat_gates).reshape(y.shape)
     cotangent = torch.randn_like(expected)
     for parameter in moe.parameters():
         parameter.grad = None
@@ -54,7 +54,7 @@ def compare(moe, tokens, ids, gates=None):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
 @pytest.mark.parametrize("bias", [(True,), (False,), (True, False)], ids=["bias", "no bias", "mixed"])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
 def test_result_and_gradients(config, bias, dtype):
     moe = layer(config, bias=bias)
     compare(moe, torch.randn(301, K), torch.randint(0, EXPERTS, (301,), dtype=dtype))
@@ -141,12 +141,16 @@ def test_tuning_keeps_what_is_right():
         (lambda: layer()(torch.randn(3, K + 1), torch.zeros(3, dtype=torch.int64)), ShapeError, "tokens of shape"),
         (lambda: layer()(torch.randn(3, K), torch.zeros(4, dtype=torch.int64)), ShapeError, "exp_ids of shape"),
         (lambda: layer()(torch.randn(3, K), torch.zeros(3)), ValueRangeError, "exp_ids of dtype"),
-        (lambda: layer()(torch.randn(3, K), torch.tensor([0, 5, 1])), ValueRangeError, "from 0 to 5; allowed: integers from 0 to 4"),
+        (
+            lambda: layer()(torch.randn(3, K), torch.tensor([0, 5, 1])),
+            ValueRangeError,
+            "from 0 to 5; allowed: integers",
+        ),
         (lambda: layer()(torch.randn(1, K), torch.tensor([-1])), ValueRangeError, "from -1"),
         (lambda: layer()(torch.randn(3, K), torch.tensor([0, 1, 2]), torch.rand(3, 1)), ShapeError, "gates of shape"),
         (lambda: layer({"_name": "sorted"}, experts=1), ValueRangeError, "search space"),
     ],
-)  # fmt: skip
+)
 def test_wrong_inputs_say_what_is_allowed(call, error, text):
     with pytest.raises(error, match=text):
         call()

@@ -34,7 +34,9 @@ def check_compact(model, x, result):
     (one,) = torch.autograd.grad((model(other) * weight).sum(), other)
     (two,) = torch.autograd.grad((small(other) * weight).sum(), other)
     torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-9)
-    check_parameter_gradients(model, small, other.detach(), weight)
+    if not any(bool((tesa.value.cells != 0).any()) for tesa in result.activations.values()):
+        # Folded constants are frozen, and with them the parameters that they were made of.
+        check_parameter_gradients(model, small, other.detach(), weight)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     assert all(p.numel() <= sizes[name] for name, p in small.named_parameters() if name in sizes)
 
@@ -45,8 +47,8 @@ def check_parameter_gradients(model, small, x, weight):
     dense = dict(model.named_parameters())
     for name, parameter in small.named_parameters():
         origin = small.mapping[name]
-        if origin.name is None or parameter.grad is None or "bias" in name:
-            continue  # a bias also carries folded constants
+        if parameter.grad is None:
+            continue
         live = parameter.detach() != 0
         torch.testing.assert_close(
             parameter.grad[live], origin.take(dense[origin.name].grad)[live], rtol=1e-6, atol=1e-9

@@ -24,6 +24,14 @@ PROB = {"mask_generator": {"type": "ProbMaskGenerator"}, "fake_sparse": {"type":
 STR = {"mask_generator": {"type": "STRMaskGenerator"}, "fake_sparse": {"type": "STRFakeSparse"}}
 
 
+def ampere(**kwargs):
+    return {"scheduler": {"type": "AmpereScheduler", "kwargs": kwargs}}
+
+
+def normal(**kwargs):
+    return {"mask_generator": {"type": "NormalMaskGenerator", "kwargs": kwargs}}
+
+
 @pytest.mark.parametrize(
     ("config", "made"),
     [
@@ -66,11 +74,11 @@ def test_every_mask_generator_prunes(kind):
         ({"scheduler": {"type": "AmbaLevelScheduler"}}, NameNotFoundError, "did you mean 'AmbaLevelPruneScheduler'"),
         ({"mask_generator": {"type": "NormalMask"}}, NameNotFoundError, "did you mean 'NormalMaskGenerator'"),
         ({"fake_sparse": {"type": "STRFakeSparce"}}, NameNotFoundError, "did you mean 'STRFakeSparse'"),
-        ({"scheduler": {"type": "AmpereScheduler", "kwargs": {"verbose": 1}}}, NameNotFoundError, "verbosity"),
-        ({"scheduler": {"type": "AmpereScheduler", "kwargs": {"verbosity": "loud"}}}, ValueRangeError, "verbosity is 'loud'"),
-        ({"scheduler": {"type": "AmpereScheduler", "kwargs": {"mask_calculator": "m4n2"}}}, NameNotFoundError, "m4n2_1d"),
+        (ampere(verbose=1), NameNotFoundError, "verbosity"),
+        (ampere(verbosity="loud"), ValueRangeError, "verbosity is 'loud'"),
+        (ampere(mask_calculator="m4n2"), NameNotFoundError, "m4n2_1d"),
         ({**STR, "fake_sparse": {"type": "STRFakeSparse", "kwargs": {"sInit": -5}}}, NameNotFoundError, "sInit_value"),
-        ({"mask_generator": {"type": "NormalMaskGenerator", "kwargs": {"func": "p3"}}}, ValueRangeError, "func is 'p3'"),
+        (normal(func="p3"), ValueRangeError, "func is 'p3'"),
         ({"mask_generator": {"type": "STRMaskGenerator"}}, ValueRangeError, "FakeSparse with the mask_generator STR"),
         ({"fake_sparse": {"type": "STRFakeSparse"}}, ValueRangeError, "allowed: STRMaskGenerator"),
         ({"scheduler": "AmpereScheduler"}, ValueRangeError, "scheduler is 'AmpereScheduler'"),
@@ -78,13 +86,13 @@ def test_every_mask_generator_prunes(kind):
         ({"leaf_module": ["Conv2d"]}, ValueRangeError, "leaf_module has 'Conv2d'"),
         ({"leaf_module": "Conv2d"}, ValueRangeError, "leaf_module has 'Conv2d'"),
         ({"fuse_bn": "yes"}, ValueRangeError, "fuse_bn is 'yes'"),
-        ({"sparsity": {"target": 0.5}}, NameNotFoundError, "did you mean 'target_sparsity'"),
+        ({"sparsity": {"target_sparsit": 0.5}}, NameNotFoundError, "did you mean 'target_sparsity'"),
         ({"sparsity": 0.5}, ValueRangeError, "sparsity is 0.5"),
         ({"sparsity": {"target_sparsity": 0.5}}, ValueRangeError, "'sparsity' with BaseScheduler"),
         ({"scheduler": {"type": "ADMMScheduler"}}, ValueRangeError, "without a sparsity"),
         ([], ValueRangeError, "the configuration is a list"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named(config, error, text):
     with pytest.raises(error, match=text):
         build_sparse_scheduler(config)

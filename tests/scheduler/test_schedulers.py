@@ -198,14 +198,14 @@ def test_states_of_another_kind_or_model_are_refused():
         other.load_state_dict(scheduler.state_dict())
     with pytest.raises(ValueRangeError, match="the state of a 'X'"):
         other.load_state_dict({"type": "X"})
+    state = Run("levels").begin().go(range(2)).scheduler.state_dict()
+    fresh = build_sparse_scheduler(CONFIGS["levels"])
+    fresh.prepare_sparse_model(small_net(width=16))
     with pytest.raises(ValueRangeError, match="set_lr_scheduler"):
-        state = Run("levels").begin().go(range(2)).scheduler.state_dict()
-        fresh = build_sparse_scheduler(CONFIGS["levels"])
-        fresh.prepare_sparse_model(small_net(width=16))
         fresh.load_state_dict(state)
+    run = Run("str")
+    run.scheduler.setup = Setup(NormalMaskGenerator())
     with pytest.raises(ValueRangeError, match="takes no mask"):
-        run = Run("str")
-        run.scheduler.setup = Setup(NormalMaskGenerator())
         run.scheduler.update_sparsity_per_layer(run.model, 0.5)
 
 

@@ -110,9 +110,7 @@ def capture(
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors.update(model.named_buffers(remove_duplicate=False))
     tied = _merge_tied(module.graph, tensors)
-    for node in list(module.graph.nodes):
-        if node.op == "get_attr" and not node.users:
-            module.graph.erase_node(node)
+    _drop_unused(module.graph)
     module.recompile()
     return Captured(module, tensors, tied, args, keywords, dynamic_shapes)
 
@@ -260,6 +258,17 @@ def _make_functional(graph: fx.Graph) -> None:
         pure = getattr(_aten, packet.removesuffix("_"), None)
         if packet.endswith("_") and overload in (pure.overloads() if pure is not None else ()):
             node.target = getattr(pure, overload)
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    """Erase tensors and pure ops that nothing uses."""
+    for node in reversed(list(graph.nodes)):
+        target = node.target
+        pure = target is operator.getitem or (
+            isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable and bool(target._schema.returns)
+        )
+        if not node.users and (node.op == "get_attr" or (node.op == "call_function" and pure)):
+            graph.erase_node(node)
 
 
 def _merge_tied(graph: fx.Graph, tensors: Mapping[str, Tensor]) -> dict[str, str]:

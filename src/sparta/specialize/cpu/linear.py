@@ -54,8 +54,8 @@ class PackedLinear:
     Examples
     --------
     >>> weight = torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 3.0]])
-    >>> packed = PackedLinear(weight, block=1, mv=1)  # doctest: +SKIP
-    >>> packed(torch.ones(2, 3), activation="relu")  # doctest: +SKIP
+    >>> packed = PackedLinear(weight, block=1, mv=1)
+    >>> packed(torch.ones(2, 3), activation="relu")
     tensor([[3., 3.],
             [3., 3.]])
     """

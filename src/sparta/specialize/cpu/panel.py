@@ -64,8 +64,8 @@ class Panel:
         Examples
         --------
         >>> from sparta.specialize.cpu import load
-        >>> library = load("portable")  # doctest: +SKIP
-        >>> Panel.pack(torch.zeros(10, 3), 2, library).data.shape  # doctest: +SKIP
+        >>> library = load("portable")
+        >>> Panel.pack(torch.zeros(10, 3), 2, library).data.shape
         torch.Size([2, 3, 8])
         """
         if x.ndim != 2 or x.dtype != torch.float32:

@@ -15,7 +15,6 @@ import functools
 import hashlib
 import os
 import shlex
-import stat
 import subprocess
 import sys
 import tempfile
@@ -24,17 +23,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sparta.errors import (
-    FileFormatError,
     MissingPackageError,
     NameNotFoundError,
     ValueRangeError,
     did_you_mean,
     message,
 )
-from sparta.files import write_atomic
+from sparta.files import private_folder, write_atomic
 from sparta.testing.machine import Compiler, probe_compiler, probe_cpu
 
-__all__ = ["ISAS", "build", "cache_folder", "runnable_isas"]
+__all__ = ["ISAS", "build", "runnable_isas"]
 
 SOURCES = Path(__file__).parent / "native"
 
@@ -90,32 +88,6 @@ def chosen_isa(isa: str | None = None) -> str:
     return wanted
 
 
-def cache_folder() -> Path:
-    """Return the folder of compiled libraries, created for this user alone if it is not there.
-
-    It lies in ``$SPARTA_CACHE``, by default ``~/.cache/sparta``.
-
-    Raises
-    ------
-    sparta.errors.FileFormatError
-        If the folder cannot be made, belongs to someone else, or others may write to it.
-    """
-    named = os.environ.get("SPARTA_CACHE", "").strip()
-    root = Path(named).expanduser() if named else Path.home() / ".cache" / "sparta"
-    folder = root / "cpu"
-    try:
-        root.parent.mkdir(parents=True, exist_ok=True)
-        for level in (root, folder):
-            level.mkdir(mode=0o700, exist_ok=True)
-            _refuse_unsafe(level)
-    except OSError as error:
-        if isinstance(error, FileFormatError):
-            raise
-        given = f"cannot make the folder {folder}: {error.strerror}"
-        raise FileFormatError(message(given, fix="set SPARTA_CACHE to a folder you can write")) from error
-    return folder
-
-
 def build(isa: str | None = None) -> Path:
     """Return the path of the kernel library for an instruction set, compiled if it is not in the cache.
 
@@ -132,7 +104,7 @@ def build(isa: str | None = None) -> Path:
     Examples
     --------
     >>> from sparta.specialize.cpu.toolchain import build
-    >>> build("portable").suffix  # doctest: +SKIP
+    >>> build("portable").suffix
     '.so'
     """
     wanted = chosen_isa(isa)
@@ -142,7 +114,7 @@ def build(isa: str | None = None) -> Path:
         )
     compiler = _compiler()
     flags = _flags(wanted)
-    folder = cache_folder()
+    folder = private_folder("cpu")
     library = folder / f"{wanted}-{_digest(compiler, flags)}.so"
     if _is_intact(library):
         return library
@@ -217,21 +189,6 @@ def _compile(compiler: Compiler, flags: tuple[str, ...]) -> bytes:
             reason = str(error)
     given = f"the CPU kernels do not compile with {shlex.join(command)}:\n{reason}\n"
     raise MissingPackageError(message(given, "g++ 10 or newer, or clang++ with OpenMP", "set CXX to such a compiler"))
-
-
-def _refuse_unsafe(folder: Path) -> None:
-    """Raise if anyone but this user could put a library into the folder."""
-    status = folder.stat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise FileFormatError(message(f"{folder} is not a folder", fix="set SPARTA_CACHE to another one"))
-    if status.st_uid != os.getuid():
-        given = f"{folder} belongs to another user"
-        raise FileFormatError(message(given, "a folder of your own", "set SPARTA_CACHE to another one"))
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        given = f"others may write to {folder}, from where code is loaded"
-        raise FileFormatError(
-            message(given, "a folder only you can write", f"run chmod 700 {shlex.quote(str(folder))}")
-        )
 
 
 def _checksum_file(library: Path) -> Path:

@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 settings.register_profile("sparta", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("sparta")
 
-_GPU_TESTS = Path(__file__).parent / "gpu"
+_GPU_TESTS = Path(__file__).parent / "tests" / "gpu"
 
 
 def pytest_collection_modifyitems(items):
@@ -28,3 +28,14 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_cache_for_the_run(tmp_path_factory):
+    """Keep compiled kernels and tuning results of a run in one folder of its own, and compile each library once."""
+    base = tmp_path_factory.getbasetemp()
+    # Workers of pytest-xdist have folders of their own side by side; the cache goes next to them.
+    shared = base.parent if base.name.startswith("popen-") else base
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARTA_CACHE", str(shared / "sparta-cache"))
+        yield
