@@ -137,6 +137,14 @@ def test_any_batch_after_build():
         compare(op, mask, q, k, v)
 
 
+@pytest.mark.parametrize("inner", ["fused", "products"])
+def test_rows_of_many_different_lengths(inner):
+    mask = torch.ones(230, 230, dtype=torch.bool).tril()  # 15 rows of tiles, each longer than the last
+    op, qkv = SparseAttention(mask), [torch.randn(230, 8) for _ in range(3)]
+    op.build({"_name": "blocks", "tile": (16, 16), "inner": inner}, qkv)
+    compare(op, mask, *qkv)
+
+
 def test_many_heads_are_computed_in_chunks(monkeypatch):
     monkeypatch.setattr("sparta.specialize.attention._CHUNK_BYTES", {"cpu": 1})
     mask = block_mask((N, N), (8, 8), 0.7, seed=1)

@@ -148,6 +148,16 @@ def test_any_batch_and_width_after_build():
             check(y, matmul_reference(A, B, A_mask=mask), reduction=K)
 
 
+@pytest.mark.parametrize("which", ["A", "C"])
+@pytest.mark.parametrize("compressed", [True, False])
+def test_rows_of_many_different_lengths(which, compressed):
+    cells = torch.ones(15, 15, dtype=torch.bool).tril()  # each row of tiles longer than the last
+    mask = cells.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    A, B = torch.randn(2, 240, 240), torch.randn(2, 240, 240)
+    op = built({"_name": "blocks", "tile": (16, 16)}, mask, which, (A, B), compressed=compressed)
+    run_and_compare(op, mask, which, A, B)
+
+
 def test_values_of_one_product_go_into_the_next():
     mask = block_mask((M, M), (8, 8), 0.6, seed=2)
     scores, out = SparseBatchMatMul(C_mask=mask, transpose_B=True), SparseBatchMatMul(A_mask=mask)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sparta.errors import ShapeError, ValueRangeError
 from sparta.nn import SparseSoftmax
+from sparta.specialize.softmax import DenseSoftmaxKernel
 from sparta.testing import block_mask, check, softmax_backward_reference, softmax_reference
 
 H, W = 40, 48
@@ -159,6 +160,11 @@ MASK = torch.ones(4, 6, dtype=torch.bool)
 def test_wrong_inputs_say_what_is_allowed(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+def test_a_kernel_without_its_inputs_says_so():
+    with pytest.raises(ValueRangeError, match="without one of its inputs"):
+        DenseSoftmaxKernel((1, 1), compressed=False).run((MASK,), torch.ones(4, 6), None)
 
 
 def test_it_prints_what_runs():

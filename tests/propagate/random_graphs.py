@@ -1,11 +1,20 @@
 """Random models for the property tests, and an interpreter that puts propagated facts to the test."""
 
 import torch
-import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import fx, nn
+from torch.nn import functional
 
-UNARY = [torch.relu, torch.sigmoid, torch.tanh, F.gelu, F.hardswish, torch.exp, torch.neg, F.silu]
+UNARY = [
+    torch.relu,
+    torch.sigmoid,
+    torch.tanh,
+    functional.gelu,
+    functional.hardswish,
+    torch.exp,
+    torch.neg,
+    functional.silu,
+]
 
 
 class RandomModel(nn.Module):
@@ -25,7 +34,8 @@ class RandomModel(nn.Module):
             self.layers.append(layer)
             self.steps.append((kind, a, b, width))
             widths.append(out)
-        self.last = nn.Linear(widths[-1], 3)
+        self.flat = images and seed % 3 == 0
+        self.last = nn.Linear(widths[-1] * (9 if self.flat else 1), 3)
         randomise(self, generator)
 
     def _layer(self, kind, a, b, width, generator):
@@ -52,6 +62,8 @@ class RandomModel(nn.Module):
                 out = a + b
             case "half" if a > 1:
                 out = a // 2
+            case "shuffle" if a % 2:
+                out = None
             case "conv" | "depthwise" | "grouped" | "layernorm" | "half" | "pool":
                 out = a if kind == "pool" and self.images else None
         return layer, out
@@ -74,14 +86,19 @@ class RandomModel(nn.Module):
                     new = torch.cat([one, two], 1)
                 case "half":
                     new = torch.split(one, [one.shape[1] // 2, one.shape[1] - one.shape[1] // 2], 1)[0]
+                case "shuffle":
+                    halves = one.unflatten(1, (2, one.shape[1] // 2)).transpose(1, 2)
+                    new = halves.flatten(1, 2) if width % 2 else halves.reshape(one.shape)
                 case "pool":
-                    new = F.max_pool2d(one, 3, 1, 1) if width % 2 else F.avg_pool2d(one, 3, 1, 1)
+                    new = functional.max_pool2d(one, 3, 1, 1) if width % 2 else functional.avg_pool2d(one, 3, 1, 1)
                 case "conv":
-                    new = layer(F.pad(one, (1, 1, 1, 1)))
+                    new = layer(functional.pad(one, (1, 1, 1, 1)))
                 case _:
                     new = layer(one)
             pool.append(new)
         final = pool[-1]
+        if self.flat:
+            return self.last(functional.adaptive_avg_pool2d(final, 3).flatten(1))
         return self.last(final.mean((2, 3)) if self.images else final)
 
 
@@ -108,7 +125,7 @@ def randomise(model, generator):
 @st.composite
 def random_models(draw, *, images):
     """A model and an example input for it."""
-    kinds = ["linear", "act", "add", "mul", "cat", "norm", "half", "linear", "layernorm"]
+    kinds = ["linear", "act", "add", "mul", "cat", "norm", "half", "linear", "layernorm", "shuffle"]
     kinds += ["conv", "depthwise", "grouped", "pool"] if images else []
     step = st.tuples(st.sampled_from(kinds), st.integers(0, 9), st.integers(0, 9), st.integers(1, 6))
     steps = draw(st.lists(step, min_size=1, max_size=9))
@@ -118,7 +135,7 @@ def random_models(draw, *, images):
 
 
 class Witness(fx.Interpreter):
-    """Runs a captured model; checks every constant that is claimed and overwrites every element that is claimed dead."""
+    """Runs a captured model; checks every claimed constant and overwrites every claimed dead element."""
 
     def __init__(self, result, masked, *, scramble):
         super().__init__(result.captured.module)

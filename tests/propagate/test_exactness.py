@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from propagate.random_graphs import Witness
 from torch import nn
+from torch.nn import functional
 
+from propagate.random_graphs import Witness
 from sparta import Spec, TeSA
 from sparta.propagate import propagate, rule
 from sparta.propagate.compact import masked_tensors
@@ -57,7 +57,10 @@ def test_a_zero_row_with_a_bias_is_the_constant_bias_and_not_zero():
     assert not torch.equal(small.get_parameter("1.bias"), model[1].bias)
 
 
-@pytest.mark.parametrize("function", [torch.sigmoid, torch.exp, F.gelu, F.hardswish, torch.cos, F.silu, F.softplus])
+@pytest.mark.parametrize(
+    "function",
+    [torch.sigmoid, torch.exp, functional.gelu, functional.hardswish, torch.cos, functional.silu, functional.softplus],
+)
 def test_functions_of_a_constant_are_what_the_function_says(function):
     layer = nn.Linear(3, 2, bias=False)
     with torch.no_grad():
@@ -200,7 +203,7 @@ def shape_ops(m, x):
     first, second = y.chunk(2, 1)
     z = torch.cat([second, first[:, 1:4], first[:, ::2], first[:, 5:6].expand(2, 4)], 1)
     z = torch.stack([z.flip(1), z.roll(1, 1)], 2).select(2, 0).unsqueeze(1).squeeze(1)
-    z = F.pad(z, (1, 2)) + torch.zeros_like(F.pad(z, (1, 2)))
+    z = functional.pad(z, (1, 2)) + torch.zeros_like(functional.pad(z, (1, 2)))
     return torch.einsum("bk,nk->bn", z[:, :16], m.weight), z.sum(1), z[:, 2:7].mean(-1, keepdim=True), z.amax(1)
 
 
@@ -277,3 +280,12 @@ def test_knowledge_along_a_dynamic_dim_is_dropped():
     out = result.activations["mul_1"]
     assert out.states()[:, 1].eq(1).all()
     assert out.count("live") == 8
+
+
+def test_a_bit_format_reaches_what_only_moves_the_elements():
+    model = Calls(lambda m, x: (x @ m.weight.t()[:, :2]).relu(), weight=torch.randn(3, 4))
+    given = TeSA.dense((3, 4)).with_format("int4", scale=0.1)
+    result = propagate(model, torch.randn(2, 4), Spec({"weight": given}))
+    formats = {name: str(tesa.format) for name, tesa in result.activations.items()}
+    assert formats["t"] == formats["slice_1"] == "int4" == str(result.spec["weight"].format)
+    assert formats["matmul"] == formats["relu"] == "fp32"

@@ -1,16 +1,15 @@
 """The heart of propagation: on random graphs, no fact is ever wrong, and the compact model is the masked model."""
 
 import torch
-from propagate.random_graphs import Witness, random_models
 from hypothesis import HealthCheck, given, settings
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from propagate.random_graphs import Witness, random_models
 from sparta.propagate import propagate
 from sparta.propagate.compact import masked_tensors
 
 SLOW = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-
 
 
 def check_facts(model, x):

@@ -87,7 +87,7 @@ class SparseAttention(KernelOperator):
     def _dense(self) -> DenseAttentionKernel:
         return DenseAttentionKernel(self.mask)
 
-    def _spec(self, inputs: SampleInputs, *, backward: bool) -> KernelSpec:
+    def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
         q, k, v = as_inputs(inputs, 3)
         check_attention(self.mask.shape, q, k, v)
         return attention_spec(self.mask, q, k, v, backward=backward)
@@ -189,7 +189,7 @@ class SeqlenDynamicSparseAttention(KernelOperator):
     def _dense(self) -> DenseSeqlenKernel:
         return DenseSeqlenKernel()
 
-    def _spec(self, inputs: SampleInputs, *, backward: bool) -> KernelSpec:
+    def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
         q, k, v, seqlens = _sample(inputs)
         self._checked(q, k, v, seqlens)
         return seqlen_attention_spec(q, k, v, backward=backward)

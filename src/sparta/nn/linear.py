@@ -7,17 +7,14 @@ exactly zero where it is pruned, so training cannot bring pruned weights back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.nn.operator import OperatorBase, as_inputs
-from sparta.specialize.implement import search_space
+from sparta.nn.operator import OperatorBase, SampleInputs, as_inputs
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.linear import LinearKernel, linear_spec
 from sparta.specialize.ops import LinearState
@@ -125,13 +122,9 @@ class SparseLinear(OperatorBase):
 
     # ------------------------------------------------------------------ choosing
 
-    def get_search_space(self, inputs: Sequence[Tensor] | Tensor) -> TunableItemCfg:
-        """Return the nested choice over the implements that can run this layer on inputs like these."""
-        return search_space(self._problem(as_inputs(inputs, 1)[0]).spec)
-
     def tune(
         self,
-        inputs: Sequence[Tensor] | Tensor,
+        inputs: SampleInputs,
         *,
         backward: bool = False,
         store: TuningStore | None = None,
@@ -158,22 +151,15 @@ class SparseLinear(OperatorBase):
         self._install(problem.spec, choice, None if back is None else (self._backward_problem(x).spec, back))
         return choice
 
-    def build(self, config: Mapping[str, Any], sample_inputs: Sequence[Tensor] | Tensor) -> None:
-        """Build the implement and parameters of `config`, as ``tune(...).config`` gave them, without measuring."""
-        spec = self._problem(as_inputs(sample_inputs, 1)[0]).spec
-        space = search_space(spec)
-        if not space.includes(dict(config)):
-            raise ValueRangeError(
-                message(f"the config {dict(config)}", f"a point of the search space {space}", "tune this layer first")
-            )
-        params = {key: value for key, value in config.items() if key != "_name"}
-        self._install(spec, Choice(str(config["_name"]), params, "built as given"), None)
-
-    def _install(self, spec: KernelSpec, choice: Choice, back: tuple[KernelSpec, Choice] | None) -> None:
+    def _install(self, spec: KernelSpec, choice: Choice, back: tuple[KernelSpec, Choice] | None = None) -> None:
         forward = cast("LinearKernel", build(spec, choice.config))
         backward = None if back is None else cast("LinearKernel", build(back[0], back[1].config))
         self._state = LinearState(spec["weight"], forward, backward)
         self.choice = choice
+
+    def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
+        del backward  # its kernels are specs of their own, see `_backward_problem`
+        return self._problem(as_inputs(inputs, 1)[0]).spec
 
     def _problem(self, x: Tensor) -> Problem:
         if self.weight_mask is None:

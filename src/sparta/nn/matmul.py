@@ -142,7 +142,7 @@ class SparseBatchMatMul(KernelOperator):
     def _dense(self) -> DenseMatmulKernel:
         return DenseMatmulKernel(self._product())
 
-    def _spec(self, inputs: SampleInputs, *, backward: bool) -> KernelSpec:
+    def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
         A, B = as_inputs(inputs, 2)
         self._product().batch(tuple(self._mask().shape), A, B, self._kept_blocks)
         return self._product().spec(self._mask(), A, B, backward=backward)

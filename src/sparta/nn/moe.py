@@ -107,7 +107,7 @@ class DynamicSparseMoE(KernelOperator):
     def _dense(self) -> DenseMoEKernel:
         return DenseMoEKernel()
 
-    def _spec(self, inputs: SampleInputs, *, backward: bool) -> KernelSpec:
+    def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
         rows, ids, _ = self._sample(inputs)
         return moe_spec(rows, ids, [expert.weight for expert in self.experts], backward=backward)  # type: ignore[misc]
 

@@ -31,8 +31,8 @@ SampleInputs = Sequence[Tensor | None] | Tensor
 class OperatorBase(nn.Module):
     """Base of the sparse modules.
 
-    Subclasses define `get_search_space`, `tune`, `build` and `forward`, and `update_mask` where they have a mask. Of
-    these, `tune` measures and `build` takes what a `tune` returned (its ``config``) without measuring.
+    `tune` measures, and `build` takes what a `tune` returned (its ``config``) without measuring. Subclasses define
+    `tune`, `forward`, `_spec` and `_install`, and `update_mask` where they have a mask.
     """
 
     choice: Choice | None
@@ -48,16 +48,31 @@ class OperatorBase(nn.Module):
         return self.choice is not None
 
     @abstractmethod
-    def get_search_space(self, inputs: Sequence[Tensor] | Tensor) -> TunableItemCfg:
-        """Return the nested choice over the implements that can run, for inputs like these."""
-
-    @abstractmethod
-    def tune(self, inputs: Sequence[Tensor] | Tensor, **options: Any) -> Choice:  # noqa: ANN401 - the tuner's
+    def tune(self, inputs: SampleInputs, **options: Any) -> Choice:  # noqa: ANN401 - the tuner's
         """Measure all implements on these inputs and keep the fastest."""
 
     @abstractmethod
-    def build(self, config: Mapping[str, Any], sample_inputs: Sequence[Tensor] | Tensor) -> None:
-        """Build the implement and parameters that `config` names."""
+    def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
+        """Return the kernel spec for inputs like these; raises for inputs that do not fit."""
+
+    @abstractmethod
+    def _install(self, spec: KernelSpec, choice: Choice) -> None:
+        """Build what was chosen and run it from now on."""
+
+    def get_search_space(self, inputs: SampleInputs) -> TunableItemCfg:
+        """Return the nested choice over the implements that can run, for inputs like these."""
+        return search_space(self._spec(inputs))
+
+    def build(self, config: Mapping[str, Any], sample_inputs: SampleInputs) -> None:
+        """Build the implement and parameters of `config`, as ``tune(...).config`` gave them, without measuring."""
+        spec = self._spec(sample_inputs)
+        space = search_space(spec)
+        if not space.includes(dict(config)):
+            raise ValueRangeError(
+                message(f"the config {dict(config)}", f"a point of the search space {space}", "tune this module first")
+            )
+        params = {key: value for key, value in config.items() if key != "_name"}
+        self._install(spec, Choice(str(config["_name"]), params, "built as given"))
 
     def extra_repr(self) -> str:
         """Say what runs."""
@@ -77,10 +92,6 @@ class KernelOperator(OperatorBase):
         self._packed_tensors = 0
 
     @abstractmethod
-    def _spec(self, inputs: SampleInputs, *, backward: bool) -> KernelSpec:
-        """Return the kernel spec for inputs like these; raises for inputs that do not fit."""
-
-    @abstractmethod
     def _problem(self, inputs: SampleInputs, *, backward: bool) -> Problem:
         """Return what is to be measured on these inputs."""
 
@@ -93,10 +104,6 @@ class KernelOperator(OperatorBase):
         return None
 
     # ------------------------------------------------------------------ choosing
-
-    def get_search_space(self, inputs: SampleInputs, *, backward: bool = False) -> TunableItemCfg:
-        """Return the nested choice over the implements that can run, for inputs like these."""
-        return search_space(self._spec(inputs, backward=backward))
 
     def tune(
         self,
@@ -122,21 +129,12 @@ class KernelOperator(OperatorBase):
         """
         problem = self._problem(inputs, backward=backward)
         choice = tune_kernel(problem, store=store, **options)
-        self._hold(build(problem.spec, choice.config))
-        self.choice = choice
+        self._install(problem.spec, choice)
         return choice
 
-    def build(self, config: Mapping[str, Any], sample_inputs: SampleInputs) -> None:
-        """Build the implement and parameters of `config`, as ``tune(...).config`` gave them, without measuring."""
-        spec = self._spec(sample_inputs, backward=False)
-        space = search_space(spec)
-        if not space.includes(dict(config)):
-            raise ValueRangeError(
-                message(f"the config {dict(config)}", f"a point of the search space {space}", "tune this module first")
-            )
-        self._hold(build(spec, config))
-        params = {key: value for key, value in config.items() if key != "_name"}
-        self.choice = Choice(str(config["_name"]), params, "built as given")
+    def _install(self, spec: KernelSpec, choice: Choice) -> None:
+        self._hold(build(spec, choice.config))
+        self.choice = choice
 
     # ------------------------------------------------------------------ running
 

@@ -99,7 +99,7 @@ class SparseSoftmax(KernelOperator):
     def _dense(self) -> DenseSoftmaxKernel:
         return DenseSoftmaxKernel(self.block, compressed=self.compressed)
 
-    def _spec(self, inputs: SampleInputs, *, backward: bool) -> KernelSpec:
+    def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
         (x,) = as_inputs(inputs, 1)
         check_softmax(self.mask.shape, x, self._values)
         return softmax_spec(self.mask, x, block=self.block, compressed=self.compressed, backward=backward)

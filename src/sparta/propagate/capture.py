@@ -9,6 +9,8 @@ one idea to know: after :func:`capture` every tensor of the model is a ``get_att
 from __future__ import annotations
 
 import operator
+import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +44,8 @@ class Captured:
         The graph with the model's parameters; it is called exactly as the model is.
     tensors
         Every parameter and buffer of the model by name, tied ones under each of their names.
+    literals
+        Tensors that the forward itself makes from numbers, by the name that the trace gave them.
     tied
         For each name that is another tensor's second name, the name that the graph uses.
     args, kwargs
@@ -52,6 +56,7 @@ class Captured:
 
     module: fx.GraphModule
     tensors: Mapping[str, Tensor]
+    literals: Mapping[str, Tensor]
     tied: Mapping[str, str]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -104,15 +109,28 @@ def capture(
     _inline(module)
     if _has_aliased_mutation(module.graph):
         # Writing through a view cannot be undone node by node; torch's own functionalisation can.
-        module = exported.run_decompositions({}).module()
-        _inline(module)
+        module = _functionalised(exported)
     _make_functional(module.graph)
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors.update(model.named_buffers(remove_duplicate=False))
     tied = _merge_tied(module.graph, tensors)
     _drop_unused(module.graph)
     module.recompile()
-    return Captured(module, tensors, tied, args, keywords, dynamic_shapes)
+    literals = _literals(module, tensors)
+    return Captured(module, tensors, literals, tied, args, keywords, dynamic_shapes)
+
+
+def _literals(module: fx.GraphModule, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of the graph that are not the model's own."""
+    found: dict[str, Tensor] = {}
+    for node in module.graph.nodes:
+        name = str(node.target)
+        if node.op == "get_attr" and name not in tensors:
+            path, _, last = name.rpartition(".")
+            value = getattr(module.get_submodule(path), last)
+            if isinstance(value, Tensor):
+                found[name] = value
+    return found
 
 
 def _arguments(given: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:  # noqa: ANN401
@@ -142,8 +160,6 @@ def _export(
     kwargs: dict[str, Any],
     dynamic_shapes: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401 - an ExportedProgram, which torch does not type
-    import warnings
-
     try:
         with warnings.catch_warnings(), torch.no_grad():
             # torch's own tracer warns of its internals; what matters to the user is in the error below.
@@ -162,10 +178,26 @@ def _export(
         ) from error
 
 
+def _functionalised(exported: Any) -> fx.GraphModule:  # noqa: ANN401 - an ExportedProgram
+    """Return the graph without in-place ops, as torch's own functionalisation makes it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module: fx.GraphModule = exported.run_decompositions({}).module()
+    except Exception as error:
+        raise CaptureError(
+            message(
+                f"torch could not make the model's in-place ops functional: {type(error).__name__}: {error}",
+                "in-place ops on tensors that are not views of others",
+                "write `y = y.clone()` before changing a part of y in place",
+            )
+        ) from error
+    _inline(module)
+    return module
+
+
 def _place(error: BaseException) -> str:
     """Return " at file:line (`code`)" for the innermost line of the user's code that the error came through."""
-    import traceback
-
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "/torch/" not in f.filename and "sparta/propagate" not in f.filename]
     if not own:

@@ -125,21 +125,12 @@ def masked_tensors(captured: Captured, facts: Facts) -> dict[str, Tensor]:
     """Return the model's tensors that the graph uses, with the constants of the given TeSAs in their places."""
     found = {}
     for name in captured.nodes():
-        tensor = captured.tensors.get(name)
-        if tensor is None:
-            tensor = _attribute(captured.module, name)
+        tensor = facts.tensors.get(name)
         if tensor is None:
             continue
         given = facts.given.get(name)
         found[name] = tensor.detach() if given is None or tensor.is_meta else given.apply(tensor.detach())
     return found
-
-
-def _attribute(module: nn.Module, name: str) -> Tensor | None:
-    """Return a tensor that tracing lifted out of the forward, such as a literal."""
-    path, _, last = name.rpartition(".")
-    found = getattr(module.get_submodule(path), last, None)
-    return found if isinstance(found, Tensor) else None
 
 
 def _sliced(

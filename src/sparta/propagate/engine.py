@@ -22,6 +22,7 @@ from sparta.propagate.known import Known, any_over, nothing
 from sparta.propagate.op import Op, dtype_of, dynamic_dims, is_tensor, place, shape_of, tensor_inputs
 from sparta.propagate.registry import rule_for
 from sparta.tesa.attribute import CONSTANT, DEAD, LIVE, TeSA
+from sparta.tesa.bits import ANY, BitFormat, bit_format
 from sparta.tesa.grid import Grid
 
 __all__ = ["Facts", "derive"]
@@ -60,6 +61,7 @@ class Facts:
     derived_by: dict[fx.Node, str] = field(default_factory=dict)
     dead_by: dict[fx.Node, dict[str, int]] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
+    formats: dict[fx.Node, BitFormat] = field(default_factory=dict)
     steps: int = 0
     _frozen: dict[fx.Node, Tensor | None] = field(default_factory=dict)
 
@@ -87,14 +89,23 @@ class Facts:
         plain = tensor.detach() if given is None else given.apply(tensor.detach())
         return plain.cpu()
 
+    def format_of(self, node: fx.Node) -> BitFormat:
+        """Return the bit format of a node's elements: derived, given, or that of its dtype."""
+        if node in self.formats:
+            return self.formats[node]
+        given = self.given.get(str(node.target)) if node.op == "get_attr" else None
+        own = given.format if given is not None else None
+        if own is not None and own != ANY:
+            return own
+        return bit_format(dtype_of(node)) if dtype_of(node).is_floating_point else ANY
+
     def is_written(self, node: fx.Node) -> bool:
         """Whether some op of the graph writes to a parameter or buffer, which then has no fixed value."""
         return any(_writes(user) for user in node.users)
 
     def tesa(self, node: fx.Node) -> TeSA:
         """Return the TeSA of a node: live, constant or dead elements, and the format."""
-        format = dtype_of(node) if dtype_of(node).is_floating_point else None
-        base = TeSA.dense(shape_of(node), format=format)
+        base = TeSA.dense(shape_of(node), format=self.format_of(node))
         if node.op == "get_attr":
             given = self.given.get(str(node.target))
             base = base if given is None else given
@@ -136,12 +147,13 @@ def derive(
     """
     import sparta.propagate.rules  # noqa: F401 - registers the rules that come with the package
 
-    facts = Facts(given, captured.tensors, assume_finite, cell_limit)
+    facts = Facts(given, {**captured.tensors, **captured.literals}, assume_finite, cell_limit)
     order = {node: position for position, node in enumerate(captured.graph.nodes)}
     for node in order:
         if node.op == "get_attr" and is_tensor(node):
             facts.known[node] = _known_tensor(facts, node)
     _worklist(order, 1, lambda node: _forward(facts, node))
+    _worklist(order, 1, lambda node: _bits(facts, node))
     _worklist(order, -1, lambda node: _backward(facts, node))
     return facts
 
@@ -200,6 +212,16 @@ def _forward(facts: Facts, node: fx.Node) -> list[fx.Node]:
     if not known.any or (old is not None and old.const.same_as(known.const)):
         return []
     facts.known[node], facts.derived_by[node] = known, name
+    return list(node.users)
+
+
+def _bits(facts: Facts, node: fx.Node) -> list[fx.Node]:
+    """Derive the bit format of a node; news goes to its users."""
+    rule = rule_for("bits", node.target) if node.op == "call_function" and is_tensor(node) else None
+    found = rule(Op(node, facts)) if rule is not None else None
+    if found is None or found == facts.format_of(node) or not bit_format(dtype_of(node)).holds(found):
+        return []
+    facts.formats[node] = found
     return list(node.users)
 
 

@@ -1,8 +1,8 @@
 """The registry of rules: one small function for an ATen op and a direction.
 
-There are four directions. ``constants`` goes from inputs to outputs, ``observed`` from outputs to inputs and from one
+There are five directions. ``constants`` goes from inputs to outputs, ``observed`` from outputs to inputs and from one
 input to another, ``axes`` says which dims of an op's tensors can only be cut together, and ``rewrite`` changes an op's
-arguments once dims have been cut. The one idea to know: a missing rule is never an error; it means "nothing is known,
+arguments once dims have been cut; ``bits`` carries a bit format to the neighbours. The one idea to know: a missing rule is never an error; it means "nothing is known,
 everything is observed, nothing can be cut", and the diagnosis names the op.
 """
 
@@ -17,8 +17,8 @@ from sparta.errors import ValueRangeError, message
 
 __all__ = ["Direction", "is_pointwise", "rule", "rule_for"]
 
-Direction = Literal["constants", "observed", "axes", "rewrite"]
-_DIRECTIONS = ("constants", "observed", "axes", "rewrite")
+Direction = Literal["constants", "observed", "axes", "rewrite", "bits"]
+_DIRECTIONS = ("constants", "observed", "axes", "rewrite", "bits")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _aten = torch.ops.aten
@@ -46,6 +46,7 @@ def rule(direction: Direction, *ops: object) -> Callable[[_Function], _Function]
         output is; inputs that are not listed are observed whole.
         ``"axes"``: ``f(op, axes) -> None``, which dims can only be cut together.
         ``"rewrite"``: ``f(op, edit) -> None``, change the op's arguments after the cut.
+        ``"bits"``: ``f(op) -> BitFormat | None``, the format of the output's elements (None: its dtype's).
     ops
         ATen overloads (``torch.ops.aten.relu.default``), packets (``torch.ops.aten.relu``: all its overloads), or
         ops of your own made with :mod:`torch.library`.

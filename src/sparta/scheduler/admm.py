@@ -126,6 +126,7 @@ class ADMMScheduler(BaseScheduler):
         """After optimizer step `iteration` (from 0): update the copies at an epoch's end; prune when it is time."""
         self._check_prepared(model)
         check_iteration(iteration)
+        self._refuse_shards()
         self._check_begun()
         if not self._attached:
             raise ValueRangeError(

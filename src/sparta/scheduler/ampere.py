@@ -26,6 +26,7 @@ from sparta.scheduler.permutation import kept_magnitude, search_permutation
 from sparta.scheduler.prepared import refuse_prepared
 from sparta.scheduler.registry import register_scheduler
 from sparta.sparsify import Layer, Masks, find_layers
+from sparta.sparsify.shards import local, own_part, shards_of, summed, whole
 
 __all__ = ["AmpereScheduler"]
 
@@ -132,7 +133,11 @@ class AmpereScheduler:
                 )
             )
         with masks.exposed(), torch.no_grad():
-            made = {name: self._calculate(layer.parameter, layer.input_axis) for name, layer in masks.layers.items()}
+            made = {
+                name: own_part(self._calculate(whole(local(p), p), layer.input_axis), p)
+                for name, layer in masks.layers.items()
+                for p in (layer.parameter,)
+            }
         masks.set(made)
         self._is_set = True
         for name, mask in made.items():
@@ -154,7 +159,7 @@ class AmpereScheduler:
     def compute_sparse_rate(self, model: nn.Module) -> float:
         """Return the measured fraction of zeros in the weights of all layers that can be pruned."""
         self._check_model(model)
-        zeros = sum(int((layer.parameter == 0).sum()) for layer in self._all)
+        zeros = sum(int(summed((local(layer.parameter) == 0).sum(), shards_of(layer.parameter))) for layer in self._all)
         return zeros / max(1, sum(layer.parameter.numel() for layer in self._all))
 
     def export_sparse_model(self, model: nn.Module) -> Exported:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparta.errors import ValueRangeError, message
+from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.scheduler.export import export_onnx
 from sparta.scheduler.fake_sparse import FakeSparse, FakeSparseBase
 from sparta.scheduler.fuse import fuse_batch_norms
 from sparta.scheduler.generators import MaskGenerator, NormalMaskGenerator
-from sparta.scheduler.prepared import PreparedLayer, excluded, original_of, prepare, refuse_prepared, restore
+from sparta.scheduler.prepared import PreparedLayer, excluded, prepare, refuse_prepared, restore
 from sparta.scheduler.registry import register_scheduler
 from sparta.sparsify import erk_densities, find_layers
 from sparta.tesa import names
@@ -196,7 +196,7 @@ class BaseScheduler:
         self._check_prepared(model)
         pruned = self._pruned()
         restore(self._layers)
-        spec = Spec({p.name: TeSA.from_zeros(original_of(p.layer.module, p.layer.attribute).detach()) for p in pruned})
+        spec = Spec({p.name: TeSA.from_zeros(p.value) for p in pruned})
         self._layers = []
         return Exported(model, spec)
 
@@ -220,17 +220,17 @@ class BaseScheduler:
         """
         self._check_prepared(model)
         with torch.no_grad():
-            saved = [(p.weight, p.weight.detach().clone()) for p in self._pruned()]
+            saved = [(p, p.value.clone()) for p in self._pruned()]
             enabled = {name: fake.enabled for name, fake in self._fakes().items()}
             try:
                 for prepared in self._pruned():
-                    prepared.weight.copy_(prepared.effective)
+                    prepared.store(prepared.effective)
                 for fake in self._fakes().values():
                     fake.enabled = False
                 export_onnx(model, dummy_input, path, options)
             finally:
-                for weight, before in saved:
-                    weight.copy_(before)
+                for prepared, before in saved:
+                    prepared.store(before)
                 for name, fake in self._fakes().items():
                     fake.enabled = enabled[name]
 
@@ -268,12 +268,19 @@ class BaseScheduler:
     # ------------------------------------------------------------------ parts
 
     def _set_sparsity(self, prepared: PreparedLayer, rate: float) -> None:
-        weight = prepared.weight.detach()
-        mask = self.setup.mask_generator.generate_mask(weight, rate, prepared.layer.input_axis)
+        value = prepared.value
+        mask = self.setup.mask_generator.generate_mask(value, rate, prepared.layer.input_axis)
         self._sparsities[prepared.name] = rate
         if not isinstance(prepared.fake, FakeSparse):
             raise ValueRangeError(message(f"{type(prepared.fake).__name__} takes no mask", "FakeSparse"))
-        prepared.fake.set_mask(mask, weight)
+        prepared.fake.set_mask(mask, value)
+        if prepared.fake.weight_correction:
+            prepared.store(value)
+
+    def _refuse_shards(self) -> None:
+        """Raise :class:`ShapeError` when a weight is sharded, for schedulers that compute with whole ones."""
+        if any(hasattr(prepared.weight, "placements") for prepared in self._layers):
+            raise ShapeError(message(f"{type(self).__name__} with sharded weights", "whole weights", "train under DDP"))
 
     def _pruned(self) -> list[PreparedLayer]:
         return [prepared for prepared in self._layers if prepared.fake is not None]

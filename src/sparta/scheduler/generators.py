@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -47,6 +48,10 @@ class MaskGenerator(ABC):
         sparsity
             Fraction to prune, in [0, 1].
         """
+
+    def max_sparsity(self, shape: Sequence[int], input_axis: int = 1) -> float:  # noqa: ARG002
+        """Return the largest sparsity that a weight of this shape can get."""
+        return 1.0
 
 
 @register_mask_generator("NormalMaskGenerator")
@@ -95,8 +100,12 @@ class NMMaskGenerator(MaskGenerator):
     def generate_mask(self, weight: Tensor, sparsity: float, input_axis: int = 1) -> Tensor:
         """Keep the largest of each group; a shorter last group keeps at most n."""
         pattern = NM(self.pattern.n, self.pattern.m, input_axis)
-        own = 1 - pattern.capacity(weight.shape)
+        own = self.max_sparsity(weight.shape, input_axis)
         return pattern.project(weight.detach().abs(), min(check_sparsity(sparsity), own))
+
+    def max_sparsity(self, shape: Sequence[int], input_axis: int = 1) -> float:
+        """Return the sparsity of the full pattern."""
+        return 1 - NM(self.pattern.n, self.pattern.m, input_axis).capacity(shape)
 
 
 @register_mask_generator("FPGMMaskGenerator")

@@ -208,10 +208,11 @@ class AmbaLevelPruneScheduler(BaseScheduler):
     def _finish_level(self, model: nn.Module) -> None:
         """Zero the pruned weights for good, and write the checkpoint and the report."""
         self._finished = self._level
-        with torch.no_grad():
-            for prepared in self._pruned():
-                prepared.weight.copy_(prepared.effective)
+        for prepared in self._pruned():
+            prepared.store(prepared.effective)
         self._add_to_report()
+        state = plain_state_dict(model, self._layers) if self.save_dir is not None else {}
+        rate = self.compute_sparse_rate(model)
         if not _is_main_process():
             return
         percent = f"{100 * self.levels[self._level]:g}"
@@ -220,11 +221,11 @@ class AmbaLevelPruneScheduler(BaseScheduler):
             payload = {
                 "level": self._level,
                 "prune_step": self.get_prune_step(),
-                "sparse_rate": self.compute_sparse_rate(model),
+                "sparse_rate": rate,
                 "table": self.table.to_dict(),
             }
             file = self.save_dir / f"global_sparse_rate_{percent}.safetensors"
-            save_tensors(file, "checkpoint", 1, plain_state_dict(model, self._layers), payload)
+            save_tensors(file, "checkpoint", 1, state, payload)
         if self.output_dir is not None:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             text = io.StringIO()
@@ -272,7 +273,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
 
     def _analyse(self, sizes: Mapping[str, int]) -> LevelTable:
         total = sum(sizes.values())
-        scores = {p.name: p.weight.detach().abs().flatten() for p in self._layers}
+        scores = {p.name: p.value.abs().flatten() for p in self._layers}
         columns, achieved = [], []
         for level in self.levels:
             candidates = [
@@ -301,7 +302,8 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         statistics = self._statistics[prepared.name]
         if prepared.fake is None or (self.dw_no_prune and statistics.depthwise):
             return 0.0
-        limit, (highest, lowest) = 1.0, self._limits
+        highest, lowest = self._limits
+        limit = self.setup.mask_generator.max_sparsity(prepared.layer.shape, prepared.layer.input_axis)
         if highest > 1:
             limit = min(limit, level * highest)
         if lowest < 1:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from sparta.errors import ValueRangeError, message
+from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.scheduler.fake_sparse import FakeSparseBase
 from sparta.sparsify import Layer, find_layers
+from sparta.sparsify.shards import local, own_part, whole
 from sparta.tesa import names
 
 __all__ = ["PreparedLayer", "excluded", "original_of", "plain_state_dict", "prepare", "refuse_prepared", "restore"]
@@ -51,11 +52,26 @@ class PreparedLayer:
         return original_of(self.layer.module, self.layer.attribute)
 
     @property
+    def value(self) -> Tensor:
+        """The stored weight as a plain tensor: itself, or gathered where it is sharded."""
+        return whole(local(self.weight), self.weight)
+
+    @torch.no_grad()
+    def store(self, value: Tensor) -> None:
+        """Write `value` into the stored weight, whole or sharded."""
+        local(self.weight).copy_(own_part(value, self.weight))
+
+    @property
     def effective(self) -> Tensor:
-        """The weight that an evaluation computes with."""
+        """The weight that an evaluation computes with, whole."""
         with torch.no_grad():
-            weight = self.weight.detach()
-            return weight if self.fake is None or not self.fake.enabled else self.fake.baked(weight)
+            if self.fake is None or not self.fake.enabled:
+                return self.value
+            if hasattr(self.weight, "placements") and next(self.fake.parameters(), None) is not None:
+                raise ShapeError(
+                    message(f"{self.name!r} is sharded and its mask is learnt", "whole weights", "train under DDP")
+                )
+            return self.fake.baked(self.value)
 
 
 def original_of(module: nn.Module, attribute: str) -> Tensor:
@@ -97,8 +113,7 @@ def restore(layers: Sequence[PreparedLayer]) -> None:
     for prepared in layers:
         if prepared.fake is None:
             continue
-        with torch.no_grad():
-            prepared.weight.copy_(prepared.effective)
+        prepared.store(prepared.effective)
         for module, attribute in prepared.places:
             if parametrize.is_parametrized(module, attribute):
                 parametrize.remove_parametrizations(module, attribute, leave_parametrized=False)
@@ -118,7 +133,7 @@ def plain_state_dict(model: nn.Module, layers: Sequence[PreparedLayer]) -> dict[
         if "parametrizations." in name and not name.endswith(".original"):
             continue  # a score or a threshold
         tensor = baked.get(id(value), value) if id(value) in stored else value
-        found[names.canonical(plain)] = tensor.detach().clone()
+        found[names.canonical(plain)] = whole(local(tensor), tensor).clone()
     return found
 
 

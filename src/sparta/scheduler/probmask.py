@@ -113,6 +113,7 @@ class ProbMaskPruneScheduler(BaseScheduler):
         """After optimizer step `iteration` (from 0): project the probabilities and set the next temperature."""
         self._check_prepared(model)
         check_iteration(iteration)
+        self._refuse_shards()
         budget = sum(p.weight.numel() for p in self._pruned()) * (1 - self.schedule.at(iteration))
         project_scores([fake.scores.detach() for _, fake in self._probabilistic() if not fake.fixed], budget)
         progress = min(1.0, (iteration + 1) / self.total_iterations)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
 from sparta.sparsify.layers import Layer
-from sparta.sparsify.shards import local, shards_of
+from sparta.sparsify.shards import local, own_part
 
 __all__ = ["Gradient", "Magnitude", "Movement", "Random", "Score", "Taylor", "make_score"]
 
@@ -81,13 +81,7 @@ class Random(Score):
         digest = hashlib.sha256(f"{self.seed}:{layer.name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         numbers = torch.rand(layer.shape, generator=generator)
-        here = local(layer.parameter)
-        if not shards_of(layer.parameter).is_whole:
-            from torch.distributed.tensor import distribute_tensor
-
-            spread: Any = layer.parameter
-            numbers = local(distribute_tensor(numbers.to(here.device), spread.device_mesh, spread.placements))
-        return numbers.to(here.device)
+        return own_part(numbers.to(local(layer.parameter).device), layer.parameter)
 
 
 class _Learnt(Score):

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.tesa.select import comparable, lowest
 
-__all__ = ["WHOLE", "Shards", "local", "lowest_of", "shards_of", "summed", "whole"]
+__all__ = ["WHOLE", "Shards", "local", "lowest_of", "own_part", "shards_of", "summed", "whole"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,18 @@ def whole(part: Tensor, like: Tensor) -> Tensor:
     )
     gathered: Tensor = spread.full_tensor()
     return gathered.view(torch.bool) if part.dtype is torch.bool else gathered
+
+
+def own_part(full: Tensor, like: Tensor) -> Tensor:
+    """Return what this process holds of `full` when it is cut as `like` is: the inverse of :func:`whole`."""
+    if not hasattr(like, "placements"):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    spread: Any = like
+    as_bytes = full.view(torch.uint8) if full.dtype is torch.bool else full
+    part = local(distribute_tensor(as_bytes, spread.device_mesh, spread.placements))
+    return part.view(torch.bool) if full.dtype is torch.bool else part
 
 
 def summed(value: Tensor, shards: Shards) -> Tensor:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 from torch.nn import functional
 
-from sparta.common.tuning import TunableItemCfg
 from sparta.specialize.implement import Implement, Params, Support, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear import LinearKernel, apply_epilogue
@@ -40,16 +38,6 @@ class DenseLinear(Implement):
         """Dense runs everything."""
         del spec
         return Support.yes("PyTorch runs any dense linear")
-
-    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
-        """Return nothing: there is nothing to tune."""
-        del spec
-        return {}
-
-    def default(self, spec: KernelSpec) -> dict[str, Any]:
-        """Return nothing: there is nothing to tune."""
-        del spec
-        return {}
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
         """Return the dense kernel."""

@@ -64,16 +64,6 @@ class TorchCSR(Implement):
             return Support.no(f"a density of {spec['weight'].density:.2f}, where CSR takes up to {_DENSEST} and not 0")
         return Support.yes("torch.sparse CSR")
 
-    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
-        """Return nothing: there is nothing to tune."""
-        del spec
-        return {}
-
-    def default(self, spec: KernelSpec) -> dict[str, Any]:
-        """Return nothing: there is nothing to tune."""
-        del spec
-        return {}
-
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
         """Build the index."""
         del params

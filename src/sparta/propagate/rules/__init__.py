@@ -2,6 +2,7 @@
 
 from sparta.propagate.rules import (
     attention,
+    bits,
     convolution,
     elementwise,
     embedding,
@@ -12,4 +13,15 @@ from sparta.propagate.rules import (
     shapes,
 )
 
-__all__ = ["attention", "convolution", "elementwise", "embedding", "linear", "norms", "pieces", "reductions", "shapes"]
+__all__ = [
+    "attention",
+    "bits",
+    "convolution",
+    "elementwise",
+    "embedding",
+    "linear",
+    "norms",
+    "pieces",
+    "reductions",
+    "shapes",
+]

@@ -29,11 +29,12 @@ _WIDTHS = (128, 64, 32, 16)
 _COVERS = 3  # coverings of the mask that are tried
 _SHARED = 227 * 1024
 _CACHED = 40 << 20  # an x of up to this size stays in the L2 cache whatever the order of tiles
+_MANY_OUTPUTS = 8192
 _FEW, _SOME = 32, 192  # up to here, reading the weight bounds the time; up to there, starting programs does
 
 # TFLOP/s on stored blocks for many tokens, by height and width: reading x from the L2 cache bounds low blocks.
 _RATES = {
-    128: {128: 640, 64: 700, 32: 600, 16: 430},
+    128: {128: 640, 64: 740, 32: 600, 16: 430},
     64: {128: 440, 64: 480, 32: 450, 16: 390},
     32: {128: 270, 64: 270, 32: 255, 16: 200},
     16: {128: 130, 64: 130, 32: 120, 16: 90},
@@ -70,7 +71,7 @@ def candidates(weight: TeSA, tokens: int, itemsize: int, *, tma: bool) -> list[B
     """
     covered = coverage(weight, list(itertools.product(_HEIGHTS, _WIDTHS)))
     if tokens <= _FEW:
-        tiles = _few_tokens(covered, tokens)
+        tiles = _few_tokens(covered, tokens, weight.shape[0])
     elif tokens <= _SOME:
         tiles = _some_tokens(covered, tokens)
     else:
@@ -93,18 +94,20 @@ def _widest(covered: Covered, height: int, most: int) -> int:
     return next(w for w in _WIDTHS if (w <= most and covered[height, w] <= 1.05 * least) or w == _FINEST)
 
 
-def _few_tokens(covered: Covered, tokens: int) -> list[BlockTile]:
-    """Return tiles that stream the weight: many small programs, whose blocks are as low as the matrix unit takes."""
+def _few_tokens(covered: Covered, tokens: int, outputs: int) -> list[BlockTile]:
+    """Return tiles that stream the weight: small programs, but not so many that fetching their index takes longer."""
     rows = 16 if tokens <= 16 else 32
     low, higher, high = _widest(covered, 16, 128), _widest(covered, 32, 128), _widest(covered, 64, 64)
     tiles = [
         BlockTile(rows, 16, low, stages=4, warps=1, tma=1, group=1, early=1),
         BlockTile(rows, 32, higher, stages=7, warps=1, tma=1, group=1, early=1),
-        BlockTile(rows, 32, higher, stages=4, warps=4, tma=1, group=1, early=1),
         BlockTile(rows, 64, high, stages=4, tma=1, weight_first=1, group=1, early=1),
+        BlockTile(rows, 32, higher, stages=4, warps=4, tma=1, group=1, early=1),
     ]
-    if low < 64:
-        tiles.append(BlockTile(rows, 16, low, blocks=64 // low, stages=4, warps=2, group=1))
+    if low < 64:  # narrow boxes waste the copy engine; loads put blocks side by side
+        tiles.insert(0, BlockTile(rows, 16, low, blocks=64 // low, stages=4, warps=2, group=1))
+    elif outputs >= _MANY_OUTPUTS:
+        tiles.insert(0, tiles.pop(2))
     return tiles
 
 
@@ -114,14 +117,15 @@ def _some_tokens(covered: Covered, tokens: int) -> list[BlockTile]:
     tiles = []
     for height, width in _coverings(covered):
         low, other = min(height, 64), min(height, 32)
+        if width < 64:
+            tiles.append(BlockTile(64, low, width, blocks=64 // width, stages=4, group=2))
         tiles += [
             BlockTile(whole, low, width, stages=8 if whole == 64 else 5, tma=1, group=1, early=1),
             BlockTile(64, low, width, stages=5, tma=1, group=2, early=1),
             BlockTile(64, other, width, stages=10, tma=1, group=2, early=1),
-            BlockTile(128, other, width, stages=4, tma=1, group=2, early=1),
         ]
-        if width < 64:
-            tiles[-1] = BlockTile(64, low, width, blocks=64 // width, stages=4, group=2)
+        if width >= 64:
+            tiles.append(BlockTile(128, other, width, stages=4, tma=1, group=2, early=1))
     return tiles
 
 
@@ -159,8 +163,9 @@ def _many_tokens(covered: Covered, tokens: int, group: int) -> list[BlockTile]:
                 BlockTile(256, height, width, stages=4, tma=1, group=1, early=1),
                 BlockTile(128, height, width, stages=4, tma=1, group=group, early=1),
             ]
-        # Long rows fill deep pipelines of large tiles; short ones want many programs to overlap.
-        tiles += own[2:] + own[:2] if dense and tokens >= 4096 and len(own) > 3 else own
+        # Long rows fill the deep pipelines of the latter two; short ones want many programs to overlap.
+        few_tiles = height == 64 and tokens < 4096
+        tiles += own[2:] + own[:2] if len(own) > 3 and ((dense and tokens >= 4096) or few_tiles) else own
     return tiles
 
 

@@ -1,0 +1,92 @@
+"""Run by a test: the schedulers under DDP and FSDP2 in two processes, beside one process with the same data."""
+
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from sparta.errors import ShapeError
+from sparta.scheduler import build_sparse_scheduler
+
+STEPS = 6
+CONFIGS = {
+    "levels": {
+        "scheduler": {
+            "type": "AmbaLevelPruneScheduler",
+            "kwargs": {"total_iters": STEPS, "sparsity_table": [30, 60], "output_dir": None, "save_dir": None},
+        }
+    },
+    "ampere": {"scheduler": {"type": "AmpereScheduler", "kwargs": {"verbosity": 0, "alignment": [4, 4]}}},
+    "ampere 2d": {
+        "scheduler": {
+            "type": "AmpereScheduler",
+            "kwargs": {"mask_calculator": "m4n2_2d_best", "verbosity": 0, "alignment": [4, 4]},
+        }
+    },
+    "str": {
+        "mask_generator": {"type": "STRMaskGenerator"},
+        "fake_sparse": {"type": "STRFakeSparse", "kwargs": {"sInit_value": -3}},
+        "scheduler": {"type": "STRScheduler"},
+    },
+    "admm": {"scheduler": {"type": "ADMMScheduler"}, "sparsity": {"target_sparsity": 0.5, "uniform": False}},
+}
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def train(name, wrap, rank, world):
+    """Train with the scheduler `name`; return the zeros of all weights, gathered, and the measured sparsity."""
+    scheduler = build_sparse_scheduler(CONFIGS[name])
+    model = network()
+    if wrap is fully_shard and name.startswith("ampere"):  # nothing is added to the model, so shard first
+        model = wrap(model)
+        scheduler.prepare_sparse_model(model)
+    else:
+        model = wrap(scheduler.prepare_sparse_model(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if name == "admm":
+        scheduler.before_run(model, 1, STEPS)
+    scheduler.init_optimizer(optimizer)
+    for step in range(STEPS):
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        scheduler.prune_model(model, step)
+    rate = scheduler.compute_sparse_rate(model)
+    if name.startswith("ampere"):
+        masks = {key: tesa.mask() for key, tesa in scheduler.export_sparse_model(model).spec.items()}
+    else:
+        masks = {prepared.name: prepared.effective != 0 for prepared in scheduler._layers}
+    return masks, rate
+
+
+def work(rank, store, report):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for name in CONFIGS:
+        expected, wanted = train(name, lambda model: model, 0, 1)
+        for kind, wrap in (("ddp", DistributedDataParallel), ("fsdp", fully_shard)):
+            try:
+                masks, rate = train(name, wrap, rank, 2)
+                same = masks.keys() == expected.keys() and all(torch.equal(masks[k], expected[k]) for k in masks)
+                line = f"{name} {kind} same={same} rate={rate == wanted}"
+            except ShapeError as error:
+                line = f"{name} {kind} refused: {error}"
+            if rank == 0:
+                with open(report, "a") as file:  # noqa: PTH123
+                    file.write(line + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (f"{folder}/store", sys.argv[1]), nprocs=2)
