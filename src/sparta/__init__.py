@@ -17,7 +17,8 @@ from sparta.tesa.spec import Spec
 from sparta.version import __version__
 
 if TYPE_CHECKING:
-    from sparta import nn, tesa, testing
+    from sparta import nn, propagate, scheduler, sparsify, tesa, testing
+    from sparta.scheduler import build_sparse_scheduler
 
 __all__ = [
     "NM",
@@ -29,19 +30,26 @@ __all__ = [
     "TeSA",
     "Unstructured",
     "__version__",
+    "build_sparse_scheduler",
     "detect",
     "errors",
     "nn",
+    "propagate",
+    "scheduler",
+    "sparsify",
     "tesa",
     "testing",
 ]
 
-_SUBPACKAGES = frozenset({"nn", "tesa", "testing"})
+_SUBPACKAGES = frozenset({"nn", "propagate", "scheduler", "sparsify", "tesa", "testing"})
+_FUNCTIONS = {"build_sparse_scheduler": "sparta.scheduler"}
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a module
     if name in _SUBPACKAGES:
         return import_module(f"sparta.{name}")
+    if name in _FUNCTIONS:
+        return getattr(import_module(_FUNCTIONS[name]), name)
     raise AttributeError(errors.did_you_mean(name, __all__, "attribute of sparta"))
 
 

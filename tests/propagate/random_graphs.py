@@ -56,14 +56,12 @@ class RandomModel(nn.Module):
                 layer = nn.BatchNorm2d(a) if self.images else nn.BatchNorm1d(a)
             case "layernorm" if not self.images:
                 layer = nn.LayerNorm(a)
-            case "add" | "mul" if a != b:
+            case "add" | "mul" | "shuffle" if a % 2 if kind == "shuffle" else a != b:
                 out = None
             case "cat":
                 out = a + b
             case "half" if a > 1:
                 out = a // 2
-            case "shuffle" if a % 2:
-                out = None
             case "conv" | "depthwise" | "grouped" | "layernorm" | "half" | "pool":
                 out = a if kind == "pool" and self.images else None
         return layer, out

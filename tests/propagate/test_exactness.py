@@ -289,3 +289,38 @@ def test_a_bit_format_reaches_what_only_moves_the_elements():
     formats = {name: str(tesa.format) for name, tesa in result.activations.items()}
     assert formats["t"] == formats["slice_1"] == "int4" == str(result.spec["weight"].format)
     assert formats["matmul"] == formats["relu"] == "fp32"
+
+
+def test_repeated_heads_go_together():
+    class Repeats(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(12, 2)
+
+        def forward(self, x):
+            heads = self.first(x).unflatten(1, (3, 2)).repeat_interleave(2, 1)
+            return self.last(torch.tanh(heads).flatten(1))
+
+    model, x = Repeats(), torch.randn(5, 4)
+    with torch.no_grad():
+        model.last.weight[:, 4:8] = 0
+        model.last.weight[:, 8:10] = 0
+    result = propagate(model, x)
+    assert honest(result, x) == 0
+    small = result.compact()
+    assert small.get_parameter("first.weight").shape == (4, 4)
+    assert small.get_parameter("last.weight").shape == (2, 8)
+
+
+def test_infinite_constants_are_not_folded():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(3, 2)
+            self.register_buffer("hidden", torch.tensor([False, True, False]))
+
+        def forward(self, x):
+            return self.last(torch.exp(x).masked_fill(self.hidden, torch.inf))
+
+    result = propagate(Masked(), torch.randn(2, 3))
+    assert result.compact().get_parameter("last.weight").shape == (2, 3)

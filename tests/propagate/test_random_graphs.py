@@ -9,7 +9,7 @@ from propagate.random_graphs import Witness, random_models
 from sparta.propagate import propagate
 from sparta.propagate.compact import masked_tensors
 
-SLOW = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+SLOW = settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 def check_facts(model, x):
@@ -69,7 +69,7 @@ def test_images(drawn):
     check_compact(model, x, check_facts(model, x))
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(random_models(images=False))
 def test_propagation_is_deterministic_and_idempotent(drawn):
     model, x = drawn

@@ -2,6 +2,10 @@
 
 import copy
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from scheduler.nets import accuracy, batch, small_net, step_of
+from scheduler.runs import CONFIGS, PROB, STEPS, Run
 from sparta.errors import FileFormatError, MissingPackageError, NameNotFoundError, ValueRangeError
 from sparta.scheduler import (
     ADMMScheduler,
@@ -24,65 +29,10 @@ from sparta.scheduler.prepared import original_of, plain_state_dict
 from sparta.sparsify import erk_densities
 from sparta.tesa.patterns import NM
 
-STEPS = 12
-LEVELS = {"total_iters": STEPS, "sparsity_table": [30, 60, 80], "output_dir": None, "save_dir": None}
-PROB = {"mask_generator": {"type": "ProbMaskGenerator"}, "fake_sparse": {"type": "ProbMaskFakeSparse"}}
-CONFIGS = {
-    "levels": {"scheduler": {"type": "AmbaLevelPruneScheduler", "kwargs": LEVELS}},
-    "ampere": {
-        "scheduler": {"type": "AmpereScheduler", "kwargs": {"allow_recompute_mask": True, "verbosity": 0}},
-    },
-    "str": {
-        "mask_generator": {"type": "STRMaskGenerator"},
-        "fake_sparse": {"type": "STRFakeSparse", "kwargs": {"sInit_value": -5}},
-        "scheduler": {"type": "STRScheduler"},
-    },
-    "probmask": {
-        **PROB,
-        "scheduler": {"type": "ProbMaskPruneScheduler", "kwargs": {"prune_rate": 0.75, "total_iterations": STEPS}},
-    },
-    "admm": {"scheduler": {"type": "ADMMScheduler"}, "sparsity": {"target_sparsity": 0.75, "uniform": False}},
-}
-
-
-class Run:
-    """A whole training with one of the schedulers, as a script would have it."""
-
-    def __init__(self, name, *, compiled=False):
-        self.scheduler = build_sparse_scheduler(CONFIGS[name])
-        self.model = self.scheduler.prepare_sparse_model(small_net(width=16))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, weight_decay=0.1)
-        self.lr = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 4)
-        self.call = torch.compile(self.model, backend="aot_eager", fullgraph=True) if compiled else self.model
-        if name == "levels":
-            self.scheduler.set_lr_scheduler(self.lr)
-        self.name = name
-
-    def begin(self):
-        if self.name == "admm":
-            self.scheduler.before_run(self.model, 2, STEPS)
-        return self.attach()
-
-    def attach(self):
-        if self.name in {"ampere", "admm"}:
-            self.scheduler.init_optimizer(self.optimizer)
-        return self
-
-    def go(self, iterations):
-        for iteration in iterations:
-            step_of(self.call, self.optimizer, iteration)
-            self.scheduler.prune_model(self.model, iteration)
-            self.lr.step()
-        return self
-
-    def parts(self):
-        return self.model, self.optimizer, self.lr, self.scheduler
-
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("cut", [3, 7])
 def test_resuming_is_exact(name, cut):
-    torch.manual_seed(1)
     straight = Run(name).begin()
     torch.manual_seed(1)
     straight.go(range(STEPS))
@@ -92,16 +42,34 @@ def test_resuming_is_exact(name, cut):
     file = io.BytesIO()
     torch.save([part.state_dict() for part in first.parts()], file)
     file.seek(0)
-    second = Run(name)
-    for part, state in zip(second.parts(), torch.load(file, weights_only=True), strict=True):
-        part.load_state_dict(state)
-    second.attach().go(range(cut, STEPS))
+    second = Run(name).resume(torch.load(file, weights_only=True)).go(range(cut, STEPS))
     exported = [run.scheduler.export_sparse_model(run.model) for run in (straight, second)]
     for (key, a), b in zip(
         exported[0].model.state_dict().items(), exported[1].model.state_dict().values(), strict=True
     ):
         assert torch.equal(a, b), key
     assert exported[0].spec == exported[1].spec
+
+
+@pytest.mark.slow
+def test_resuming_in_a_new_process_is_exact(tmp_path):
+    saved, expected = {}, {}
+    for name in CONFIGS:
+        run = Run(name).begin()
+        torch.manual_seed(1)
+        run.go(range(5))
+        saved[name] = (5, copy.deepcopy([part.state_dict() for part in run.parts()]))
+        run.go(range(5, STEPS))
+        expected[name] = run.scheduler.export_sparse_model(run.model).model.state_dict()
+    torch.save(saved, tmp_path / "saved")
+    tests = Path(__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), *filter(None, sys.path)])}
+    command = [sys.executable, tests / "scheduler" / "runs.py", tmp_path / "saved", tmp_path / "finished"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
+    assert result.returncode == 0, result.stderr
+    finished = torch.load(tmp_path / "finished", weights_only=True)
+    for name, state in expected.items():
+        assert all(torch.equal(finished[name][key], value) for key, value in state.items()), name
 
 
 @pytest.mark.parametrize("name", CONFIGS)

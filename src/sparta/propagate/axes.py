@@ -267,7 +267,7 @@ class Axes:
 
 
 def slice_values(facts: Facts, node: fx.Node, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each index of a dim: some observed constant is not 0; all are one number; something is live.
+    """Return for each index of a dim: some observed constant is not 0; all are one finite number; something is live.
 
     Returns
     -------
@@ -275,7 +275,7 @@ def slice_values(facts: Facts, node: fx.Node, dim: int) -> tuple[Tensor, Tensor,
         Three bool tensors of shape ``(size,)``.
     """
     nonzero, low, high, live = _extremes(facts, node, dim)
-    return nonzero, low == high, live
+    return nonzero, (low == high) & low.isfinite(), live
 
 
 def constant_of_slice(facts: Facts, node: fx.Node, dim: int) -> Tensor:

@@ -152,7 +152,7 @@ def spread(grid: Grid, dim: int, index: Tensor, size: int) -> Grid:
     """Return the observed grid of a tensor of `size` along `dim` of which ``index_select(dim, index)`` is observed."""
     cells = grid.refined([1 if d == dim else b for d, b in enumerate(grid.block)]).cells
     shape = [size if d == dim else s for d, s in enumerate(cells.shape)]
-    wide = torch.zeros(shape, dtype=torch.uint8).index_add(dim, index.long(), cells.to(torch.uint8).contiguous()) != 0
+    wide = torch.zeros(shape, dtype=torch.int32).index_add(dim, index.long(), cells.to(torch.int32).contiguous()) != 0
     full = tuple(size if d == dim else s for d, s in enumerate(grid.shape))
     block = tuple(1 if d == dim else b for d, b in enumerate(grid.block))
     return Grid(full, block, wide).canonical()

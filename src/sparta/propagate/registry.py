@@ -1,9 +1,10 @@
 """The registry of rules: one small function for an ATen op and a direction.
 
 There are five directions. ``constants`` goes from inputs to outputs, ``observed`` from outputs to inputs and from one
-input to another, ``axes`` says which dims of an op's tensors can only be cut together, and ``rewrite`` changes an op's
-arguments once dims have been cut; ``bits`` carries a bit format to the neighbours. The one idea to know: a missing rule is never an error; it means "nothing is known,
-everything is observed, nothing can be cut", and the diagnosis names the op.
+input to another, ``axes`` says which dims of an op's tensors can only be cut together, ``rewrite`` changes an op's
+arguments once dims have been cut, and ``bits`` carries a bit format to the neighbours. The one idea to know: a missing
+rule is never an error; it means "nothing is known, everything is observed, nothing can be cut", and the diagnosis
+names the op.
 """
 
 from __future__ import annotations

@@ -86,6 +86,7 @@ class ADMMScheduler(BaseScheduler):
             Iterations of the whole training.
         """
         self._check_prepared(model)
+        self._refuse_shards()
         if not 1 <= iters_per_epoch <= max_iters:
             given = f"iters_per_epoch is {iters_per_epoch} and max_iters {max_iters}"
             raise ValueRangeError(message(given, "1 <= iters_per_epoch <= max_iters"))
@@ -126,7 +127,6 @@ class ADMMScheduler(BaseScheduler):
         """After optimizer step `iteration` (from 0): update the copies at an epoch's end; prune when it is time."""
         self._check_prepared(model)
         check_iteration(iteration)
-        self._refuse_shards()
         self._check_begun()
         if not self._attached:
             raise ValueRangeError(

@@ -37,10 +37,6 @@ class FakeSparseBase(nn.Module):
         """Return the weight that the layer computes with."""
         raise NotImplementedError
 
-    def baked(self, weight: Tensor) -> Tensor:
-        """Return the weight to export: what an evaluation computes with."""
-        return self.sparse(weight)
-
     def forward(self, weight: Tensor) -> Tensor:
         """Return :meth:`sparse`, or the weight as it is while disabled."""
         return self.sparse(weight) if self.enabled else weight
@@ -171,8 +167,3 @@ class ProbMaskFakeSparse(FakeSparseBase):
     def release(self) -> None:
         """Draw masks again."""
         self.fixed = False
-
-    def baked(self, weight: Tensor) -> Tensor:
-        """Return the weight under the hard mask, in training mode too."""
-        kept = self.mask if self.fixed else self.scores >= 0.5
-        return torch.where(kept, weight, 0.0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.errors import ValueRangeError, message
 from sparta.scheduler.fake_sparse import FakeSparseBase
 from sparta.sparsify import Layer, find_layers
 from sparta.sparsify.shards import local, own_part, whole
@@ -67,11 +67,14 @@ class PreparedLayer:
         with torch.no_grad():
             if self.fake is None or not self.fake.enabled:
                 return self.value
-            if hasattr(self.weight, "placements") and next(self.fake.parameters(), None) is not None:
-                raise ShapeError(
-                    message(f"{self.name!r} is sharded and its mask is learnt", "whole weights", "train under DDP")
-                )
-            return self.fake.baked(self.value)
+            # with the scores whole too, which FSDP shards as it does the weights
+            learnt = {name: whole(local(score), score) for name, score in self.fake.named_parameters()}
+            trained = self.fake.training
+            try:
+                made: Tensor = torch.func.functional_call(self.fake.eval(), learnt, (self.value,))
+            finally:
+                self.fake.train(trained)
+            return made
 
 
 def original_of(module: nn.Module, attribute: str) -> Tensor:

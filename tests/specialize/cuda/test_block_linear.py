@@ -96,6 +96,14 @@ def test_nan_and_inf_spread_only_through_kept_blocks(tile):
     check(y, torch.cat([left, right], 1), reduction=64)
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+def test_activations_keep_nan_as_torch_does(activation):
+    mask, weight, x = torch.ones(16, 16, dtype=torch.bool), torch.randn(16, 16), torch.randn(4, 16)
+    x[2, 5] = torch.nan
+    expected = ACTIVATIONS[activation](linear_reference(x, weight))
+    check(run(mask, TILES[0], x, weight, activation=activation), expected, reduction=16)
+
+
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_pruned_values_never_count(tile):
     mask = block_mask((48, 48), (1, 1), 0.8, seed=5)

@@ -200,6 +200,47 @@ def _turns(op: Op) -> list[tuple[int, Tensor]]:
     return [(d % rank, torch.arange(op.shape[d % rank]).roll(s)) for d, s in pairs]
 
 
+# ---------------------------------------------------------------------- repeating each index
+
+_REPEAT = _aten.repeat_interleave.self_int
+
+
+def _repeat(op: Op) -> tuple[int, Tensor] | None:
+    """Return the dim and the positions that each index is repeated from, or None without a dim."""
+    if op["dim"] is None or isinstance(op["repeats"], fx.Node):
+        return None
+    dim = op.dim(op["dim"])
+    return dim, torch.arange(op.shape[dim]) // max(1, op["repeats"])
+
+
+@rule("constants", _REPEAT)
+def repeat(op: Op) -> Known | None:
+    """Repeat what is known of each index."""
+    found = _repeat(op)
+    return None if found is None else _take(op.known(op["self"]), *found)
+
+
+@rule("observed", _REPEAT)
+def repeat_observed(op: Op, seen: Grid) -> _Seen:
+    """Observe an index where any of its repetitions is."""
+    found = _repeat(op)
+    return [] if found is None else [(op["self"], spread(seen, *found, shape_of(op["self"])[found[0]]))]
+
+
+@rule("axes", _REPEAT)
+def repeat_axes(op: Op, axes: Axes) -> None:
+    """Cut an index with all its repetitions."""
+    found = _repeat(op)
+    if found is None or op["output_size"] is not None:
+        axes.keep_all(op["self"], "repeated")
+        axes.keep_all(op.node, "repeated")
+        return
+    times = axes.free(op["repeats"])
+    axes.keep(times, "repeated as often as before")
+    _others_equal(axes, op["self"], op.node, found[0])
+    axes.product(axes.of(op.node, found[0]), [axes.of(op["self"], found[0]), times], op.node)
+
+
 # ---------------------------------------------------------------------- cat, stack, split
 
 

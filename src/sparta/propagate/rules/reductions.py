@@ -136,6 +136,8 @@ def softmax(op: Op) -> Known | None:
     """Know a logit of -inf as the probability 0, next to logits that are not -inf."""
     known = op.known(op["self"])
     dim = op.dim(op["dim"])
+    if not op.facts.assume_finite:
+        return None
     masked = Grid.combine(lambda c, v: c & (v == -math.inf), known.const, known.value)
     other = any_over(Grid(masked.shape, masked.block, ~masked.cells), [dim]).broadcast_to(op.shape)
     const = Grid.combine(torch.logical_and, masked, other)

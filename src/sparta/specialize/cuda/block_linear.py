@@ -137,7 +137,7 @@ def block_linear(
         if WEIGHT_FIRST:
             total = total.T
         token = first_token + tl.arange(0, BLOCK_M)
-        channel = block_row * H + 1 + tl.arange(0, H)
+        channel = block_row * H + tl.arange(0, H)
         inside = (token < M)[:, None] & (channel < N)[None, :]
         total = _finish(total, bias, residual, token, channel, inside, N, ACTIVATION, HAS_BIAS, HAS_RESIDUAL)
         if TMA == 2:
