@@ -324,3 +324,63 @@ def test_infinite_constants_are_not_folded():
 
     result = propagate(Masked(), torch.randn(2, 3))
     assert result.compact().get_parameter("last.weight").shape == (2, 3)
+
+
+def zeroed(*shape, rows=(), columns=()):
+    """Return a random tensor with some rows and columns of zeros."""
+    tensor = torch.randn(*shape)
+    tensor[list(rows)] = 0
+    if columns:
+        tensor[:, list(columns)] = 0
+    return tensor
+
+
+def attend(m, x):
+    q, k, v = (x @ w for w in (m.q, m.k, m.v))
+    q, k, v = (t.unflatten(-1, (-1, 2)).transpose(1, 2) for t in (q, k, v))
+    y = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    return y.transpose(1, 2).flatten(2) @ m.o
+
+
+FAMILIES = {
+    "addmm": (lambda m, x: torch.addmm(m.b, torch.tanh(torch.addmm(m.a, x, m.w)), m.v), (5, 4)),
+    "prelu": (lambda m, x: functional.prelu(x @ m.w + m.a, m.s) @ m.v, (5, 4)),
+    "group norm": (lambda m, x: functional.group_norm((x @ m.w)[:, :, None], 2, m.g, m.a)[..., 0] @ m.v, (5, 4)),
+    "instance norm": (lambda m, x: functional.instance_norm((x @ m.w).mT, weight=m.g, bias=m.a).mT @ m.v, (2, 5, 4)),
+    "rms norm": (lambda m, x: functional.rms_norm(x @ m.w, (6,), m.g) @ m.v, (5, 4)),
+    "interpolate": (lambda m, x: functional.interpolate((x @ m.w).mT, scale_factor=2).mT @ m.v, (2, 5, 4)),
+    "rows": (lambda m, x: (x @ m.w).index_select(0, torch.tensor([2, 0])) @ m.v, (5, 4)),
+    "lookup": (lambda m, x: torch.sigmoid(functional.embedding(x.argmax(1), m.w)) @ m.v, (5, 4)),
+    "sum": (lambda m, x: torch.sigmoid(x @ m.w).sum(-1) + torch.sigmoid(x @ m.w + 1).mean(1), (5, 4)),
+    "division": (lambda m, x: ((x @ m.w) / (1 + (x @ m.w).abs().sum(1, keepdim=True))) @ m.v, (5, 4)),
+    "turned": (lambda m, x: (torch.tanh(x @ m.w).unflatten(1, (3, 2)).permute(2, 1, 0).T.mT.flatten(1)) @ m.v, (5, 4)),
+    "grouped queries": (attend, (2, 3, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The use of `x.T` on tensors")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_honest_and_compacts(family):
+    function, shape = FAMILIES[family]
+    tensors = {
+        "w": zeroed(4, 6, columns=[1, 3, 4, 5]),
+        "v": zeroed(6, 3, rows=[2]),
+        "s": torch.rand(6),
+        "b": torch.randn(3),
+        "a": torch.randn(6),
+        "g": torch.tensor([1.0, 2, 0, 1, 1, 0]),
+        "q": zeroed(4, 8),
+        "o": zeroed(8, 3, rows=range(4)),
+        "k": zeroed(4, 4),
+    }
+    if family == "grouped queries":
+        tensors["v"] = zeroed(4, 4)
+    model = Calls(function, **tensors)
+    x = torch.randn(*shape)
+    result = propagate(model, x)
+    honest(result, x)
+    small = result.compact()
+    torch.testing.assert_close(small(x), model(x), rtol=1e-4, atol=1e-5)
+    data = result.to_dict()
+    norms = {"group norm", "rms norm"}
+    assert family in norms or data["parameters_compact"] < data["parameters"]

@@ -101,3 +101,9 @@ def test_the_original_model_is_left_alone(pruned):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     compact(model, x, Spec({"0.weight": TeSA.from_mask(torch.tensor([[1], [0], [1], [1], [1], [0]]).expand(6, 4))}))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_package_may_be_called_like_its_function(pruned):
+    import sparta.propagate as package
+
+    assert package(*pruned).spec == propagate(*pruned).spec

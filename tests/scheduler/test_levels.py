@@ -247,6 +247,28 @@ def test_a_plateau_restarts_at_the_first_rate():
     assert schedule.num_bad_epochs == 0
 
 
+def test_a_resumed_run_restarts_from_its_own_beginning():
+    def start():
+        scheduler = scheduler_of()
+        model = scheduler.prepare_sparse_model(small_net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return scheduler, model, optimizer, lrs.ExponentialLR(optimizer, 0.5)
+
+    scheduler, model, optimizer, schedule = start()
+    scheduler.set_lr_scheduler(schedule)
+    for iteration in range(2):
+        step_of(model, optimizer, iteration)
+        scheduler.prune_model(model, iteration)
+        schedule.step()
+    again, model, optimizer, resumed = start()
+    resumed.load_state_dict(schedule.state_dict())
+    again.set_lr_scheduler(resumed)  # in the middle of its course, which is not where the run began
+    again.load_state_dict(scheduler.state_dict())
+    again.prune_model(model, 3)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert resumed.last_epoch == 0
+
+
 def test_bad_schedules_are_named():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(ValueRangeError, match="without `optimizer`"):

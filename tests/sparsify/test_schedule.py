@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sparta.errors import NameNotFoundError, ValueRangeError
 from sparta.sparsify import Schedule, level_starts
 
-CURVES = ["linear", "cubic", "cosine"]
+CURVES = ["linear", "cubic", "inverse_cubic", "cosine"]
 
 
 @pytest.mark.parametrize("curve", CURVES)
@@ -36,6 +36,8 @@ def test_events_are_at_the_start_every_so_often_and_at_the_end(begin, length, ev
 def test_cubic_prunes_early():
     ramp = Schedule.cubic(0.8, end=100)
     assert ramp.at(50) == pytest.approx(0.8 * (1 - 0.5**3))
+    gradual = Schedule.cubic(0.8, initial=0.05, end=10)
+    assert [gradual.at(e) for e in (0, 1, 2, 5, 10)] == pytest.approx([0.05, 0.2532, 0.4160, 0.7063, 0.8], abs=1e-4)
     assert ramp.at(25) > Schedule.linear(0.8, end=100).at(25) > Schedule.cosine(0.8, end=100).at(25)
 
 

@@ -2,7 +2,15 @@
 
 `capture` turns a model into one graph, `engine` walks it with the rules of `rules` (one file a family of ops), `axes`
 finds what can be cut, `compact` cuts it, and `result` tells people. Register a rule for an op of your own with `rule`.
+The one idea to know: the package is named after its main function and may be called like it, so that both
+``sparta.propagate(model, inputs)`` and ``from sparta.propagate import rule`` work.
 """
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
 
 from sparta.propagate.api import compact, propagate
 from sparta.propagate.capture import Captured, CaptureError, capture
@@ -21,3 +29,13 @@ __all__ = [
     "propagate",
     "rule",
 ]
+
+
+class _CallablePackage(ModuleType):
+    """This package, which may be called as the function :func:`propagate`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> PropagationResult:  # noqa: ANN401 - as `propagate` takes them
+        return propagate(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

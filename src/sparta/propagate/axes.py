@@ -58,6 +58,10 @@ class Axes:
             self._ids[key] = self.free(shape_of(node)[dim])
         return self._ids[key]
 
+    def size(self, axis: int) -> int:
+        """Return how many indices an axis has before the cut."""
+        return self._sizes[axis]
+
     def free(self, size: int) -> int:
         """Return a new axis that belongs to no tensor."""
         self._parent.append(len(self._parent))

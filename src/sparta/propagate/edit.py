@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, fx
 
 from sparta.propagate.axes import Axes, constant_of_slice
-from sparta.propagate.op import shape_of
 
 __all__ = ["Edit"]
 
@@ -96,7 +95,3 @@ class Edit:
     def is_cut(self, node: fx.Node) -> bool:
         """Whether anything is cut out of a tensor."""
         return self.axes.is_cut(node)
-
-    def shape(self, node: fx.Node) -> tuple[int, ...]:
-        """Return a tensor's shape after the cut (dynamic dims have the example's size)."""
-        return tuple(self.size(node, d) for d in range(len(shape_of(node))))

@@ -59,7 +59,7 @@ class Facts:
     known: dict[fx.Node, Known] = field(default_factory=dict)
     observed: dict[fx.Node, Grid] = field(default_factory=dict)
     derived_by: dict[fx.Node, str] = field(default_factory=dict)
-    dead_by: dict[fx.Node, dict[str, int]] = field(default_factory=dict)
+    seen_by: dict[fx.Node, dict[str, int]] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     formats: dict[fx.Node, BitFormat] = field(default_factory=dict)
     steps: int = 0
@@ -311,7 +311,7 @@ def _observe(facts: Facts, node: fx.Node, seen: Grid | None, by: fx.Node) -> boo
     if seen.cells.numel() > facts.cell_limit:
         facts.note(by, "what it observes needs too many cells: taken for all")
         seen = Grid.uniform(shape, 1, torch.bool)
-    facts.dead_by.setdefault(node, {})[place(by)] = seen.count()
+    facts.seen_by.setdefault(node, {})[place(by)] = seen.count()
     old = facts.observed_of(node)
     new = Grid.combine(torch.logical_or, old, seen)
     facts.observed[node] = new

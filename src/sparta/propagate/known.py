@@ -22,7 +22,6 @@ __all__ = [
     "any_over",
     "einsum_any",
     "nothing",
-    "seen_along",
     "spread",
     "unbroadcast",
     "with_dims",
@@ -156,13 +155,6 @@ def spread(grid: Grid, dim: int, index: Tensor, size: int) -> Grid:
     full = tuple(size if d == dim else s for d, s in enumerate(grid.shape))
     block = tuple(1 if d == dim else b for d, b in enumerate(grid.block))
     return Grid(full, block, wide).canonical()
-
-
-def seen_along(grid: Grid, dim: int) -> Tensor:
-    """Return, for each index of `dim`, whether any element there holds: bool of shape ``(size,)``."""
-    others = [d for d in range(len(grid.shape)) if d != dim]
-    line = any_over(grid, others)
-    return line.dense().reshape(-1)
 
 
 def aligned(grids: Sequence[Grid], letters: Sequence[str]) -> tuple[list[Tensor], dict[str, tuple[int, int]]]:

@@ -129,7 +129,7 @@ class PropagationResult:
         lines = [f"{place(node)}: {_times(tesa.shape)}, {counts}"]
         if node in self.facts.derived_by:
             lines.append(f"  constants derived by the rule {self.facts.derived_by[node]!r}")
-        for user, count in sorted(self.facts.dead_by.get(node, {}).items()):
+        for user, count in sorted(self.facts.seen_by.get(node, {}).items()):
             lines.append(f"  {user} observes {count} of {tesa.numel} elements")
         if place(node) in self.facts.notes:
             lines.append(f"  {self.facts.notes[place(node)]}")

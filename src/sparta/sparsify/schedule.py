@@ -21,6 +21,7 @@ _SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda _: 1.0,
     "linear": lambda progress: progress,
     "cubic": lambda progress: 1.0 - (1.0 - progress) ** 3,
+    "inverse_cubic": lambda progress: 1.0 - (1.0 - progress) ** (1 / 3),
     "cosine": lambda progress: 0.5 - 0.5 * math.cos(math.pi * progress),
 }
 
@@ -43,7 +44,8 @@ class Schedule:
     Parameters
     ----------
     shape
-        Name of the curve from `initial` at `begin` to `final` at `end`.
+        Name of the curve from `initial` at `begin` to `final` at `end`: ``constant``, ``linear``, ``cubic`` (much
+        early), ``inverse_cubic`` (much late), ``cosine``; or ``levels``.
     initial, final
         Sparsities in [0, 1].
     begin, end

@@ -21,7 +21,14 @@ _aten = torch.ops.aten
 _MOVES = (
     *(_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.flatten.using_ints),
     *(_aten.unflatten.int, _aten.unsqueeze.default, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims),
-    *(_aten.permute.default, _aten.transpose.int, _aten.t.default, _aten.numpy_T.default, _aten.expand.default),
+    *(
+        _aten.permute.default,
+        _aten.transpose.int,
+        _aten.t.default,
+        _aten.numpy_T.default,
+        _aten.mT.default,
+        _aten.expand.default,
+    ),
     *(_aten.slice.Tensor, _aten.select.int, _aten.flip.default, _aten.roll.default, _aten.cat.default),
     *(_aten.stack.default, _aten.index_select.default, _aten.embedding.default, _aten.clone.default),
     *(_aten.contiguous.default, _aten.alias.default, _aten.detach.default, _aten.to.dtype, _aten.to.device),

@@ -169,12 +169,20 @@ def normalised_observed(op: Op, seen: Grid) -> _Seen:
 def normalised_axes(op: Op, axes: Axes) -> None:
     """Keep what goes into a statistic; cut the other dims alike."""
     rank = len(op.shape)
-    target = op.node.target
-    mixed = range(rank - len(op["normalized_shape"]), rank) if "normalized_shape" in op.arguments else range(1, rank)
+    name = str(op.node.target).split(".")[1]
+    per_channel = op.node.target is _aten.instance_norm.default
+    if "normalized_shape" in op.arguments:
+        mixed = range(rank - len(op["normalized_shape"]), rank)
+    else:
+        mixed = range(2 if per_channel else 1, rank)
     for node in op.inputs:
-        if node is not op["input"]:
-            axes.keep_all(node, f"{target} computes statistics")
+        if node is op["input"]:
+            continue
+        if per_channel:
+            axes.equal(axes.of(node, 0), axes.of(op.node, 1))
+        else:
+            axes.keep_all(node, f"{name} computes statistics")
     for dim in range(rank):
         axes.equal(axes.of(op["input"], dim), axes.of(op.node, dim))
         if dim in mixed:
-            axes.keep(axes.of(op.node, dim), f"{str(target).split('.')[1]} computes statistics over it")
+            axes.keep(axes.of(op.node, dim), f"{name} computes statistics over it")

@@ -95,7 +95,7 @@ def cut_out_axes(op: Op, axes: Axes) -> None:
 def _stretch(axes: Axes, source: fx.Node, dim: int, part: tuple[int, int], node: fx.Node) -> None:
     """Tie an axis to the stretch of a dim that begins at `part[0]`."""
     start, middle = part
-    length = axes._sizes[middle]
+    length = axes.size(middle)
     rest = shape_of(source)[dim] - start - length
     axes.concat(axes.of(source, dim), [axes.free(start), middle, axes.free(rest)], node)
 

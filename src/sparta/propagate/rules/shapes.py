@@ -108,17 +108,20 @@ def _resize(op: Op, edit: Edit, name: str, offset: int) -> None:
 
 
 def _order(op: Op) -> list[int]:
+    """Return for each dim of the output the dim of the input that it was."""
     rank = len(op.shape)
     order = list(range(rank))
     if "dims" in op.arguments:
         return [d % rank for d in op["dims"]]
-    first, second = (op["dim0"] % rank, op["dim1"] % rank) if "dim0" in op.arguments else (0, rank - 1)
-    if rank > 1:
-        order[first], order[second] = order[second], order[first]
+    if op.node.target is _aten.numpy_T.default or rank < 2:
+        return order[::-1]
+    # Without named dims (`t` of a matrix, `mT` of a batch of them) the last two change places.
+    first, second = (op["dim0"] % rank, op["dim1"] % rank) if "dim0" in op.arguments else (rank - 2, rank - 1)
+    order[first], order[second] = order[second], order[first]
     return order
 
 
-_PERMUTES = (_aten.permute.default, _aten.transpose.int, _aten.t.default, _aten.numpy_T.default)
+_PERMUTES = (_aten.permute.default, _aten.transpose.int, _aten.t.default, _aten.mT.default, _aten.numpy_T.default)
 
 
 @rule("constants", *_PERMUTES)
