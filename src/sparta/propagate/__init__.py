@@ -32,7 +32,7 @@ __all__ = [
 
 
 class _CallablePackage(ModuleType):
-    """This package, which may be called as the function :func:`propagate`."""
+    """A package that may be called as its function :func:`propagate`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> PropagationResult:  # noqa: ANN401 - as `propagate` takes them
         return propagate(*args, **kwargs)
