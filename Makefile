@@ -24,6 +24,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(BIN)/python examples/specify.py
+	$(BIN)/python examples/propagate_and_compact.py
 	$(BIN)/python examples/faster_linear.py
 
 test: lint

@@ -18,6 +18,7 @@ from sparta.version import __version__
 
 if TYPE_CHECKING:
     from sparta import nn, propagate, scheduler, sparsify, tesa, testing
+    from sparta.propagate import compact
     from sparta.scheduler import build_sparse_scheduler
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Unstructured",
     "__version__",
     "build_sparse_scheduler",
+    "compact",
     "detect",
     "errors",
     "nn",
@@ -42,7 +44,7 @@ __all__ = [
 ]
 
 _SUBPACKAGES = frozenset({"nn", "propagate", "scheduler", "sparsify", "tesa", "testing"})
-_FUNCTIONS = {"build_sparse_scheduler": "sparta.scheduler"}
+_FUNCTIONS = {"build_sparse_scheduler": "sparta.scheduler", "compact": "sparta.propagate"}
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a module

@@ -17,8 +17,8 @@ from sparta.errors import ShapeError, message
 
 __all__ = ["kept_magnitude", "search_permutation"]
 
-_CHUNK = 1 << 22  # elements compared at once
-_WORK = 1 << 31  # elements compared in one search, at most
+_CHUNK = 1 << 16  # pairs of stripes times rows handled at once, so that temporaries stay in cache
+_WORK = 1 << 27  # pairs of stripes times rows in one search, at most
 _NEGLIGIBLE = 1e-3  # a loss that no order can improve on noticeably
 
 
@@ -74,11 +74,11 @@ def search_permutation(matrix: Tensor, n: int = 2, m: int = 4, *, escapes: int =
     for _ in range(escapes + 1):
         while changed and work < _WORK:
             pairs = [(i, j) for i, j in itertools.combinations(range(stripes), 2) if i in changed or j in changed]
-            most = max(1, (_WORK - work) // (matrix.shape[0] * len(_halves(m)[0]) * m))
+            most = max(1, (_WORK - work) // max(1, matrix.shape[0]))
             if len(pairs) > most:
                 picked = torch.randperm(len(pairs), generator=generator)[:most].sort().values.tolist()
                 pairs = [pairs[place] for place in picked]
-            work += len(pairs) * matrix.shape[0] * len(_halves(m)[0]) * m
+            work += len(pairs) * matrix.shape[0]
             changed = _improve(magnitudes, order, pairs, n, m)
         kept = kept_magnitude(magnitudes[:, order], n, m)
         if kept > best_kept:
@@ -101,16 +101,49 @@ def _halves(m: int) -> tuple[Tensor, Tensor]:
     return torch.tensor(first), torch.tensor(rest)
 
 
+def _kept_by_way(values: Tensor, n: int, m: int) -> Tensor:
+    """Return what each way to halve the columns keeps of each pair of stripes.
+
+    Parameters
+    ----------
+    values
+        Magnitudes, shape (2m, pairs, R).
+
+    Returns
+    -------
+    Tensor
+        float64, shape (pairs, ways).
+    """
+    first, rest = _halves(m)
+    if (n, m) != (2, 4):
+        parts = [
+            values[half.to(values.device)].topk(n, dim=1).values.sum((1, 3), dtype=torch.float64).T
+            for half in (first, rest)
+        ]
+        return parts[0] + parts[1]
+    # the two largest of four are both in one half of the four, or one in each
+    places = {pair: place for place, pair in enumerate(itertools.combinations(range(8), 2))}
+    left, right = (torch.tensor(side, device=values.device) for side in zip(*places, strict=True))
+    sums = values[left] + values[right]
+    larger = torch.maximum(values[left], values[right])
+
+    def kept(four: list[int]) -> Tensor:
+        a, b = places[four[0], four[1]], places[four[2], four[3]]
+        best = torch.maximum(larger[a] + larger[b], sums[a])
+        return torch.maximum(best, sums[b], out=best).sum(1, dtype=torch.float64)
+
+    return torch.stack([kept(a) + kept(b) for a, b in zip(first.tolist(), rest.tolist(), strict=True)], 1)
+
+
 def _improve(magnitudes: Tensor, order: Tensor, pairs: list[tuple[int, int]], n: int, m: int) -> set[int]:
     """Re-share the columns of the pairs of stripes that gain most, each stripe once; return those that changed."""
     first, rest = (half.to(order.device) for half in _halves(m))
     columns = order.view(-1, m)[torch.tensor(pairs, device=order.device)].flatten(1)  # (pairs, 2m)
+    by_column = magnitudes.T.contiguous()
     gains, ways = [], []
-    step = max(1, _CHUNK // (magnitudes.shape[0] * len(first) * m))
+    step = max(1, _CHUNK // max(1, magnitudes.shape[0]))
     for chunk in torch.split(columns, step):
-        values = magnitudes[:, chunk].movedim(0, 1)  # (pairs, R, 2m)
-        parts = [values[:, :, half].topk(n, dim=3).values.sum((1, 3), dtype=torch.float64) for half in (first, rest)]
-        kept = parts[0] + parts[1]
+        kept = _kept_by_way(by_column[chunk.T], n, m)
         gain = kept - kept[:, :1]  # the first way leaves both as they are
         best = gain.max(1)
         gains.append(best.values)
