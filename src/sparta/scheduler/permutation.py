@@ -18,7 +18,7 @@ from sparta.errors import ShapeError, message
 __all__ = ["kept_magnitude", "search_permutation"]
 
 _CHUNK = 1 << 16  # pairs of stripes times rows handled at once, so that temporaries stay in cache
-_WORK = 1 << 27  # pairs of stripes times rows in one search, at most
+_WORK = 1 << 24  # pairs of stripes times rows in one search, at most
 _NEGLIGIBLE = 1e-3  # a loss that no order can improve on noticeably
 
 
@@ -35,7 +35,7 @@ def kept_magnitude(matrix: Tensor, n: int = 2, m: int = 4) -> float:
     return float(groups.topk(n, dim=2).values.sum(dtype=torch.float64))
 
 
-def search_permutation(matrix: Tensor, n: int = 2, m: int = 4, *, escapes: int = 20, seed: int = 0) -> Tensor:
+def search_permutation(matrix: Tensor, n: int = 2, m: int = 4, *, escapes: int = 10, seed: int = 0) -> Tensor:
     """Return an order of the columns under which N:M keeps at least as much magnitude as it does now.
 
     Parameters
