@@ -51,9 +51,13 @@ def conflicts(first: TeSA, second: TeSA) -> int:
 
 def _merged(first: TeSA, second: TeSA, *, join: bool) -> TeSA:
     _check_same_tensor(first, second)
-    states_values = (first.state, first.value, second.state, second.value)
-    state = Grid.combine(_joined_state if join else _met_state, *states_values)
-    value = Grid.combine(_joined_value if join else _met_value, *states_values)
+    if _no_constant_but_zero(first) and _no_constant_but_zero(second):  # the common case, without a float an element
+        state = Grid.combine(torch.maximum if join else torch.minimum, first.state, second.state)
+        value = first.value
+    else:
+        states_values = (first.state, first.value, second.state, second.value)
+        state = Grid.combine(_joined_state if join else _met_state, *states_values)
+        value = Grid.combine(_joined_value if join else _met_value, *states_values)
 
     # Formats compare as the triple (format, scale, zero point): its smaller one joins, its larger one meets.
     one = (first.code, first.scale, first.zero_point)
@@ -64,6 +68,11 @@ def _merged(first: TeSA, second: TeSA, *, join: bool) -> TeSA:
         for a, b in zip(one, two, strict=True)
     )
     return type(first)(state, value, code, scale, zero_point, first.dynamic)
+
+
+def _no_constant_but_zero(tesa: TeSA) -> bool:
+    """Whether 0 is the only constant, so that no two constants can differ."""
+    return tesa.value.is_uniform and not bool(tesa.value.cells.any())
 
 
 def _joined_state(s1: Tensor, v1: Tensor, s2: Tensor, v2: Tensor) -> Tensor:
