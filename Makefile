@@ -41,6 +41,7 @@ docs: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/tesa_costs.py
+	$(BIN)/python benchmarks/cpu/layers.py
 
 format: $(READY)
 	$(BIN)/ruff format .
