@@ -170,6 +170,7 @@ def bsr(x: Tensor, pruned: Tensor, block: int) -> float | None:
         try:
             weight = pruned.to_sparse_bsr((block, block))
             times = compare({"bsr": lambda: functional.linear(x, weight)}, warmup=2, iters=10, device="cuda")
+        # A rival that cannot run this case is printed with its reason and recorded as None.
         except (RuntimeError, ValueError, NotImplementedError) as error:
             print(f"  torch BSR: {str(error).splitlines()[0]}")
             return None

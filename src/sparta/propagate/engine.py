@@ -257,7 +257,7 @@ def _computed(facts: Facts, node: fx.Node) -> Known | None:
     try:
         result = target(*args, **kwargs)
     except (RuntimeError, TypeError, NotImplementedError):
-        return None
+        return None  # an op that does not run on the CPU or on such values: nothing is known of its result
     return Known.of(result) if isinstance(result, Tensor) and tuple(result.shape) == shape_of(node) else None
 
 

@@ -35,7 +35,8 @@ class FakeSparseBase(nn.Module):
 
     def sparse(self, weight: Tensor) -> Tensor:
         """Return the weight that the layer computes with."""
-        raise NotImplementedError
+        # Abstract: nn.Module does not enforce `abstractmethod`, so a subclass without it is told here.
+        raise NotImplementedError(f"{type(self).__name__} must define sparse(weight)")
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return :meth:`sparse`, or the weight as it is while disabled."""
