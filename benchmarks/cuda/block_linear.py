@@ -25,6 +25,8 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from graphed import rotated
+
 from record import save
 from sparta.errors import SpartaError
 from sparta.nn import SparseLinear
@@ -44,7 +46,6 @@ PLAN = [
     ((4096, 11008), (1, 16, 64, 1024), (64, 128), (0.5, 0.8, 0.9)),
     ((8192, 8192), (16, 128, 4096), (64, 128), (0.8, 0.9)),
 ]
-_ROTATED_BYTES = 150 << 20  # more than twice the L2 cache
 _BSR = {(4096, 64), (4096, 128), (1024, 64)}  # (tokens, block) at which torch's BSR is timed too
 
 
@@ -78,30 +79,6 @@ def compile_one(tile: str) -> None:
     kernel = TritonBlock().build(linear_spec(TeSA.from_mask(mask), 64, DTYPE, device="cuda"), {"tile": tile})
     weight = torch.randn(256, 256, device="cuda", dtype=DTYPE)
     kernel.run(kernel.pack(weight), torch.randn(64, 256, device="cuda", dtype=DTYPE), None, None)
-
-
-def copies(item: Sequence[Tensor], count: int) -> list[tuple[Tensor, ...]]:
-    """Return as many copies as it takes to leave the L2 cache, at most `count`."""
-    size = sum(t.numel() * t.element_size() for t in item)
-    needed = min(count, -(-_ROTATED_BYTES // max(1, size)))
-    return [tuple(item), *(tuple(t.clone() for t in item) for _ in range(needed - 1))]
-
-
-def rotated(function: Callable[..., Tensor], item: Sequence[Tensor], count: int) -> Callable[[], None]:
-    """Return the replay of a graph whose calls go round the copies of what `function` reads."""
-    sets = copies(item, count)
-    for _ in range(2):
-        function(*sets[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
-            function(*sets[i % len(sets)])
-
-    def replay(_held: object = sets) -> None:  # a graph does not keep what it reads
-        graph.replay()
-
-    return replay
 
 
 @dataclass(frozen=True)

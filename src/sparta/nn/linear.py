@@ -17,7 +17,7 @@ from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.nn.operator import OperatorBase, SampleInputs, as_inputs
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.linear import LinearKernel, linear_spec
-from sparta.specialize.ops import LinearState
+from sparta.specialize.ops import LinearState, run_linear
 from sparta.specialize.store import TuningStore
 from sparta.specialize.tuner import Choice, Problem, build, tune_kernel
 from sparta.tesa.attribute import TeSA
@@ -108,17 +108,22 @@ class SparseLinear(OperatorBase):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output (..., N) for an input (..., K)."""
+        if self._state is None:
+            return self._dense(x)
+        if x.shape[-1] != self.in_features:
+            raise ShapeError(message(f"an input of shape {tuple(x.shape)}", f"(..., {self.in_features})"))
+        flat = x.dim() == 2
+        rows = x if flat else x.reshape(-1, self.in_features)
+        y = run_linear(rows, self.weight, self.bias, self._state, keep=not self.training)
+        return y if flat else y.reshape(*x.shape[:-1], self.out_features)
+
+    def _dense(self, x: Tensor) -> Tensor:
+        """Return the output, computed densely and masked."""
         if self.input_mask is not None:
             return functional.linear(torch.where(self.input_mask, x, 0.0), self.weight, self.bias)
         if self.output_mask is not None:
             return torch.where(self.output_mask, functional.linear(x, self.weight, self.bias), 0.0)
-        if self._state is None:
-            return functional.linear(x, torch.where(cast("Tensor", self.weight_mask), self.weight, 0.0), self.bias)
-        if x.shape[-1] != self.in_features:
-            raise ShapeError(message(f"an input of shape {tuple(x.shape)}", f"(..., {self.in_features})"))
-        rows = x.reshape(-1, self.in_features)
-        y = torch.ops.sparta.linear(rows, self.weight, self.bias, self._state.handle, not self.training)
-        return cast("Tensor", y.reshape(*x.shape[:-1], self.out_features))
+        return functional.linear(x, torch.where(cast("Tensor", self.weight_mask), self.weight, 0.0), self.bias)
 
     # ------------------------------------------------------------------ choosing
 

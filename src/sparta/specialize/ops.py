@@ -19,7 +19,7 @@ from sparta.errors import SpartaError, message
 from sparta.specialize.linear import LinearKernel
 from sparta.tesa.attribute import TeSA
 
-__all__ = ["LinearState", "linear"]
+__all__ = ["LinearState", "linear", "run_linear"]
 
 _handles = itertools.count(1)
 _states: weakref.WeakValueDictionary[int, LinearState] = weakref.WeakValueDictionary()
@@ -53,11 +53,10 @@ class LinearState:
         """Return the packed weight; with `keep`, the one of the last call if the weight has not changed since."""
         if not keep or weight.is_inference():
             return self.forward.pack(weight)
-        # Holding the storage keeps its address from being given to another weight.
-        storage = weight.untyped_storage()
-        key = (storage._cdata, weight.storage_offset(), weight._version, weight.dtype)
+        key = (weight.data_ptr(), weight._version, weight.dtype)
         if self._packed is None or self._packed[0] != key:
-            self._packed = (key, storage, self.forward.pack(weight))
+            # Holding the storage keeps its address from being given to another weight.
+            self._packed = (key, weight.untyped_storage(), self.forward.pack(weight))
         kept: Sequence[Tensor] = self._packed[2]
         return kept
 
@@ -88,6 +87,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, handle: int, keep: bo
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, handle: int, keep: bool) -> Tensor:  # noqa: FBT001
     del bias, handle, keep
     return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def run_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearState, *, keep: bool) -> Tensor:
+    """Return ``x W^T + bias`` as :func:`linear` does; the op is left out where nothing needs it.
+
+    Going through the dispatcher costs the host more than a small kernel takes, and is of use only to autograd and to
+    whoever traces.
+    """
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    if recorded or type(x) is not Tensor or torch.compiler.is_compiling():
+        y: Tensor = torch.ops.sparta.linear(x, weight, bias, state.handle, keep)
+        return y
+    return state.forward.run(state.packed(weight, keep=keep), x, bias, None)
 
 
 @torch.library.custom_op("sparta::linear_backward", mutates_args=())

@@ -1,0 +1,164 @@
+"""How fast is a 2:4 linear layer on CUDA? Our streaming kernel and cuSPARSELt against the fastest dense layer.
+
+Run with ``python benchmarks/cuda/two_four.py``. Calls are graphed over rotated weights and graphs take turns; for many
+tokens, calls are timed eager too, where PyTorch's own 2:4 tensor pays for its host work. Dense is timed on a random and
+on the pruned weight and compiled; the fastest of them is what ratios refer to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from graphed import rotated
+
+from record import save
+from sparta.errors import SpartaError
+from sparta.nn import SparseLinear
+from sparta.specialize.cuda.cusparselt import CuSparseLt
+from sparta.specialize.cuda.two_four import TwoFour
+from sparta.specialize.implement import Implement
+from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.linear import linear_spec
+from sparta.tables import table
+from sparta.tesa.attribute import TeSA
+from sparta.testing import check, compare, linear_reference
+
+DTYPE = torch.bfloat16
+SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (8192, 8192))
+FEW, MANY = (1, 16, 32, 64), (128, 1024, 4096, 16384)
+_TERABYTE = 1e12
+_BYTES = 1.125  # of a 2:4 weight in bf16, an element
+
+
+def two_four(shape: tuple[int, int]) -> Tensor:
+    """Return a random 2:4 mask."""
+    draws = torch.rand(shape[0], shape[1] // 4, 4)
+    return torch.zeros_like(draws, dtype=torch.bool).scatter_(2, draws.topk(2, -1).indices, True).flatten(1)  # noqa: FBT003
+
+
+def quickest(
+    implement: Implement, spec: KernelSpec, x: Tensor, weight: Tensor, count: int
+) -> tuple[dict[str, Any], Callable[[], None], Callable[[], Tensor]]:
+    """Try all parameters; return the fastest, its graph and its plain call."""
+    ((name, item),) = implement.space(spec).items()
+    expected = linear_reference(x[:64], weight)
+    found = []
+    for value in item.domain.values:
+        kernel = implement.build(spec, {name: value})
+        packed = kernel.pack(weight)
+        try:
+            y = kernel.run(packed, x, None, None)
+            check(y[:64], expected, reduction=x.shape[1])
+        except SpartaError as error:
+            print(f"  {implement.name} {value}: {error}")
+            continue
+        replay = rotated(lambda *p, kernel=kernel: kernel.run(p, x, None, None), packed, count)
+        took = compare({"it": replay}, warmup=1, iters=5, max_seconds=0.05, device="cuda")["it"].median
+        plain = lambda kernel=kernel, packed=packed: kernel.run(packed, x, None, None)  # noqa: E731
+        found.append((took, {name: value}, replay, plain))
+    _, params, replay, plain = min(found, key=lambda each: each[0])
+    return params, replay, plain
+
+
+def measure(shape: tuple[int, int], tokens: int, tesa: TeSA, compiled: Callable[..., Tensor]) -> dict[str, Any]:
+    """Time one case; microseconds a call."""
+    n, k = shape
+    weight = torch.randn(shape, device="cuda", dtype=DTYPE)
+    x, pruned = torch.randn(tokens, k, device="cuda", dtype=DTYPE), tesa.apply(weight)
+    count = 40 if tokens <= 128 else 10 if tokens <= 1024 else 4
+    spec = linear_spec(tesa, tokens, DTYPE, device="cuda")
+    graphs = {
+        "dense": rotated(lambda w: functional.linear(x, w), (weight,), count),
+        "dense pruned": rotated(lambda w: functional.linear(x, w), (pruned,), count),
+        "dense compiled": rotated(lambda w: compiled(x, w), (pruned,), count),
+    }
+    plain: dict[str, Callable[[], Tensor]] = {"dense": lambda: functional.linear(x, pruned)}
+    params = {}
+    for implement in (TwoFour(), CuSparseLt()):
+        if implement.supports(spec):
+            params[implement.name], graphs[implement.name], plain[implement.name] = quickest(
+                implement, spec, x, pruned, count
+            )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch_weight = torch.sparse.to_sparse_semi_structured(pruned)
+        plain["torch 2:4"] = lambda: functional.linear(x, torch_weight)
+        times = compare(graphs, warmup=2, iters=20, max_seconds=0.3, device="cuda")
+        eager = compare(plain, warmup=2, iters=10, max_seconds=0.3, device="cuda")
+    us = {name: times[name].median * 1e3 / count for name in graphs}
+    dense = min(value for name, value in us.items() if name.startswith("dense"))
+    ours = {name: us[name] for name in params}
+    best = min(ours, key=lambda name: ours[name])
+    return {
+        "shape": shape, "tokens": tokens, "us": us, "params": params, "best": best, "ratio": dense / us[best],
+        "eager_us": {name: eager[name].median * 1e3 for name in plain},
+        "tflops": 2e-6 * tokens * n * k / us[best], "terabytes": _BYTES * n * k / us[best] * 1e6 / _TERABYTE,
+    }  # fmt: skip
+
+
+def host_costs() -> dict[str, float]:
+    """Return host microseconds a call, at a size the GPU is done with at once."""
+    mask = two_four((1024, 1024))
+    costs = {}
+    for name, tokens, implement in (("cuda-24", 16, TwoFour()), ("cusparselt", 128, CuSparseLt())):
+        x = torch.randn(tokens, 1024, device="cuda", dtype=DTYPE)
+        layer = SparseLinear(torch.nn.Linear(1024, 1024, bias=False).cuda().to(DTYPE), weight_mask=mask).eval()
+        spec = linear_spec(TeSA.from_mask(mask), tokens, DTYPE, device="cuda")
+        layer.build({"_name": name, **implement.default(spec)}, x)
+        dense = layer.weight.detach().clone()
+        calls = {"functional.linear": lambda: functional.linear(x, dense), f"SparseLinear {name}": lambda: layer(x)}  # noqa: B023
+        with torch.no_grad():
+            for label, call in calls.items():
+                samples = []
+                for _ in range(20):
+                    torch.cuda.synchronize()
+                    begin = time.perf_counter()
+                    for _ in range(50):
+                        call()
+                    samples.append((time.perf_counter() - begin) * 1e6 / 50)
+                costs[label] = sorted(samples)[len(samples) // 2]
+    return costs
+
+
+def main() -> None:
+    """Measure all cases, print the ratios, save the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=None, help="folder of the results")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch._dynamo.config.recompile_limit = 64
+    compiled = torch.compile(functional.linear, dynamic=False)
+    records = []
+    for shape in SHAPES:
+        tesa = TeSA.from_mask(two_four(shape))
+        for tokens in FEW + MANY:
+            records.append(measure(shape, tokens, tesa, compiled))
+            torch.cuda.empty_cache()
+            r = records[-1]
+            print(shape, tokens, r["best"], f"{r['ratio']:.2f}x", flush=True)
+    rows = [
+        [f"{r['shape'][0]}x{r['shape'][1]}", r["tokens"], r["best"], f"{r['us'][r['best']]:.1f}", f"{r['ratio']:.2f}",
+         f"{r['eager_us']['dense'] / r['eager_us'][r['best']]:.2f}",
+         f"{r['eager_us']['dense'] / r['eager_us']['torch 2:4']:.2f}", f"{r['tflops']:.0f}", f"{r['terabytes']:.2f}"]
+        for r in records
+    ]  # fmt: skip
+    print(table(["N x K", "M", "best", "us", "x dense", "eager", "torch 2:4 eager", "TFLOP/s", "TB/s"], rows))
+    results = {"dtype": "bf16", "unit": "us a call", "linear": records, "host_us": host_costs()}
+    print(results["host_us"])
+    print(save("two_four", torch.cuda.get_device_name(), results, options.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+// y = activation(x W^T + bias) + residual for a 2:4 weight and few tokens: the packed weight is streamed once.
+//
+// A warp multiplies SLABS slabs of 16 outputs by all tokens, over a part of K. The weight comes straight from memory
+// into registers, in the order in which the sparse matrix unit takes it (see stream24.py for the layout); x goes through
+// a ring in shared memory. Parts of K are summed in a fixed order, in the block and over the cluster, so equal inputs
+// give equal bits.
+//
+// Compile-time numbers: TOKENS, SLABS, WARPS_N, WARPS_K, CLUSTER, STAGES, IS_HALF, ACTIVATION.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+
+constexpr int CHUNK = 128;                      // input channels that are multiplied between two turns of the ring
+constexpr int ROWS = WARPS_N * SLABS * 16;      // outputs of a block
+constexpr int PITCH = ROWS + 4;                 // keeps the partial sums of a warp in different banks
+constexpr int STAGE_BYTES = TOKENS * CHUNK * 2; // x of one chunk
+constexpr int PIECES = CHUNK / 8;               // 16-byte pieces of a token's chunk
+constexpr int GROUP_THREADS = WARPS_N * 32;     // threads that share one part of K
+
+struct Call {
+    const u16* x;
+    const uint4* values;
+    const uint2* selectors;
+    const u16* bias;
+    const u16* residual;
+    u16* y;
+    long long x_stride;
+    int tokens, outputs, inputs, chunks;
+};
+
+__device__ __forceinline__ float to_float(u16 bits) {
+#if IS_HALF
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+#else
+    return __uint_as_float((u32)bits << 16);
+#endif
+}
+
+__device__ __forceinline__ u16 to_bits(float value) {
+    u16 bits;
+#if IS_HALF
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#else
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#endif
+    return bits;
+}
+
+template <int SELECTOR>
+__device__ __forceinline__ void multiply(float (&sum)[4], const uint4& a, const u32 (&b)[4], u32 selectors) {
+#if IS_HALF
+#define KINDS "f32.f16.f16.f32"
+#else
+#define KINDS "f32.bf16.bf16.f32"
+#endif
+    asm volatile(
+        "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col." KINDS
+        " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, %13;"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(selectors),
+          "n"(SELECTOR));
+}
+
+__device__ __forceinline__ uint4 stream(const uint4* from) {
+    uint4 value;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(from));
+    return value;
+}
+
+__device__ __forceinline__ uint2 stream(const uint2* from) {
+    uint2 value;
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(from));
+    return value;
+}
+
+// Waits for the threads that share a part of K.
+__device__ __forceinline__ void meet(int group) {
+    if (WARPS_N == 1)
+        __syncwarp();
+    else
+        asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP_THREADS) : "memory");
+}
+
+__device__ __forceinline__ void meet_cluster() {
+#if CLUSTER > 1
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
+
+__device__ __forceinline__ float2 partial(u32 address, int rank) {
+    float2 value;
+#if CLUSTER > 1
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(there) : "memory");
+#else
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
+#endif
+    return value;
+}
+
+// Starts the copy of one chunk of x, (TOKENS, CHUNK), into the ring; beyond the edges it is 0.
+__device__ __forceinline__ void fetch(const Call& call, u32 ring, int chunk, int first_token, int thread) {
+#pragma unroll
+    for (int i = 0; i < TOKENS * PIECES / GROUP_THREADS || i == 0; ++i) {
+        int piece = i * GROUP_THREADS + thread;
+        if (TOKENS * PIECES % GROUP_THREADS && piece >= TOKENS * PIECES) break;
+        int token = piece / PIECES, part = piece % PIECES;
+        int k = chunk * CHUNK + part * 8, row = first_token + token;
+        bool inside = row < call.tokens && k < call.inputs;
+        const u16* from = inside ? call.x + row * call.x_stride + k : call.x;
+        // Pieces of eight tokens at the same k go to eight different banks.
+        u32 to = ring + (token * PIECES + (part ^ (token & 7))) * 16;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0)
+                     : "memory");
+    }
+}
+
+__device__ __forceinline__ float finish(float value) {
+#if ACTIVATION == 1
+    return value < 0.f ? 0.f : value; // keeps NaN
+#elif ACTIVATION == 2
+    return 0.5f * value * (1.f + erff(value * 0.70710678118654752f));
+#elif ACTIVATION == 3
+    return value / (1.f + __expf(-value));
+#else
+    return value;
+#endif
+}
+
+extern "C" __global__ void
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+__launch_bounds__(WARPS_N * WARPS_K * 32) stream24(const Call call) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int group = warp / WARPS_N, thread = threadIdx.x % GROUP_THREADS;
+    const int tile = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
+    const int first_token = blockIdx.y * TOKENS;
+    const int part = rank * WARPS_K + group, parts = CLUSTER * WARPS_K;
+    const int begin = (int)((long long)call.chunks * part / parts), end = (int)((long long)call.chunks * (part + 1) / parts);
+    const u32 base = (u32)__cvta_generic_to_shared(shared);
+    const u32 ring = base + group * STAGES * STAGE_BYTES;
+
+    const uint4* values[SLABS];
+    const uint2* selectors[SLABS];
+    const int last_slab = (call.outputs + 15) / 16 - 1;
+#pragma unroll
+    for (int s = 0; s < SLABS; ++s) {
+        int slab = min(tile * (ROWS / 16) + (warp % WARPS_N) * SLABS + s, last_slab);
+        values[s] = call.values + (long long)slab * call.chunks * 128 + lane;
+        selectors[s] = call.selectors + (long long)slab * call.chunks * 32 + lane;
+    }
+
+    float sums[SLABS][TOKENS / 8][4] = {};
+    uint4 a[STAGES][SLABS][4];
+    uint2 e[STAGES][SLABS];
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) {
+        if (begin + stage < end) {
+            fetch(call, ring + stage * STAGE_BYTES, begin + stage, first_token, thread);
+#pragma unroll
+            for (int s = 0; s < SLABS; ++s) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) a[stage][s][j] = stream(values[s] + (begin + stage) * 128 + j * 32);
+                e[stage][s] = stream(selectors[s] + (begin + stage) * 32);
+            }
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+
+    // ldmatrix: lane l gives the address of token l % 8 and of the 16-byte piece l / 8 of a multiply's four.
+    const u32 row_offset = (lane % 8) * PIECES * 16;
+    const int piece = lane / 8;
+    for (int first = begin; first < end; first += STAGES) {
+#pragma unroll
+        for (int stage = 0; stage < STAGES; ++stage) {
+            const int chunk = first + stage;
+            if (chunk < end) {
+                asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+                meet(group);
+                const u32 x = ring + stage * STAGE_BYTES + row_offset;
+#pragma unroll
+                for (int n = 0; n < TOKENS / 8; ++n) {
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        u32 b[4];
+                        u32 from = x + n * 8 * PIECES * 16 + (((j * 4 + piece) ^ (lane % 8)) * 16);
+                        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                                     : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                                     : "r"(from)
+                                     : "memory");
+#pragma unroll
+                        for (int s = 0; s < SLABS; ++s) {
+                            u32 kept = j < 2 ? e[stage][s].x : e[stage][s].y;
+                            if (j % 2)
+                                multiply<1>(sums[s][n], a[stage][s][j], b, kept);
+                            else
+                                multiply<0>(sums[s][n], a[stage][s][j], b, kept);
+                        }
+                    }
+                }
+                meet(group);
+                const int next = chunk + STAGES;
+                if (next < end) {
+                    fetch(call, ring + stage * STAGE_BYTES, next, first_token, thread);
+#pragma unroll
+                    for (int s = 0; s < SLABS; ++s) {
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) a[stage][s][j] = stream(values[s] + next * 128 + j * 32);
+                        e[stage][s] = stream(selectors[s] + next * 32);
+                    }
+                }
+                asm volatile("cp.async.commit_group;" ::: "memory");
+            }
+        }
+    }
+
+    // The ring is free now: it takes the partial sums, (WARPS_K, TOKENS, PITCH).
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+    float* partials = reinterpret_cast<float*>(shared) + group * TOKENS * PITCH;
+#pragma unroll
+    for (int s = 0; s < SLABS; ++s) {
+        int row = ((warp % WARPS_N) * SLABS + s) * 16 + lane / 4;
+#pragma unroll
+        for (int n = 0; n < TOKENS / 8; ++n) {
+            int token = n * 8 + lane % 4 * 2;
+            partials[token * PITCH + row] = sums[s][n][0];
+            partials[(token + 1) * PITCH + row] = sums[s][n][1];
+            partials[token * PITCH + row + 8] = sums[s][n][2];
+            partials[(token + 1) * PITCH + row + 8] = sums[s][n][3];
+        }
+    }
+    meet_cluster();
+
+    constexpr int PAIRS = TOKENS * ROWS / 2;
+    for (int pair = rank * (WARPS_N * WARPS_K * 32) + threadIdx.x; pair < PAIRS;
+         pair += CLUSTER * WARPS_N * WARPS_K * 32) {
+        int token = pair / (ROWS / 2), row = pair % (ROWS / 2) * 2;
+        int m = first_token + token, n = tile * ROWS + row;
+        if (m >= call.tokens || n >= call.outputs) continue;
+        float2 total = make_float2(0.f, 0.f);
+        for (int q = 0; q < CLUSTER; ++q) {
+#pragma unroll
+            for (int g = 0; g < WARPS_K; ++g) {
+                float2 more = partial(base + ((g * TOKENS + token) * PITCH + row) * 4, q);
+                total.x += more.x;
+                total.y += more.y;
+            }
+        }
+        long long place = (long long)m * call.outputs + n;
+        bool both = n + 1 < call.outputs;
+        if (call.bias) {
+            total.x += to_float(call.bias[n]);
+            if (both) total.y += to_float(call.bias[n + 1]);
+        }
+        total.x = finish(total.x);
+        total.y = finish(total.y);
+        if (call.residual) {
+            total.x += to_float(call.residual[place]);
+            if (both) total.y += to_float(call.residual[place + 1]);
+        }
+        if (both && call.outputs % 2 == 0) {
+            *reinterpret_cast<u32*>(call.y + place) = to_bits(total.x) | (u32)to_bits(total.y) << 16;
+        } else {
+            call.y[place] = to_bits(total.x);
+            if (both) call.y[place + 1] = to_bits(total.y);
+        }
+    }
+#if CLUSTER > 1
+    meet_cluster(); // what another block still reads must not go away
+#endif
+}
