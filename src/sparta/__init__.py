@@ -17,8 +17,11 @@ from sparta.tesa.spec import Spec
 from sparta.version import __version__
 
 if TYPE_CHECKING:
-    from sparta import nn, propagate, scheduler, sparsify, tesa, testing
-    from sparta.propagate import compact
+    from sparta import compiler, create, nn, propagate, scheduler, sparsify, tesa, testing
+    from sparta.compiler import compile_model as compile  # noqa: A004 - as torch.compile
+    from sparta.compiler import load
+    from sparta.propagate.api import compact
+    from sparta.propagate.structured import prune_structured
     from sparta.scheduler import build_sparse_scheduler
 
 __all__ = [
@@ -33,25 +36,37 @@ __all__ = [
     "__version__",
     "build_sparse_scheduler",
     "compact",
+    "compile",
+    "compiler",
+    "create",
     "detect",
     "errors",
+    "load",
     "nn",
     "propagate",
+    "prune_structured",
     "scheduler",
     "sparsify",
     "tesa",
     "testing",
 ]
 
-_SUBPACKAGES = frozenset({"nn", "propagate", "scheduler", "sparsify", "tesa", "testing"})
-_FUNCTIONS = {"build_sparse_scheduler": "sparta.scheduler", "compact": "sparta.propagate"}
+_SUBPACKAGES = frozenset({"compiler", "create", "nn", "propagate", "scheduler", "sparsify", "tesa", "testing"})
+_FUNCTIONS = {
+    "build_sparse_scheduler": ("sparta.scheduler", "build_sparse_scheduler"),
+    "compact": ("sparta.propagate", "compact"),
+    "compile": ("sparta.compiler", "compile_model"),
+    "load": ("sparta.compiler", "load"),
+    "prune_structured": ("sparta.propagate", "prune_structured"),
+}
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a module
     if name in _SUBPACKAGES:
         return import_module(f"sparta.{name}")
     if name in _FUNCTIONS:
-        return getattr(import_module(_FUNCTIONS[name]), name)
+        module, function = _FUNCTIONS[name]
+        return getattr(import_module(module), function)
     raise AttributeError(errors.did_you_mean(name, __all__, "attribute of sparta"))
 
 

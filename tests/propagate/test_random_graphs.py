@@ -5,15 +5,15 @@ from hypothesis import HealthCheck, given, settings
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from propagate.random_graphs import Witness, random_models
+from propagate.random_graphs import Witness, random_models, random_sequences
 from sparta.propagate import propagate
 from sparta.propagate.compact import masked_tensors
 
 SLOW = settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
-def check_facts(model, x):
-    result = propagate(model, x)
+def check_facts(model, x, *, train=False):
+    result = propagate(model, x, train=train)
     masked = masked_tensors(result.captured, result.facts)
     for _ in range(2):
         other = torch.randn_like(x) * 2
@@ -67,6 +67,31 @@ def test_vectors(drawn):
 def test_images(drawn):
     model, x = drawn
     check_compact(model, x, check_facts(model, x))
+
+
+@SLOW
+@given(random_sequences())
+def test_sequences(drawn):
+    model, x = drawn
+    check_compact(model, x, check_facts(model, x))
+
+
+@settings(SLOW, max_examples=10)
+@given(random_models(images=True))
+def test_train_mode(drawn):
+    """Batch norms with the batch's statistics: outputs, gradients and the running statistics afterwards."""
+    model, x = drawn
+    model.train()
+    result = check_facts(model, x, train=True)
+    model.zero_grad()
+    check_compact(model, x, result)
+    small, y = result.compact(allow_empty=True), torch.randn_like(x)
+    model(y)
+    small(y)
+    state = dict(model.named_buffers())
+    for name, buffer in small.named_buffers():
+        if "running" in name:
+            torch.testing.assert_close(buffer, small.mapping[name].take(state[name]), rtol=1e-6, atol=1e-9)
 
 
 @settings(max_examples=6)

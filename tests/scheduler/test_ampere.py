@@ -162,23 +162,62 @@ class Residual(nn.Module):
         return self.classify(nn.functional.relu(self.head(x.flatten(1))))
 
 
+class Dense(nn.Module):
+    """Layers that read the outputs of all before them, side by side, normalised together."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.first = nn.Conv2d(16, 24, 3, padding=1)
+        self.norm = nn.BatchNorm2d(40)
+        self.second = nn.Conv2d(40, 8, 3, padding=1)
+        self.depthwise = nn.Conv2d(48, 48, 3, padding=1, groups=48)
+        self.last = nn.Conv2d(48, 16, 1)
+        self.other = nn.Conv2d(48, 16, 1)
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x):
+        a = torch.relu(self.stem(x))
+        b = self.first(a)
+        both = torch.relu(self.norm(torch.cat([a, b], 1)))
+        c = self.depthwise(torch.cat((both, self.second(both)), dim=1))
+        y, z = (nn.functional.adaptive_avg_pool2d(conv(c), 1).flatten(1) for conv in (self.last, self.other))
+        return self.head(torch.cat([y, z], -1))
+
+
+class Groups(nn.Module):
+    """Convolutions with groups, in a chain and beside a plain one: channels stay within their group."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 1)
+        self.grouped = nn.Conv2d(32, 64, 3, padding=1, groups=2)
+        self.norm = nn.BatchNorm2d(64)
+        self.finer = nn.Conv2d(64, 64, 1, groups=4)
+        self.beside = nn.Conv2d(64, 64, 1)
+        self.out = nn.Conv2d(64, 8, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.grouped(torch.relu(self.stem(x)))))
+        return self.out(torch.relu(self.finer(x) + self.beside(x)))
+
+
 class Awkward(nn.Module):
-    """Concatenation, groups, a shared layer, a reshape, a parameter, a spatial flatten: nothing may be permuted."""
+    """A shared layer, a reshape, a parameter, a spatial flatten, a concatenation of rows: nothing may be permuted."""
 
     def __init__(self):
         super().__init__()
         self.a = nn.Conv2d(3, 16, 1)
         self.b = nn.Conv2d(3, 16, 1)
-        self.mix = nn.Conv2d(32, 16, 1)
-        self.grouped = nn.Conv2d(16, 16, 1, groups=4)
+        self.mix = nn.Conv2d(16, 16, 1)
         self.twice = nn.Conv2d(16, 16, 1)
         self.offset = nn.Parameter(torch.randn(1, 16, 1, 1))
         self.fc = nn.Linear(16 * 16, 32)
         self.out = nn.Linear(32, 16)
 
     def forward(self, x):
-        x = self.mix(torch.cat([self.a(x), self.b(x)], 1))
-        x = self.twice(self.twice(self.grouped(x))) + self.offset
+        x = self.mix(torch.cat([self.a(x), self.b(x)], 2)[:, :, :4])
+        x = self.twice(self.twice(x)) + self.offset
         x = self.fc(torch.flatten(x, 1))
         return self.out(x.view(-1, 32))
 
@@ -198,6 +237,8 @@ def conv1d():
 MODELS = {
     "small": (lambda: small_net(width=32), (2, 3, 8, 8)),
     "residual": (Residual, (2, 3, 8, 8)),
+    "dense": (Dense, (2, 3, 8, 8)),
+    "groups": (Groups, (2, 3, 8, 8)),
     "awkward": (Awkward, (2, 3, 4, 4)),
     "mlp": (mlp, (5, 16)),
     "conv1d": (conv1d, (2, 4, 20)),
@@ -241,7 +282,7 @@ def test_any_order_of_a_free_space_changes_no_output(name):
     free = [space for space in find_spaces(model) if not space.fixed]
     assert (len(free) > 0) == (name != "awkward")
     for space in free:
-        permute_space(space, torch.randperm(space.size))
+        permute_space(space, torch.cat([b.start + torch.randperm(b.stop - b.start) for b in space.blocks()]))
     torch.testing.assert_close(model(x), before, atol=1e-5, rtol=1e-4)
 
 

@@ -15,6 +15,7 @@ from sparta.scheduler.hardware import DEVICES, device_of
 from sparta.scheduler.level_table import LevelTable
 from sparta.scheduler.lr_restart import LRRestart
 from sparta.scheduler.prepared import original_of
+from sparta.tesa.patterns import parse_pattern
 
 
 def scheduler_of(**options):
@@ -133,6 +134,24 @@ def test_the_roofline_of_a_device_limits_convolutions():
     assert Device("x", 1e9, 1e9, 1).useful_sparsity(0, 5) == 0
     assert {"generic", "nvidia-ampere", "nvidia-hopper", "x86-avx512"} <= DEVICES.keys()
     assert "2:4" in presets()
+    for device in DEVICES.values():
+        assert all(str(parse_pattern(pattern)) for pattern in device.patterns)
+        assert device.advice
+        # a large convolution may be pruned nearly empty, a tiny one waits for memory as it is
+        assert device.useful_sparsity(1e12, 1e6) > 0.9
+        assert device.useful_sparsity(1e3, 1e3) == 0
+
+
+@pytest.mark.parametrize("preset", DEVICES)
+def test_every_preset_can_be_used(preset):
+    scheduler = scheduler_of(prun_hw_aware=preset, default_input_shape=[1, 3, 8, 8], sparse_rate_tolerance=1.0)
+    model = scheduler.prepare_sparse_model(small_net())
+    scheduler.prune_model(model, 0)
+    for prepared in scheduler._layers:
+        statistics = scheduler._statistics[prepared.name]
+        if statistics.group is not None:
+            limit = DEVICES[preset].useful_sparsity(statistics.macs, statistics.moved)
+            assert scheduler.table.layers[prepared.name][0] <= limit + 1e-9
 
 
 def test_the_table_in_the_folder_is_used_again_when_it_fits(tmp_path):
@@ -180,6 +199,15 @@ def test_macs_are_counted_for_one_example(tmp_path):
     rows = (tmp_path / "pruner_report.csv").read_text().splitlines()
     assert rows[0] == "level,layer,weights,live,sparsity,macs,macs_left"
     assert rows[-1].startswith("0.5,network,")
+
+
+def test_an_input_shape_may_come_with_the_first_call():
+    late, early = scheduler_of(), scheduler_of(default_input_shape=[1, 3, 8, 8])
+    for scheduler, shape in ((late, [1, 3, 8, 8]), (early, [7])):  # a shape given before is not overruled
+        model = scheduler.prepare_sparse_model(small_net())
+        scheduler.prune_model(model, 0, shape)
+        assert scheduler.get_last_prune_step() == 0
+    assert late._statistics == early._statistics
 
 
 def test_masks_given_at_the_start_are_used():
@@ -323,6 +351,9 @@ def test_bad_calls_are_refused():
             scheduler.prune_model(model, iteration)
     with pytest.raises(ValueRangeError, match="total_iters - 1"):
         scheduler.prune_model(model, 6)
+    stranger = torch.optim.SGD(small_net().parameters(), lr=0.1)
+    with pytest.raises(ValueRangeError, match="holds no weight of the prepared model"):
+        scheduler.set_lr_scheduler(lrs.StepLR(stranger, 1))
     with pytest.raises(ValueRangeError, match="nothing is analysed"):
         _ = scheduler.table
     for shape in ([1, 0, 8, 8], [1, 3]):

@@ -14,9 +14,10 @@ from torch.nn.utils import parametrize
 
 from scheduler.nets import accuracy, batch, small_net, step_of
 from scheduler.runs import CONFIGS, PROB, STEPS, Run
-from sparta.errors import FileFormatError, MissingPackageError, NameNotFoundError, ValueRangeError
+from sparta.errors import FileFormatError, MissingPackageError, NameNotFoundError, ShapeError, ValueRangeError
 from sparta.scheduler import (
     ADMMScheduler,
+    AmpereScheduler,
     BaseScheduler,
     NMMaskGenerator,
     NormalMaskGenerator,
@@ -26,7 +27,9 @@ from sparta.scheduler import (
 )
 from sparta.scheduler.fuse import fuse_batch_norms
 from sparta.scheduler.prepared import original_of, plain_state_dict
+from sparta.scheduler.probmask import _lowest_pairs
 from sparta.sparsify import erk_densities
+from sparta.sparsify.shards import Shards
 from sparta.tesa.patterns import NM
 
 
@@ -132,6 +135,22 @@ def test_a_shared_weight_is_sparse_in_both_places():
     assert model[0].weight is model[2].weight
 
 
+def test_copies_of_a_prepared_model_survive_its_export():
+    scheduler = BaseScheduler()
+    model = scheduler.prepare_sparse_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    parametrize.register_parametrization(model[0], "bias", nn.Tanh())  # somebody else's
+    scheduler.update_sparsity_per_layer(model, 0.5)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    x = torch.randn(3, 8)
+    before = average(x)
+    model, _ = scheduler.export_sparse_model(model)
+    torch.testing.assert_close(average(x), before)
+    torch.testing.assert_close(model(x), before)
+    assert type(model[1]) is nn.Linear
+    assert not parametrize.is_parametrized(model[0], "weight")
+    assert parametrize.is_parametrized(model[0], "bias")
+
+
 def test_attention_and_transposed_convolutions_are_pruned_too():
     model = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2), "u": nn.ConvTranspose2d(8, 4, 2), "c": nn.Conv1d(8, 8, 3)})
     scheduler = BaseScheduler(Setup(NMMaskGenerator()))
@@ -156,6 +175,28 @@ def test_sparsities_by_layer_and_by_erk():
     assert list(rates.values()) == [1 - density for density in erk_densities(shapes, 0.5)]
     with pytest.raises(NameNotFoundError, match="fcc"):
         scheduler.update_sparsity_per_layer(model, {"fcc": 0.5})
+
+
+def test_erk_may_leave_the_kernel_out():
+    scheduler = BaseScheduler()
+    model = scheduler.prepare_sparse_model(small_net())
+    rates = scheduler.get_sparsities_erdos_renyi(model, 0.5, 1.0, include_kernel=False)
+    shapes = [p.layer.shape for p in scheduler._pruned()]
+    assert list(rates.values()) == [1 - density for density in erk_densities(shapes, 0.5, include_kernel=False)]
+
+
+def test_a_model_that_is_sharded_already_is_refused_where_it_cannot_work(tmp_path):
+    model = small_net()
+    model.fc.weight.placements = ("Shard(0)",)  # what makes a DTensor known
+    with pytest.raises(ShapeError, match="prepare it first, then call fully_shard"):
+        BaseScheduler().prepare_sparse_model(model)
+    with pytest.raises(ShapeError, match="permute first, then call fully_shard"):
+        AmpereScheduler(verbosity=0, allow_permutation=True).prepare_sparse_model(model)
+    scheduler = BaseScheduler()
+    model = scheduler.prepare_sparse_model(small_net())
+    original_of(model.fc, "weight").placements = ("Shard(0)",)
+    with pytest.raises(ShapeError, match="an ONNX file of a sharded model"):
+        scheduler.export_sparse_onnx(model, torch.randn(1, 3, 8, 8), tmp_path / "net")
 
 
 def test_states_of_another_kind_or_model_are_refused():
@@ -207,6 +248,34 @@ def test_probmask_meets_its_budget_exactly_and_learns():
     assert accuracy(model) > 0.6
 
 
+def test_the_lowest_probabilities_go_and_among_equals_the_smallest_weights():
+    scores = [torch.tensor([0.0, 1.0, 0.5, 0.5]), torch.tensor([0.5, 0.0])]
+    weights = [torch.tensor([9.0, 1.0, 3.0, 2.0]), torch.tensor([1.0, 9.0])]
+    chosen = [
+        [int(place) for place in torch.cat(_lowest_pairs(scores, weights, count)).nonzero().flatten()]
+        for count in range(7)
+    ]
+    assert chosen == [[], [0], [0, 5], [0, 4, 5], [0, 3, 4, 5], [0, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
+
+
+def test_probabilities_that_are_sharded_in_different_ways_are_refused(monkeypatch):
+    kinds = iter([Shards(), Shards(object(), 0, 2)])
+    monkeypatch.setattr("sparta.scheduler.probmask.shards_of", lambda _: next(kinds))
+    with pytest.raises(ShapeError, match="different ways"):
+        _lowest_pairs([torch.ones(2), torch.ones(2)], [torch.ones(2), torch.ones(2)], 1)
+
+
+def test_the_temperature_starts_where_the_generator_says():
+    config = {**PROB, "mask_generator": {"type": "ProbMaskGenerator", "kwargs": {"tau": 7.0}}}
+    scheduler = build_sparse_scheduler(
+        {**config, "scheduler": {"type": "ProbMaskPruneScheduler", "kwargs": {"total_iterations": 10}}}
+    )
+    model = scheduler.prepare_sparse_model(small_net())
+    assert {float(fake.tau) for fake in scheduler._fakes().values()} == {7.0}
+    scheduler.prune_model(model, 9)
+    assert [float(fake.tau) for fake in scheduler._fakes().values()] == pytest.approx([1 / 0.03] * 4)
+
+
 def test_probmask_trains_either_part_alone():
     scheduler = ProbMaskPruneScheduler(total_iterations=10)
     model = scheduler.prepare_sparse_model(small_net())
@@ -253,6 +322,28 @@ def test_the_admm_penalty_reaches_the_gradient_at_every_step():
     (gradient,) = torch.autograd.grad(loss, weight)
     expected = weight.detach() - scheduler._target["weight"] + scheduler._dual["weight"]
     torch.testing.assert_close(gradient, 0.1 * expected)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_admm_penalty_is_the_same_under_a_gradient_scaler(fused):
+    ends = []
+    for scaled in (False, True):
+        scheduler = ADMMScheduler(Setup(sparsity={"target_sparsity": 0.5}), rho=0.1, rho_stages=1)
+        torch.manual_seed(0)
+        model = scheduler.prepare_sparse_model(nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0)
+        scheduler.before_run(model, 2, 30)
+        scheduler.init_optimizer(optimizer)
+        for iteration in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(iteration))
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.prune_model(model, iteration)
+        ends.append(original_of(model, "weight").detach().clone())
+    torch.testing.assert_close(*ends)
 
 
 @pytest.mark.parametrize("uniform", [True, False])
@@ -353,9 +444,35 @@ def test_onnx_is_written_with_zeros_or_the_missing_packages_are_named(tmp_path, 
         scheduler.export_sparse_onnx(model, torch.randn(1, 3, 8, 8), tmp_path / "net")
     monkeypatch.setattr("sparta.scheduler.export.find_spec", lambda name: True)
     scheduler.export_sparse_onnx(model, torch.randn(1, 3, 8, 8), tmp_path / "net", opset_version=18)
-    assert seen == {"path": str(tmp_path / "net.onnx"), "training": False, "zeros": 0.5, "opset_version": 18}
+    wanted = {"training": False, "zeros": 0.5, "opset_version": 18, "verbose": False, "external_data": False}
+    assert seen == {"path": str(tmp_path / "net.onnx"), **wanted}
     assert model.training
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert scheduler.compute_sparse_rate(model) == pytest.approx(0.5, abs=1e-3)
     with pytest.raises(FileFormatError, match="folder does not exist"):
         scheduler.export_sparse_onnx(model, torch.randn(1, 3, 8, 8), tmp_path / "no" / "net.onnx")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_onnx_file_has_the_zeros_and_computes_the_same(name, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    run = Run(name).begin().go(range(STEPS))
+    if name == "probmask":
+        run.scheduler.fix_model_subnet(run.model)
+    images, _ = batch(0)
+    run.scheduler.export_sparse_onnx(torch.compile(run.model, backend="eager"), images, tmp_path / "net")
+    assert run.model.training
+    assert [file.name for file in tmp_path.iterdir()] == ["net.onnx"]
+    file = onnx.load(tmp_path / "net.onnx")
+    written = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in file.graph.initializer}
+    session = runtime.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
+    (output,) = session.run(None, {file.graph.input[0].name: images.numpy()})
+    model, spec = run.scheduler.export_sparse_model(run.model)
+    model.eval()
+    torch.testing.assert_close(torch.from_numpy(output), model(images).detach(), atol=1e-5, rtol=1e-4)
+    assert "conv2.weight" in spec
+    for layer, tesa in spec.items():
+        # a batch norm may be folded into the convolution before it; a zero stays one
+        assert float((written[layer] == 0).mean()) == pytest.approx(1 - tesa.density, abs=1e-9), layer

@@ -115,10 +115,10 @@ def test_probmask_is_deterministic_in_evaluation_and_when_fixed():
 
 def test_the_projection_has_the_published_values():
     scores = torch.tensor([1.0, 0.9, 0.5, 0.1])
-    assert project_scores([scores], 1.5) == pytest.approx(0.3)
+    assert float(project_scores([scores], 1.5)) == pytest.approx(0.3)
     torch.testing.assert_close(scores, torch.tensor([0.7, 0.6, 0.2, 0.0]))
     low = torch.tensor([0.2, -0.1, 1.2])
-    assert project_scores([low], 2.0) == 0
+    assert float(project_scores([low], 2.0)) == 0
     assert low.tolist() == pytest.approx([0.2, 0.0, 1.0])
 
 
@@ -191,6 +191,16 @@ def test_nm_runs_along_input_channels_of_any_layer():
         NM(2, 4, axis).validate(mask)
     NM(1, 8).validate(NMMaskGenerator(1, 8).generate_mask(torch.randn(4, 16), 0.9))
     assert bool(NMMaskGenerator().generate_mask(torch.randn(4, 16), 0.0).all())
+
+
+def test_filter_generators_take_structured_and_nothing_but_true():
+    weight = torch.randn(8, 4, 3, 3)
+    for generator in (FPGMMaskGenerator, NuclearMaskGenerator):
+        assert torch.equal(
+            generator(structured=True).generate_mask(weight, 0.5), generator().generate_mask(weight, 0.5)
+        )
+        with pytest.raises(ValueRangeError, match="structured=False"):
+            generator(structured=False)
 
 
 def test_generators_of_learnt_masks_say_so():

@@ -52,6 +52,30 @@ def test_the_budget_is_met_to_the_last_element_and_no_layer_is_emptied(allocatio
     assert sparsity == 1 or all(count < layer.units for count, layer in zip(counts, layers, strict=True))
 
 
+@given(networks(), st.floats(0, 0.99), st.integers(0, 20), st.sampled_from(["none", "l2", "lamp"]))
+def test_a_floor_keeps_as_many_units_of_every_layer(layers, sparsity, floor, normalize):
+    budget = round(sparsity * sum(layer.elements for layer in layers))
+    room = sum(max(0, layer.units - max(1, floor)) for layer in layers)
+    if budget > room:
+        with pytest.raises(ValueRangeError, match="may be pruned"):
+            Global(normalize=normalize, floor=floor).counts(layers, sparsity)
+        return
+    counts = Global(normalize=normalize, floor=floor).counts(layers, sparsity)
+    assert sum(counts) == budget
+    assert all(layer.units - count >= min(floor, layer.units) for count, layer in zip(counts, layers, strict=True))
+
+
+def test_a_floor_spares_a_layer_of_low_scores_and_is_checked():
+    layers = [Candidate("low", (8,), 8, torch.full((8,), 0.01)), Candidate("high", (32,), 32, torch.rand(32) + 1)]
+    assert Global().counts(layers, 0.5) == [7, 13]
+    assert Global(floor=5).counts(layers, 0.5) == [3, 17]
+    for floor in (-1, 0.5, True):
+        with pytest.raises(ValueRangeError, match="floor is"):
+            Global(floor=floor)
+    with pytest.raises(ValueRangeError, match="may be pruned"):
+        Global(floor=1).counts(layers, 1.0)
+
+
 @given(networks(), st.floats(0, 1))
 def test_uniform_prunes_each_layer_by_the_same_fraction_and_empties_none(layers, sparsity):
     for count, layer in zip(Uniform().counts(layers, sparsity), layers, strict=True):

@@ -340,3 +340,21 @@ def test_bad_input_is_named():
         Sparsifier(model, 0.5).update()
     assert Masks(layers).sparsity == 0
     assert bool(Masks(layers)["0.weight"].all())
+
+
+def test_two_of_four_is_reached_gradually_and_never_overshot():
+    """Each event prunes more of the groups, and what it prunes lies within the final pattern's reach."""
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    schedule = Schedule.linear(0.5, begin=0, end=5)
+    sparsifier = Sparsifier(model, schedule, pattern="2:4").attach(optimizer)
+    for step in range(7):
+        train_step(model, optimizer, step)
+        sparsifier.step()
+        wanted = schedule.at(step)
+        for layer in sparsifier.layers:
+            mask = sparsifier.masks[layer.name]
+            assert int((~mask).sum()) == round(wanted * mask.numel())
+            assert int((~mask).unflatten(1, (-1, 4)).sum(2).max()) <= 2
+    for layer in sparsifier.layers:
+        NM(2, 4).validate(sparsifier.masks[layer.name])

@@ -1,6 +1,7 @@
 """Sparse modules for people: drop-ins for dense ones that choose their kernel by measurement."""
 
 from sparta.nn.attention import SeqlenDynamicSparseAttention, SparseAttention
+from sparta.nn.conv import SparseConv1d, SparseConv2d
 from sparta.nn.linear import SparseLinear
 from sparta.nn.matmul import SparseBatchMatMul
 from sparta.nn.moe import DynamicSparseMoE
@@ -15,6 +16,8 @@ __all__ = [
     "SeqlenDynamicSparseAttention",
     "SparseAttention",
     "SparseBatchMatMul",
+    "SparseConv1d",
+    "SparseConv2d",
     "SparseLinear",
     "SparseSoftmax",
     "build",

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 
+from sparta.nn.conv import SparseConv1d, SparseConv2d
 from sparta.nn.linear import SparseLinear
 from sparta.nn.operator import OperatorBase
 from sparta.tesa.spec import Spec
 
 __all__ = ["swap"]
 
+_MODULES: dict[type[nn.Module], Callable[..., OperatorBase]] = {
+    nn.Linear: SparseLinear,
+    nn.Conv1d: SparseConv1d,
+    nn.Conv2d: SparseConv2d,
+}
+
 
 def swap(model: nn.Module, spec: Spec | None = None) -> dict[str, OperatorBase]:
-    """Replace every linear layer whose weight the spec prunes by a `SparseLinear`, in place.
+    """Replace every linear layer and convolution whose weight the spec prunes by its sparse module, in place.
 
     Parameters
     ----------
@@ -24,8 +33,8 @@ def swap(model: nn.Module, spec: Spec | None = None) -> dict[str, OperatorBase]:
     Returns
     -------
     dict
-        The new modules by name. Layers that are subclasses of `nn.Linear` are left alone, since whoever made them may
-        not call them as a linear layer.
+        The new modules by name. Subclasses of `nn.Linear` and of convolutions are left alone, since whoever made them
+        may not call them as such.
 
     Examples
     --------
@@ -38,9 +47,10 @@ def swap(model: nn.Module, spec: Spec | None = None) -> dict[str, OperatorBase]:
     swapped: dict[str, OperatorBase] = {}
     for path, module in list(model.named_modules()):
         weight = f"{path}.weight" if path else "weight"
-        if not path or type(module) is not nn.Linear or weight not in tesas:
+        make = _MODULES.get(type(module))
+        if not path or make is None or weight not in tesas:
             continue
         parent, _, name = path.rpartition(".")
-        swapped[path] = SparseLinear(module, weight_mask=tesas[weight]).train(module.training)
+        swapped[path] = make(module, weight_mask=tesas[weight]).train(module.training)
         model.get_submodule(parent).register_module(name, swapped[path])
     return swapped

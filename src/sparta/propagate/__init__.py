@@ -17,6 +17,7 @@ from sparta.propagate.capture import Captured, CaptureError, capture
 from sparta.propagate.compact import CompactModel, Origin
 from sparta.propagate.registry import rule
 from sparta.propagate.result import PropagationResult
+from sparta.propagate.structured import PruningReport, prune_structured
 
 __all__ = [
     "CaptureError",
@@ -24,9 +25,11 @@ __all__ = [
     "CompactModel",
     "Origin",
     "PropagationResult",
+    "PruningReport",
     "capture",
     "compact",
     "propagate",
+    "prune_structured",
     "rule",
 ]
 

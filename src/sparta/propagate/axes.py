@@ -15,39 +15,54 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
+from sparta.propagate import probing
 from sparta.propagate.engine import Facts
 from sparta.propagate.known import any_over
 from sparta.propagate.op import Op, dynamic_dims, is_tensor, place, shape_of, tensor_inputs
 from sparta.propagate.registry import rule_for
 from sparta.tesa.grid import Grid
 
-__all__ = ["Axes", "slice_values"]
+__all__ = ["Axes", "Tie", "constant_of_slice", "slice_values"]
 
 _LOOKS_AT_SHAPE = frozenset({torch.ops.aten.sym_size.int, torch.ops.aten._assert_tensor_metadata.default})
 
 
 @dataclass(frozen=True)
-class _Tie:
-    """A relation of one axis with several others."""
+class Tie:
+    """A relation of one axis with several others: a ``"product"``, a ``"concat"``, or a ``"select"`` by an index."""
 
     kind: str
     whole: int
     parts: tuple[int, ...]
     node: fx.Node
+    index: Tensor | None = None
 
 
 @dataclass
 class Axes:
-    """The axes of a graph, their ties, and who keeps what."""
+    """The axes of a graph, their ties, and who keeps what.
+
+    Parameters
+    ----------
+    shapes_only
+        Ask what could be cut if it were zero, whatever the values are.
+    ties
+        What rules said of axes that are products, concatenations or selections of others.
+    sums
+        The axes that each op sums over.
+    """
 
     facts: Facts
     graph: fx.Graph
+    shapes_only: bool = False
+    ties: list[Tie] = field(default_factory=list)
+    sums: dict[fx.Node, set[int]] = field(default_factory=dict)
     _ids: dict[tuple[fx.Node, int], int] = field(default_factory=dict)
     _parent: list[int] = field(default_factory=list)
     _sizes: list[int] = field(default_factory=list)
     _keep: dict[int, Tensor] = field(default_factory=dict)
     _needs: list[tuple[int, Tensor, str]] = field(default_factory=list)
-    _ties: list[_Tie] = field(default_factory=list)
+    _live: list[tuple[int, Tensor, fx.Node]] = field(default_factory=list)
 
     # ------------------------------------------------------------------ what rules say
 
@@ -70,7 +85,7 @@ class Axes:
 
     def equal(self, first: int, second: int) -> None:
         """Cut both axes alike."""
-        a, b = self._find(first), self._find(second)
+        a, b = self.find(first), self.find(second)
         self._parent[max(a, b)] = min(a, b)
 
     def broadcast(self, operand: fx.Node, out: fx.Node) -> None:
@@ -88,11 +103,15 @@ class Axes:
 
     def product(self, whole: int, factors: Sequence[int], node: fx.Node) -> None:
         """Let an axis be the flattened product of others: its kept indices must be a product as well."""
-        self._ties.append(_Tie("product", whole, tuple(factors), node))
+        self.ties.append(Tie("product", whole, tuple(factors), node))
 
     def concat(self, whole: int, parts: Sequence[int], node: fx.Node) -> None:
         """Let an axis be others end to end."""
-        self._ties.append(_Tie("concat", whole, tuple(parts), node))
+        self.ties.append(Tie("concat", whole, tuple(parts), node))
+
+    def select(self, whole: int, part: int, index: Tensor, node: fx.Node) -> None:
+        """Let an axis be ``whole[index]``: what is kept of it must be kept of the whole, and not the other way."""
+        self.ties.append(Tie("select", whole, (part,), node, index))
 
     def keep(self, axis: int, reason: str, where: Tensor | None = None) -> None:
         """Keep all indices of an axis, or those that `where` flags."""
@@ -108,12 +127,18 @@ class Axes:
 
     def absorb(self, node: fx.Node, dim: int, by: fx.Node, *, fold: bool) -> None:
         """Say that an op sums over a dim: cut constants must be 0, or (`fold`) the same along all other dims."""
+        self.sums.setdefault(by, set()).add(self.of(node, dim))
+        if self.shapes_only:
+            return
         nonzero, uniform, _ = slice_values(self.facts, node, dim)
         stuck = nonzero & ~uniform if fold else nonzero
         self.keep(self.of(node, dim), f"{place(by)} cannot fold the constants into its bias", stuck)
 
     def absorb_pair(self, first: tuple[fx.Node, int], second: tuple[fx.Node, int], by: fx.Node) -> None:
         """Say that an op sums over a dim of two tensors: a cut index must be 0 (or dead) on one side."""
+        self.sums.setdefault(by, set()).add(self.of(*first))
+        if self.shapes_only:
+            return
         stuck = torch.ones(shape_of(first[0])[first[1]], dtype=torch.bool)
         for node, dim in (first, second):
             nonzero, _, live = slice_values(self.facts, node, dim)
@@ -126,18 +151,28 @@ class Axes:
     def solved(cls, facts: Facts, graph: fx.Graph, round_to: int = 1) -> Axes:
         """Return the axes of a graph with the largest cut that all its ops allow."""
         axes = cls(facts, graph)
-        for node in graph.nodes:
-            axes._start(node)
-        for node in graph.nodes:
-            axes._tie(node)
-        for root in {axes._find(a) for a in range(len(axes._parent))}:
-            axes._keep[root] = torch.zeros(axes._sizes[root], dtype=torch.bool)
-        for axis, mask, _ in axes._needs:
-            axes._keep[axes._find(axis)] |= mask
-        axes.settle()
+        axes._solve()
         if round_to > 1:
             axes._round(round_to)
         return axes
+
+    @classmethod
+    def cuttable(cls, facts: Facts, graph: fx.Graph) -> Axes:
+        """Return the axes of a graph in which only that is kept which could not be cut whatever the values were."""
+        axes = cls(facts, graph, shapes_only=True)
+        axes._solve()
+        return axes
+
+    def _solve(self) -> None:
+        for node in self.graph.nodes:
+            self._start(node)
+        for node in self.graph.nodes:
+            self._tie(node)
+        for root in self.roots():
+            self._keep[root] = torch.zeros(self._sizes[root], dtype=torch.bool)
+        for axis, mask, _ in [*self._needs, *self._live]:
+            self._keep[self.find(axis)] |= mask
+        self.settle()
 
     def _start(self, node: fx.Node) -> None:
         """Keep what is live of a node, and the whole of what the caller sees."""
@@ -149,18 +184,18 @@ class Axes:
                 self.keep_all(node, "an input of the model")
             for dim in dynamic_dims(node):
                 self.keep(self.of(node, dim), "a dynamic dim")
-            if node.op == "call_function":
+            if node.op == "call_function" and not self.shapes_only:
                 tesa = self.facts.tesa(node)
                 live = Grid(tesa.shape, tesa.state.block, tesa.state.cells == 0)
                 for dim in range(tesa.ndim):
-                    self.keep(self.of(node, dim), f"live in {place(node)}", _flags(live, dim))
+                    self._live.append((self.of(node, dim), _flags(live, dim), node))
 
     def _tie(self, node: fx.Node) -> None:
         if node.op not in {"call_function", "call_module"} or node.target in _LOOKS_AT_SHAPE:
             return
         if str(node.target) == "_guards_fn":
             return
-        rule = rule_for("axes", node.target)
+        rule = rule_for("axes", node.target) or (probing.axes if self.facts.probes(node) else None)
         inputs = tensor_inputs(node)
         if rule is not None and all(is_tensor(n) for n in inputs) and all(0 not in shape_of(n) for n in inputs):
             rule(Op(node, self.facts), self)
@@ -173,12 +208,12 @@ class Axes:
         changed = True
         while changed:
             changed = False
-            for tie in self._ties:
-                changed |= self._product(tie) if tie.kind == "product" else self._concat(tie)
+            for tie in self.ties:
+                changed |= _SETTLE[tie.kind](self, tie)
 
-    def _product(self, tie: _Tie) -> bool:
+    def _product(self, tie: Tie) -> bool:
         sizes = [self._sizes[p] for p in tie.parts]
-        flags = self._keep[self._find(tie.whole)].reshape(sizes)
+        flags = self._keep[self.find(tie.whole)].reshape(sizes)
         box = torch.ones(sizes, dtype=torch.bool)
         changed = False
         for position, part in enumerate(tie.parts):
@@ -186,23 +221,29 @@ class Axes:
             line = flags.any(dim=others) if others else flags
             changed |= self._add(part, line, tie.node)
             view = [-1 if d == position else 1 for d in range(len(sizes))]
-            box = box & self._keep[self._find(part)].reshape(view)
+            box = box & self._keep[self.find(part)].reshape(view)
         return self._add(tie.whole, box.reshape(-1), tie.node) or changed
 
-    def _concat(self, tie: _Tie) -> bool:
+    def _concat(self, tie: Tie) -> bool:
         sizes = [self._sizes[p] for p in tie.parts]
         changed = False
-        for part, piece in zip(tie.parts, torch.split(self._keep[self._find(tie.whole)], sizes), strict=True):
+        for part, piece in zip(tie.parts, torch.split(self._keep[self.find(tie.whole)], sizes), strict=True):
             changed |= self._add(part, piece.clone(), tie.node)
-        whole = torch.cat([self._keep[self._find(p)] for p in tie.parts])
+        whole = torch.cat([self._keep[self.find(p)] for p in tie.parts])
         return self._add(tie.whole, whole, tie.node) or changed
 
+    def _select(self, tie: Tie) -> bool:
+        taken = torch.zeros(self._sizes[tie.whole], dtype=torch.bool)
+        if tie.index is not None:
+            taken[tie.index[self._keep[self.find(tie.parts[0])]]] = True
+        return self._add(tie.whole, taken, tie.node)
+
     def _add(self, axis: int, flags: Tensor, node: fx.Node) -> bool:
-        old = self._keep[self._find(axis)]
+        old = self._keep[self.find(axis)]
         news = flags & ~old
         if not bool(news.any()):
             return False
-        self._keep[self._find(axis)] = old | flags
+        self._keep[self.find(axis)] = old | flags
         self._needs.append((axis, news, f"{place(node)} needs equal pieces"))
         return True
 
@@ -211,7 +252,7 @@ class Axes:
         while True:
             grown = False
             for (node, dim), axis in self._ids.items():
-                flags = self._keep[self._find(axis)]
+                flags = self._keep[self.find(axis)]
                 count = int(flags.sum())
                 wanted = min(math.ceil(count / multiple) * multiple, len(flags))
                 if count in (0, wanted) or node.op != "get_attr":
@@ -219,7 +260,7 @@ class Axes:
                 back = (~flags).nonzero().flatten()[: wanted - count]
                 more = torch.zeros_like(flags)
                 more[back] = True
-                self._keep[self._find(axis)] = flags | more
+                self._keep[self.find(axis)] = flags | more
                 self._needs.append((axis, more, f"rounding up to a multiple of {multiple}"))
                 grown = True
                 del dim
@@ -231,7 +272,7 @@ class Axes:
 
     def kept(self, node: fx.Node, dim: int) -> Tensor:
         """Return which indices of a tensor's dim are kept: bool of shape ``(size,)``."""
-        return self._keep[self._find(self.of(node, dim))]
+        return self._keep[self.find(self.of(node, dim))]
 
     def is_cut(self, node: fx.Node) -> bool:
         """Whether anything is cut out of a tensor."""
@@ -242,7 +283,7 @@ class Axes:
         found = [
             (str(node.target), dim)
             for (node, dim), axis in self._ids.items()
-            if node.op == "get_attr" and self._sizes[axis] and not bool(self._keep[self._find(axis)].any())
+            if node.op == "get_attr" and self._sizes[axis] and not bool(self._keep[self.find(axis)].any())
         ]
         return sorted(found)
 
@@ -256,18 +297,62 @@ class Axes:
 
     def reasons(self, node: fx.Node, dim: int, where: Tensor) -> dict[str, Tensor]:
         """Return who keeps the flagged indices of a tensor's dim: for each reason the indices."""
-        root = self._find(self.of(node, dim))
+        root = self.find(self.of(node, dim))
         found: dict[str, Tensor] = {}
+        join = self._join(node, root)
+        for axis, mask, writer in self._live:
+            if self.find(axis) == root and self._is_source(writer, root) and bool((mask & where).any()):
+                reason = f"{join} joins it with {place(writer)}" if join else f"live in {place(writer)}"
+                found[reason] = found.get(reason, torch.zeros_like(where)) | (mask & where)
         for axis, mask, reason in self._needs:
-            if self._find(axis) == root and bool((mask & where).any()):
+            if self.find(axis) == root and bool((mask & where).any()):
                 found[reason] = found.get(reason, torch.zeros_like(where)) | (mask & where)
         return found
 
-    def _find(self, axis: int) -> int:
+    def _is_source(self, node: fx.Node, root: int) -> bool:
+        """Whether a node writes an axis instead of passing it on."""
+        inputs = [n for n in tensor_inputs(node) if n.op == "call_function" and is_tensor(n)]
+        return node in self.sums or not any(self._carries(n, root) for n in inputs)
+
+    def _carries(self, node: fx.Node, root: int) -> bool:
+        return any(self.find(self.of(node, d)) == root for d in range(len(shape_of(node))))
+
+    def _join(self, node: fx.Node, root: int) -> str:
+        """Return the first op behind a tensor that joins the axis with another value, for people; "" for none."""
+        queue, seen = list(node.users), {node}
+        while queue:
+            user = queue.pop(0)
+            if user in seen or user.op != "call_function" or not is_tensor(user) or not self._carries(user, root):
+                continue
+            seen.add(user)
+            inputs = [n for n in tensor_inputs(user) if n.op != "get_attr" and is_tensor(n) and self._carries(n, root)]
+            if len(inputs) > 1:
+                return place(user)
+            queue += list(user.users)
+        return ""
+
+    def roots(self) -> list[int]:
+        """Return one axis for each set of axes that are equal."""
+        return [a for a in range(len(self._parent)) if self.find(a) == a]
+
+    def members(self, axis: int) -> list[tuple[fx.Node, int]]:
+        """Return the dims of tensors that are on an axis."""
+        root = self.find(axis)
+        return [place for place, own in self._ids.items() if self.find(own) == root]
+
+    def flags(self, axis: int) -> Tensor:
+        """Return which indices of an axis are kept: bool of shape ``(size,)``."""
+        return self._keep[self.find(axis)]
+
+    def find(self, axis: int) -> int:
+        """Return the axis that stands for all that are equal to this one."""
         while self._parent[axis] != axis:
             self._parent[axis] = self._parent[self._parent[axis]]
             axis = self._parent[axis]
         return axis
+
+
+_SETTLE = {"product": Axes._product, "concat": Axes._concat, "select": Axes._select}
 
 
 def slice_values(facts: Facts, node: fx.Node, dim: int) -> tuple[Tensor, Tensor, Tensor]:

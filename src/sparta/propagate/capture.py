@@ -52,6 +52,8 @@ class Captured:
         The example inputs.
     dynamic_shapes
         As given to :func:`capture`.
+    train
+        Whether this is the model as it is trained: batch norms use the batch's statistics, dropout is on.
     """
 
     module: fx.GraphModule
@@ -61,11 +63,16 @@ class Captured:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     dynamic_shapes: Any
+    train: bool = False
 
     @property
     def graph(self) -> fx.Graph:
         """The graph: ``get_attr`` nodes are the model's tensors, ``placeholder`` nodes the (flattened) inputs."""
         return self.module.graph
+
+    def arguments(self, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:  # noqa: ANN401 - as `capture` takes them
+        """Return inputs that are given as example inputs are as positional and keyword arguments."""
+        return _arguments(given, None)
 
     def nodes(self) -> dict[str, fx.Node]:
         """Return the node of each tensor of the model that the graph uses, by the tensor's name."""
@@ -78,8 +85,9 @@ def capture(
     dynamic_shapes: Any = None,  # noqa: ANN401 - what torch.export takes
     *,
     kwargs: Mapping[str, Any] | None = None,
+    train: bool = False,
 ) -> Captured:
-    """Trace `model` in eval mode into one graph; the model's own mode is restored afterwards.
+    """Trace `model` into one graph; the model's own mode is restored afterwards.
 
     Parameters
     ----------
@@ -90,6 +98,8 @@ def capture(
         of the example only.
     kwargs
         Keyword arguments next to positional ones.
+    train
+        Trace the model as it is trained instead of as it is used (eval mode).
 
     Examples
     --------
@@ -101,7 +111,7 @@ def capture(
     ['0.bias', '0.weight']
     """
     args, keywords = _arguments(example_inputs, kwargs)
-    with _eval_mode(model):
+    with _mode(model, train=train):
         exported = _export(model, args, keywords, dynamic_shapes)
     module = exported.module()
     if not isinstance(module, fx.GraphModule):
@@ -117,7 +127,7 @@ def capture(
     _drop_unused(module.graph)
     module.recompile()
     literals = _literals(module, tensors)
-    return Captured(module, tensors, literals, tied, args, keywords, dynamic_shapes)
+    return Captured(module, tensors, literals, tied, args, keywords, dynamic_shapes, train)
 
 
 def _literals(module: fx.GraphModule, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -143,10 +153,10 @@ def _arguments(given: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any,
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch every module to eval mode and each back to its own."""
+def _mode(model: nn.Module, *, train: bool) -> Iterator[None]:
+    """Switch every module to one mode and each back to its own."""
     modes = {module: module.training for module in model.modules()}
-    model.eval()
+    model.train(train)
     try:
         yield
     finally:

@@ -7,7 +7,8 @@ the compact model is run next to the masked dense one, on the example and on oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from sparta.propagate.edit import Edit
 from sparta.propagate.engine import Facts
 from sparta.propagate.op import Op, is_tensor, shape_of
 from sparta.propagate.registry import rule_for
+from sparta.propagate.seams import Seams
 
 __all__ = ["CompactModel", "Origin", "compacted", "masked_tensors"]
 
@@ -65,7 +67,14 @@ class CompactModel(fx.GraphModule):
 
 
 def compacted(
-    captured: Captured, facts: Facts, axes: Axes, *, allow_empty: bool = False, check: bool = True
+    captured: Captured,
+    facts: Facts,
+    axes: Axes,
+    *,
+    allow_empty: bool = False,
+    check: bool = True,
+    seams: float | None = None,
+    round_to: int = 1,
 ) -> CompactModel:
     """Return the compact model of a captured one.
 
@@ -75,6 +84,11 @@ def compacted(
         Keep one index of a dim of which nothing would remain, instead of an error.
     check
         Compare with the masked dense model before returning.
+    seams
+        Gather what a layer reads and scatter what it writes where its neighbours need more, if that saves this many
+        multiply-adds for each element that is moved; None: never.
+    round_to
+        Sizes at seams are multiples of this.
     """
     empty = axes.empty_tensors()
     if empty and not allow_empty:
@@ -101,6 +115,8 @@ def compacted(
             graph.erase_node(copies[node])
     masked = masked_tensors(captured, facts)
     mapping, tensors = _sliced(captured, axes, edit, masked)
+    if seams is not None:
+        _sew(graph, mapping, tensors, seams, round_to)
     for node in graph.nodes:
         node.meta.pop("val", None)  # sizes of before the cut
     root = _tree(captured, tensors)
@@ -115,6 +131,25 @@ def compacted(
     return small
 
 
+def _sew(graph: fx.Graph, mapping: dict[str, Origin], tensors: dict[str, Tensor], worth: float, round_to: int) -> None:
+    """Make the seams that pay, and keep track of where the rest of each weight came from."""
+
+    def cut(name: str, dim: int, index: Tensor) -> None:
+        old = mapping[name]
+        before = old.kept[dim]
+        kept = index if before is None else before[index]
+        mapping[name] = Origin(old.name, (*old.kept[:dim], kept, *old.kept[dim + 1 :]))
+        tensors[name] = tensors[name].index_select(dim, index.to(tensors[name].device))
+
+    def literal(index: Tensor) -> str:
+        name = f"_seam_{sum(key.startswith('_seam_') for key in tensors)}"
+        device = next(iter(tensors.values())).device
+        mapping[name], tensors[name] = Origin(None, ()), index.to(device)
+        return name
+
+    Seams(tensors, worth, round_to, cut, literal).sew(graph)
+
+
 def _touched(axes: Axes, node: fx.Node) -> bool:
     """Whether the cut reaches an op: its inputs or its output are smaller."""
     tensors = [n for n in (node, *node.all_input_nodes) if is_tensor(n) and 0 not in shape_of(n)]
@@ -125,11 +160,8 @@ def masked_tensors(captured: Captured, facts: Facts) -> dict[str, Tensor]:
     """Return the model's tensors that the graph uses, with the constants of the given TeSAs in their places."""
     found = {}
     for name in captured.nodes():
-        tensor = facts.tensors.get(name)
-        if tensor is None:
-            continue
-        given = facts.given.get(name)
-        found[name] = tensor.detach() if given is None or tensor.is_meta else given.apply(tensor.detach())
+        if name in facts.tensors:
+            found[name] = facts.masked(name)
     return found
 
 
@@ -152,6 +184,9 @@ def _sliced(
             mapping[name] = origin = _origin(axes, str(bias.target), bias)
             kept = origin.take(masked[str(bias.target)])
             tensors[name] = (kept.to(torch.float64).cpu() + shift).to(kept)
+    device = next((t.device for t in tensors.values()), torch.device("cpu"))
+    for name, value in edit.literals.items():
+        mapping[name], tensors[name] = Origin(None, ()), value.to(device)
     return mapping, tensors
 
 
@@ -189,14 +224,49 @@ def _tree(captured: Captured, tensors: Mapping[str, Tensor]) -> nn.Module:
 def check_equal(captured: Captured, masked: Mapping[str, Tensor], small: nn.Module) -> float:
     """Raise :class:`CheckError` unless both models agree on the example and on other inputs; returns the difference."""
     worst = 0.0
+    state = {name: buffer.clone() for name, buffer in small.named_buffers()}
     for args, kwargs in (_inputs(captured), _inputs(captured, seed=0)):
-        with torch.no_grad():
-            expected = torch.func.functional_call(captured.module, dict(masked), args, kwargs)
-            actual = small(*args, **kwargs)
+        # A forward in train mode writes to buffers: both sides get copies.
+        own = {n: t if isinstance(captured.tensors.get(n), nn.Parameter) else t.clone() for n, t in masked.items()}
+        with torch.no_grad(), _without_dropout(captured.module), _without_dropout(small):
+            expected = torch.func.functional_call(captured.module, own, args, kwargs)
+            actual = torch.func.functional_call(small, {n: t.clone() for n, t in state.items()}, args, kwargs)
         for one, two in zip(pytree.tree_leaves(expected), pytree.tree_leaves(actual), strict=True):
             if isinstance(one, Tensor):
                 worst = max(worst, _difference(one, two))
     return worst
+
+
+_DROPOUT = {
+    torch.ops.aten.dropout.default: "p",
+    torch.ops.aten.feature_dropout.default: "p",
+    torch.ops.aten.scaled_dot_product_attention.default: "dropout_p",
+}
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Set the probabilities of all dropout ops to 0 for a while: two models do not drop the same elements."""
+    if not isinstance(model, fx.GraphModule):
+        yield
+        return
+    changed: list[tuple[fx.Node, int, Any]] = []
+    for node in model.graph.nodes:
+        name = _DROPOUT.get(node.target)
+        position = [a.name for a in node.target._schema.arguments].index(name) if name else 0
+        if name and position < len(node.args) and node.args[position]:
+            changed.append((node, position, node.args[position]))
+    try:
+        for node, position, _ in changed:
+            node.update_arg(position, 0.0)
+        if changed:
+            model.recompile()
+        yield
+    finally:
+        for node, position, value in changed:
+            node.update_arg(position, value)
+        if changed:
+            model.recompile()
 
 
 def _difference(expected: Tensor, actual: Tensor) -> float:

@@ -30,11 +30,14 @@ class Edit:
         The node of the copy for each node of the original.
     biases
         New or changed biases: name, the bias it replaces or None, the weight it goes with, what is added to it.
+    literals
+        New constant tensors of the copy, such as an index that is counted in kept positions.
     """
 
     axes: Axes
     copies: Mapping[fx.Node, fx.Node]
     biases: dict[str, tuple[fx.Node | None, fx.Node, Tensor]] = field(default_factory=dict)
+    literals: dict[str, Tensor] = field(default_factory=dict)
 
     def kept(self, node: fx.Node, dim: int) -> Tensor:
         """Return the kept indices of a dim, ascending."""
@@ -63,7 +66,7 @@ class Edit:
         """Replace an op by another one; the arguments are in terms of the original graph."""
         copy = self.copies[node]
         copy.target = target
-        copy.args = fx.map_arg(args, lambda n: self.copies[n])
+        copy.args = fx.map_arg(args, lambda n: self.copies.get(n, n))
         copy.kwargs = {}
 
     def after(self, node: fx.Node, target: Any, value: Any) -> None:  # noqa: ANN401
@@ -82,6 +85,18 @@ class Edit:
             fetch = copy.graph.get_attr(name)
         self.set(node, argument, fetch)
 
+    def positions(self, source: tuple[fx.Node, int], index: Tensor) -> Tensor:
+        """Return where indices of a tensor's dim, all of them kept, are after the cut."""
+        return (self.axes.kept(*source).cumsum(0) - 1)[index]
+
+    def literal(self, node: fx.Node, value: Tensor) -> fx.Node:
+        """Return a node of the copy that holds a constant tensor, to be used by the copy of `node`."""
+        name = f"_literal_{len(self.literals)}"
+        self.literals[name] = value
+        copy = self.copies[node]
+        with copy.graph.inserting_before(copy):
+            return copy.graph.get_attr(name)
+
     def _new_name(self, weight: fx.Node) -> str:
         path, _, _ = str(weight.target).rpartition(".")
         base = f"{path}.bias" if path else "bias"
@@ -91,6 +106,10 @@ class Edit:
             number += 1
             name = f"{base}_{number}"
         return name
+
+    def is_cut_along(self, node: fx.Node, dim: int) -> bool:
+        """Whether anything is cut out of a dim."""
+        return not bool(self.axes.kept(node, dim).all())
 
     def is_cut(self, node: fx.Node) -> bool:
         """Whether anything is cut out of a tensor."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 import heapq
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from sparta.propagate import probing
 from sparta.propagate.capture import Captured
 from sparta.propagate.known import Known, any_over, nothing
 from sparta.propagate.op import Op, dtype_of, dynamic_dims, is_tensor, place, shape_of, tensor_inputs
@@ -50,18 +51,23 @@ class Facts:
         Whether 0 × x is taken for 0, that is: no intermediate value is infinite or NaN.
     cell_limit
         A fact that needs more cells than this is given up.
+    as_read
+        Whether the given TeSAs were read off the tensors, which then need no masking.
     """
 
     given: Mapping[str, TeSA]
     tensors: Mapping[str, Tensor]
     assume_finite: bool = True
     cell_limit: int = 2**24
+    as_read: bool = False
     known: dict[fx.Node, Known] = field(default_factory=dict)
     observed: dict[fx.Node, Grid] = field(default_factory=dict)
     derived_by: dict[fx.Node, str] = field(default_factory=dict)
     seen_by: dict[fx.Node, dict[str, int]] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     formats: dict[fx.Node, BitFormat] = field(default_factory=dict)
+    needed: dict[fx.Node, BitFormat] = field(default_factory=dict)
+    probe: bool | frozenset[str] = False
     steps: int = 0
     _frozen: dict[fx.Node, Tensor | None] = field(default_factory=dict)
 
@@ -82,12 +88,19 @@ class Facts:
         return self._frozen[node]
 
     def _masked(self, node: fx.Node) -> Tensor | None:
-        tensor = self.tensors.get(str(node.target)) if node.op == "get_attr" else None
-        if tensor is None or tensor.is_meta or self.is_written(node):
+        if not self.has_values(node):
             return None
-        given = self.given.get(str(node.target))
-        plain = tensor.detach() if given is None else given.apply(tensor.detach())
-        return plain.cpu()
+        return self.masked(str(node.target)).cpu()
+
+    def has_values(self, node: fx.Node) -> bool:
+        """Whether a node is a parameter or buffer that has one value for good."""
+        tensor = self.tensors.get(str(node.target)) if node.op == "get_attr" else None
+        return tensor is not None and not tensor.is_meta and not self.is_written(node)
+
+    def masked(self, name: str) -> Tensor:
+        """Return a tensor of the model with the constants of its given TeSA in their places."""
+        tensor, given = self.tensors[name].detach(), self.given.get(name)
+        return tensor if given is None or self.as_read or tensor.is_meta else given.apply(tensor)
 
     def format_of(self, node: fx.Node) -> BitFormat:
         """Return the bit format of a node's elements: derived, given, or that of its dtype."""
@@ -95,8 +108,10 @@ class Facts:
             return self.formats[node]
         given = self.given.get(str(node.target)) if node.op == "get_attr" else None
         own = given.format if given is not None else None
-        if own is not None and own != ANY:
+        if own is not None and own != ANY and bit_format(dtype_of(node)) != own:
             return own
+        if node in self.needed:
+            return self.needed[node]
         return bit_format(dtype_of(node)) if dtype_of(node).is_floating_point else ANY
 
     def is_written(self, node: fx.Node) -> bool:
@@ -108,7 +123,9 @@ class Facts:
         base = TeSA.dense(shape_of(node), format=self.format_of(node))
         if node.op == "get_attr":
             given = self.given.get(str(node.target))
-            base = base if given is None else given
+            # A given format that is the dtype's own says nothing; what is derived may be smaller.
+            plain = given is not None and given.format in {ANY, bit_format(dtype_of(node))}
+            base = base if given is None else replace(given, code=base.code) if plain else given
             const, value = base._where(CONSTANT), base.value
         else:
             known = self.known_of(node)
@@ -120,13 +137,27 @@ class Facts:
         value = Grid.combine(lambda s, v: torch.where(s == CONSTANT, v, 0.0), state, value)
         return TeSA(state, value, base.code, base.scale, base.zero_point)
 
+    def probes(self, node: fx.Node) -> bool:
+        """Whether what a node does shall be found out by running it, because no rule says so and the user asked."""
+        if not self.probe or not isinstance(node.target, torch._ops.OpOverload):
+            return False
+        known = any(rule_for(direction, node.target) for direction in ("constants", "observed", "axes"))
+        wanted = self.probe is True or {str(node.target), str(node.target.overloadpacket)} & set(self.probe)
+        return bool(wanted) and not known and probing.is_pure(node.target)
+
     def note(self, node: fx.Node, text: str) -> None:
         """Remember why something could not be derived at a node."""
         self.notes.setdefault(place(node), text)
 
 
 def derive(
-    captured: Captured, given: Mapping[str, TeSA], *, assume_finite: bool = True, cell_limit: int = 2**24
+    captured: Captured,
+    given: Mapping[str, TeSA],
+    *,
+    assume_finite: bool = True,
+    cell_limit: int = 2**24,
+    as_read: bool = False,
+    probe: bool | frozenset[str] = False,
 ) -> Facts:
     """Derive all facts of a captured model from the TeSAs that are given for some of its tensors.
 
@@ -134,6 +165,10 @@ def derive(
     ----------
     given
         TeSAs by the names of :attr:`Captured.tensors`.
+    as_read
+        Whether they are the zeros that the tensors hold anyway.
+    probe
+        Ops without a rule that shall be run to find out what they do; True: all of them.
 
     Examples
     --------
@@ -147,13 +182,15 @@ def derive(
     """
     import sparta.propagate.rules  # noqa: F401 - registers the rules that come with the package
 
-    facts = Facts(given, {**captured.tensors, **captured.literals}, assume_finite, cell_limit)
+    facts = Facts(given, {**captured.tensors, **captured.literals}, assume_finite, cell_limit, as_read)
+    facts.probe = probe
     order = {node: position for position, node in enumerate(captured.graph.nodes)}
     for node in order:
         if node.op == "get_attr" and is_tensor(node):
             facts.known[node] = _known_tensor(facts, node)
     _worklist(order, 1, lambda node: _forward(facts, node))
     _worklist(order, 1, lambda node: _bits(facts, node))
+    _worklist(order, -1, lambda node: _needs(facts, node))
     _worklist(order, -1, lambda node: _backward(facts, node))
     return facts
 
@@ -178,8 +215,9 @@ def _worklist(order: Mapping[fx.Node, int], sign: int, visit: Callable[[fx.Node]
 
 def _known_tensor(facts: Facts, node: fx.Node) -> Known:
     """Return what is known of one of the model's tensors: small ones whole, large ones where they are pruned."""
-    frozen = facts.frozen(node)
-    if frozen is not None and (frozen.dim() < 2 or str(node.target) not in facts.given) and frozen.numel() <= _SMALL:
+    small = _size(node) <= _SMALL and (len(shape_of(node)) < 2 or str(node.target) not in facts.given)
+    frozen = facts.frozen(node) if small else None
+    if frozen is not None:
         return Known.of(frozen) if not frozen.is_complex() else Known.live(shape_of(node))
     given = facts.given.get(str(node.target))
     if given is None or facts.is_written(node):
@@ -194,7 +232,7 @@ def _forward(facts: Facts, node: fx.Node) -> list[fx.Node]:
     known = _computed(facts, node)
     name = "constant folding"
     if known is None:
-        rule = rule_for("constants", node.target)
+        rule = rule_for("constants", node.target) or (probing.constants if facts.probes(node) else None)
         sized = all(is_tensor(n) for n in tensor_inputs(node))
         name = getattr(rule, "__name__", "").strip("_")
         if rule is None or not sized or 0 in shape_of(node):
@@ -223,6 +261,23 @@ def _bits(facts: Facts, node: fx.Node) -> list[fx.Node]:
         return []
     facts.formats[node] = found
     return list(node.users)
+
+
+def _needs(facts: Facts, node: fx.Node) -> list[fx.Node]:
+    """Derive the bits that are enough for a node because all its users round it in the same way."""
+    if node.op == "placeholder" or not is_tensor(node) or not dtype_of(node).is_floating_point:
+        return []
+    found = set()
+    for user in node.users:
+        split = user.target in _PIECES
+        for reader in user.users if split else [user]:
+            rule = rule_for("needs", reader.target) if reader.op == "call_function" else None
+            found.add(rule(Op(reader, facts), node) if rule is not None else None)
+    wanted = found.pop() if len(found) == 1 else None
+    if wanted is None or wanted == facts.needed.get(node) or not bit_format(dtype_of(node)).holds(wanted):
+        return []
+    facts.needed[node] = wanted
+    return node.all_input_nodes
 
 
 def _same_along_dynamic(known: Known, node: fx.Node) -> Known:
@@ -292,7 +347,7 @@ def _seen_inputs(facts: Facts, node: fx.Node) -> list[tuple[fx.Node, Any]]:
     seen = facts.observed_of(node)
     if not bool(seen.cells.any()):
         return []
-    rule = rule_for("observed", node.target)
+    rule = rule_for("observed", node.target) or (probing.observed if facts.probes(node) else None)
     if rule is None or 0 in shape_of(node) or not all(is_tensor(n) for n in tensor_inputs(node)):
         return [(n, None) for n in inputs]
     stated = list(rule(Op(node, facts), seen))
@@ -322,6 +377,8 @@ _PIECES = frozenset(
     {
         *(_aten.split.Tensor, _aten.split.sizes, _aten.split_with_sizes.default, _aten.chunk.default),
         _aten.unbind.int,
+        *(_aten.topk.default, _aten.sort.default, _aten.sort.stable, _aten.max.dim, _aten.min.dim),
+        *(_aten.kthvalue.default, _aten.median.dim, _aten.cummax.default, _aten.cummin.default),
     }
 )
 _ASSERT = _aten._assert_tensor_metadata.default

@@ -7,7 +7,7 @@ is dropped by the engine after each rule, so rules need not care.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -110,6 +110,10 @@ class Op:
     def frozen(self, node: fx.Node | None) -> Tensor | None:
         """Return the values of a parameter or buffer as the masked model has them, or None for anything else."""
         return self.facts.frozen(node) if node is not None else None
+
+    def values(self, node: fx.Node | None) -> Callable[[], Tensor | None] | None:
+        """Return what gives the values of a parameter or buffer (:meth:`frozen`, when called), or None."""
+        return None if node is None or not self.facts.has_values(node) else lambda: self.facts.frozen(node)
 
     def dim(self, given: int, ndim: int | None = None) -> int:
         """Return a dim counted from the front."""

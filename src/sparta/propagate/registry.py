@@ -1,10 +1,10 @@
 """The registry of rules: one small function for an ATen op and a direction.
 
-There are five directions. ``constants`` goes from inputs to outputs, ``observed`` from outputs to inputs and from one
+There are six directions. ``constants`` goes from inputs to outputs, ``observed`` from outputs to inputs and from one
 input to another, ``axes`` says which dims of an op's tensors can only be cut together, ``rewrite`` changes an op's
-arguments once dims have been cut, and ``bits`` carries a bit format to the neighbours. The one idea to know: a missing
-rule is never an error; it means "nothing is known, everything is observed, nothing can be cut", and the diagnosis
-names the op.
+arguments once dims have been cut, ``bits`` carries a bit format forwards and ``needs`` backwards. The one idea to know:
+a missing rule is never an error; it means "nothing is known, everything is observed, nothing can be cut", and the
+diagnosis names the op.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sparta.errors import ValueRangeError, message
 
 __all__ = ["Direction", "is_pointwise", "rule", "rule_for"]
 
-Direction = Literal["constants", "observed", "axes", "rewrite", "bits"]
-_DIRECTIONS = ("constants", "observed", "axes", "rewrite", "bits")
+Direction = Literal["constants", "observed", "axes", "rewrite", "bits", "needs"]
+_DIRECTIONS = ("constants", "observed", "axes", "rewrite", "bits", "needs")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _aten = torch.ops.aten
@@ -48,9 +48,11 @@ def rule(direction: Direction, *ops: object) -> Callable[[_Function], _Function]
         ``"axes"``: ``f(op, axes) -> None``, which dims can only be cut together.
         ``"rewrite"``: ``f(op, edit) -> None``, change the op's arguments after the cut.
         ``"bits"``: ``f(op) -> BitFormat | None``, the format of the output's elements (None: its dtype's).
+        ``"needs"``: ``f(op, node) -> BitFormat | None``, the format that is enough for an input (None: its own).
     ops
         ATen overloads (``torch.ops.aten.relu.default``), packets (``torch.ops.aten.relu``: all its overloads), or
-        ops of your own made with :mod:`torch.library`.
+        ops of your own made with :mod:`torch.library`. An op of a package that may not be there is given by its name,
+        ``"transformers.grouped_mm_fallback.default"``.
 
     Examples
     --------
@@ -76,6 +78,8 @@ def rule(direction: Direction, *ops: object) -> Callable[[_Function], _Function]
 def rule_for(direction: Direction, op: object) -> Callable[..., Any] | None:
     """Return the rule of an op, or None where there is none; element-wise ops share one that torch's tags select."""
     found = _rules[direction].get(op)
+    if found is None and isinstance(op, torch._ops.OpOverload):
+        found = _rules[direction].get(str(op))
     if found is None and is_pointwise(op):
         found = _rules[direction].get("pointwise")
     return found

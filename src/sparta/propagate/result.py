@@ -26,6 +26,8 @@ from sparta.tesa.spec import Spec
 
 __all__ = ["PropagationResult"]
 
+_MOST_REASONS = 6
+
 
 @dataclass(frozen=True)
 class PropagationResult:
@@ -66,7 +68,9 @@ class PropagationResult:
         """What can be cut."""
         return Axes.solved(self.facts, self.captured.graph)
 
-    def compact(self, round_to: int = 1, *, allow_empty: bool = False, check: bool = True) -> CompactModel:
+    def compact(
+        self, round_to: int = 1, *, allow_empty: bool = False, check: bool = True, seams: float | None = 64
+    ) -> CompactModel:
         """Return a physically smaller model that computes what the masked dense model computes.
 
         Parameters
@@ -77,10 +81,15 @@ class PropagationResult:
             Keep one channel of a layer of which nothing would remain, instead of an error.
         check
             Compare with the masked dense model on the example and on other inputs before returning.
+        seams
+            Where a layer needs less than its neighbours carry (a residual stream keeps the rest), gather what it reads
+            and scatter what it writes, if that saves at least this many multiply-adds for each element that is moved;
+            None: never.
         """
         check_round_to(round_to)
         axes = Axes.solved(self.facts, self.captured.graph, round_to)
-        return compacted(self.captured, self.facts, axes, allow_empty=allow_empty, check=check)
+        options: dict[str, Any] = {"allow_empty": allow_empty, "check": check, "seams": seams, "round_to": round_to}
+        return compacted(self.captured, self.facts, axes, **options)
 
     # ------------------------------------------------------------------ telling a person
 
@@ -98,13 +107,13 @@ class PropagationResult:
     def table(self) -> str:
         """Return a row a tensor: density before and after, what can be cut, and what derived it."""
         data = self.to_dict()
-        rows: list[list[object]] = [
-            [name, _times(r["shape"]), f"{r['before']:.4f}", f"{r['after']:.4f}", _times(r["compact"]), r["because"]]
-            for name, r in data["tensors"].items()
-        ]
+        rows: list[list[object]] = []
+        for name, r in data["tensors"].items():
+            sizes = _times(r["shape"]), f"{r['before']:.4f}", f"{r['after']:.4f}", _times(r["compact"])
+            rows.append([name, *sizes, r["because"], self._blocked(name)])
         counts = f"{data['parameters']} → {data['parameters_compact']}"
-        rows.append([f"{len(data['tensors'])} tensors", counts, "", "", "", ""])
-        text = table(["tensor", "shape", "before", "after", "compact", "because"], rows)
+        rows.append([f"{len(data['tensors'])} tensors", counts, "", "", "", "", ""])
+        text = table(["tensor", "shape", "before", "after", "compact", "because", "the rest is kept by"], rows)
         if data["notes"]:
             text += "\n\n" + table(["where", "not derived"], [[k, v] for k, v in data["notes"].items()])
         return text
@@ -139,15 +148,36 @@ class PropagationResult:
 
     # ------------------------------------------------------------------ inside
 
+    def _blocked(self, name: str) -> str:
+        """Return the first reason why slices of a tensor without live elements stay."""
+        node = self._nodes[name]
+        tesa = self.facts.tesa(node)
+        for dim in range(len(shape_of(node))) if tesa.density < 1 else []:
+            idle = self._idle(node, dim, tesa)
+            reasons = self.axes.reasons(node, dim, idle) if bool(idle.any()) else {}
+            if reasons:
+                reason, where = max(reasons.items(), key=lambda item: int(item[1].sum()))
+                return f"dim {dim}, {_ranges(where)}: {reason}"
+        return ""
+
+    def _idle(self, node: fx.Node, dim: int, tesa: TeSA) -> Tensor:
+        """Return which indices of a dim stay although nothing there is live."""
+        live = tesa.kept_blocks([1 if d == dim else max(1, s) for d, s in enumerate(tesa.shape)]).reshape(-1)
+        return self.axes.kept(node, dim) & ~live
+
     def _why_kept(self, node: fx.Node, dim: int, tesa: TeSA) -> list[str]:
         kept = self.axes.kept(node, dim)
         lines = [f"  dim {dim}: {int(kept.sum())} of {len(kept)} indices stay"]
-        live = tesa.kept_blocks([1 if d == dim else max(1, s) for d, s in enumerate(tesa.shape)]).reshape(-1)
-        idle = kept & ~live
+        idle = self._idle(node, dim, tesa)
         if not bool(idle.any()):
             return lines
-        for reason, where in self.axes.reasons(node, dim, idle).items():
+        reasons = self.axes.reasons(node, dim, idle)
+        # Whoever keeps most comes first; a long residual stream has dozens of writers.
+        ordered = sorted(reasons.items(), key=lambda item: -int(item[1].sum()))
+        for reason, where in ordered[:_MOST_REASONS]:
             lines.append(f"    {_ranges(where)} not live here, kept alive: {reason}")
+        if len(ordered) > _MOST_REASONS:
+            lines.append(f"    and {len(ordered) - _MOST_REASONS} more reasons")
         return lines
 
     @cached_property

@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 from sparta.errors import ValueRangeError, message
 from sparta.scheduler.base import BaseScheduler, Setup, check_iteration
 from sparta.scheduler.fake_sparse import FakeSparse
+from sparta.scheduler.prepared import PreparedLayer
 from sparta.scheduler.registry import register_scheduler
 from sparta.sparsify import Candidate, Global
+from sparta.sparsify.shards import local, own_part, shards_of, summed, whole
 from sparta.tesa.select import check_sparsity
 
 __all__ = ["ADMMScheduler"]
@@ -86,7 +88,6 @@ class ADMMScheduler(BaseScheduler):
             Iterations of the whole training.
         """
         self._check_prepared(model)
-        self._refuse_shards()
         if not 1 <= iters_per_epoch <= max_iters:
             given = f"iters_per_epoch is {iters_per_epoch} and max_iters {max_iters}"
             raise ValueRangeError(message(given, "1 <= iters_per_epoch <= max_iters"))
@@ -94,24 +95,27 @@ class ADMMScheduler(BaseScheduler):
         self._admm_iters = max(
             iters_per_epoch, int(max_iters * self.admm_fraction) // iters_per_epoch * iters_per_epoch
         )
-        for prepared in self._pruned():
-            weight = prepared.weight.detach()
-            self._dual[prepared.name] = torch.zeros_like(weight)
+        self._dual = {prepared.name: torch.zeros_like(local(prepared.weight)) for prepared in self._pruned()}
         self._project()
 
     def init_optimizer(self, optimizer: Optimizer) -> None:
         """Add the penalty's gradient before each step of `optimizer`."""
         super().init_optimizer(optimizer)
-        optimizer.register_step_pre_hook(lambda *_: self._add_gradient())
+        optimizer.register_step_pre_hook(lambda held, *_: self._add_gradient(held))
         self._attached = True
 
     def penalty(self) -> Tensor:
-        """Return the penalty as a loss with a gradient, for loops that add it instead of calling `init_optimizer`."""
+        """Return the penalty as a loss with a gradient, for loops that add it instead of calling `init_optimizer`.
+
+        Of sharded weights it is the part of this process, whose gradient is all that this process needs.
+        """
         self._check_begun()
-        terms = [
-            (p.weight - self._target[p.name] + self._dual[p.name]).square().sum() * (self.present_rho / 2)
-            for p in self._pruned()
-        ]
+        terms = []
+        for prepared in self._pruned():
+            weight: Any = prepared.weight
+            here: Tensor = weight.to_local() if hasattr(weight, "placements") else weight
+            apart = here - self._target[prepared.name] + self._dual[prepared.name]
+            terms.append(apart.square().sum() * (self.present_rho / 2))
         self._attached = True
         return torch.stack(terms).sum()
 
@@ -138,7 +142,7 @@ class ADMMScheduler(BaseScheduler):
             self._project()
             for prepared in self._pruned():
                 name = prepared.name
-                self._dual[name] += prepared.weight.detach() - self._target[name]
+                self._dual[name] += local(prepared.weight) - self._target[name]
         elif done >= self._admm_iters and not self._sparsities:
             self._prune()
 
@@ -146,12 +150,19 @@ class ADMMScheduler(BaseScheduler):
         """Return ``‖W - Z‖ / ‖W‖`` over all layers: small when the weights have reached their sparse copies."""
         self._check_prepared(model)
         self._check_begun()
-        apart = sum(float((p.weight.detach() - self._target[p.name]).square().sum()) for p in self._pruned())
-        whole = sum(float(p.weight.detach().square().sum()) for p in self._pruned())
-        return (apart / whole) ** 0.5 if whole else 0.0
+        apart, norm = 0.0, 0.0
+        for prepared in self._pruned():
+            weight = local(prepared.weight)
+            squares = torch.stack([(weight - self._target[prepared.name]).square().sum(), weight.square().sum()])
+            both = summed(squares.double(), shards_of(prepared.weight)).tolist()
+            apart, norm = apart + both[0], norm + both[1]
+        return (apart / norm) ** 0.5 if norm else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything the rest of the run depends on, beside the model's and the optimizer's own states."""
+        """Return everything the rest of the run depends on, beside the model's and the optimizer's own states.
+
+        Of sharded weights it holds what this process does, so each process saves and loads its own.
+        """
         return {
             **super().state_dict(),
             "iteration": self._iteration,
@@ -173,50 +184,57 @@ class ADMMScheduler(BaseScheduler):
     # ------------------------------------------------------------------ parts
 
     @torch.no_grad()
-    def _add_gradient(self) -> None:
+    def _add_gradient(self, optimizer: Optimizer) -> None:
         rho = self.present_rho
         if not self._target or rho == 0:
             return
+        # a fused optimizer gets gradients that a gradient scaler has not unscaled
+        scale = getattr(optimizer, "grad_scale", None)
         for prepared in self._pruned():
             if prepared.weight.grad is not None:
-                apart = prepared.weight - self._target[prepared.name] + self._dual[prepared.name]
-                prepared.weight.grad.add_(apart, alpha=rho)
+                apart = local(prepared.weight) - self._target[prepared.name] + self._dual[prepared.name]
+                local(prepared.weight.grad).add_(apart if scale is None else apart * scale, alpha=rho)
 
     @torch.no_grad()
     def _project(self) -> None:
-        """Z: the sparse tensors nearest to W + U."""
-        drawn = {p.name: p.weight.detach() + self._dual[p.name] for p in self._pruned()}
-        masks = self._masks_of(drawn)
-        self._target = {name: torch.where(masks[name], value, 0.0) for name, value in drawn.items()}
+        """Z: the sparse tensors nearest to W + U; all of what this process holds."""
+        rates = self._rates()
+        for prepared in self._pruned():
+            drawn = self._drawn(prepared)
+            mask = own_part(self._mask(prepared, rates[prepared.name]), prepared.weight)
+            self._target[prepared.name] = torch.where(mask, drawn, 0.0)
 
     @torch.no_grad()
     def _prune(self) -> None:
         """Fix the masks that the sparse copies have come to."""
-        drawn = {p.name: p.weight.detach() + self._dual[p.name] for p in self._pruned()}
-        rates = self._rates(drawn)
+        rates = self._rates()
         for prepared in self._pruned():
             fake = prepared.fake
             if not isinstance(fake, FakeSparse):
                 raise ValueRangeError(message(f"ADMM with {type(fake).__name__}", "FakeSparse"))
-            fake.set_mask(
-                self._mask(prepared.layer.input_axis, drawn[prepared.name], rates[prepared.name]),
-                prepared.weight.detach(),
-            )
+            weight = prepared.value
+            fake.set_mask(self._mask(prepared, rates[prepared.name]), weight)
+            if fake.weight_correction:
+                prepared.store(weight)
             self._sparsities[prepared.name] = rates[prepared.name]
 
-    def _masks_of(self, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        rates = self._rates(drawn)
-        axes = {p.name: p.layer.input_axis for p in self._pruned()}
-        return {name: self._mask(axes[name], value, rates[name]) for name, value in drawn.items()}
+    def _drawn(self, prepared: PreparedLayer) -> Tensor:
+        """W + U, what this process holds of it."""
+        return local(prepared.weight) + self._dual[prepared.name]
 
-    def _mask(self, input_axis: int, drawn: Tensor, rate: float) -> Tensor:
-        return self.setup.mask_generator.generate_mask(drawn, rate, input_axis)
+    def _mask(self, prepared: PreparedLayer, rate: float) -> Tensor:
+        """Return the mask of W + U, whole: generators may look at all of a weight, so one at a time is gathered."""
+        drawn = whole(self._drawn(prepared), prepared.weight)
+        return self.setup.mask_generator.generate_mask(drawn, rate, prepared.layer.input_axis)
 
-    def _rates(self, drawn: Mapping[str, Tensor]) -> dict[str, float]:
+    def _rates(self) -> dict[str, float]:
         if self.uniform:
-            return dict.fromkeys(drawn, self.target_sparsity)
+            return {prepared.name: self.target_sparsity for prepared in self._pruned()}
         candidates = [
-            Candidate(name, tuple(value.shape), value.numel(), value.abs().flatten()) for name, value in drawn.items()
+            Candidate(
+                p.name, p.layer.shape, p.weight.numel(), self._drawn(p).abs().flatten(), shards=shards_of(p.weight)
+            )
+            for p in self._pruned()
         ]
         counts = Global().counts(candidates, self.target_sparsity)
         return {c.name: count / max(1, c.units) for c, count in zip(candidates, counts, strict=True)}

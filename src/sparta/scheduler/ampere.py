@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from sparta.errors import ValueRangeError, message
+from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.scheduler.base import Exported, Setup, check_iteration
-from sparta.scheduler.channels import find_spaces, permute_space
+from sparta.scheduler.channels import columns_read, find_spaces, permute_space
 from sparta.scheduler.export import export_onnx
 from sparta.scheduler.fuse import fuse_batch_norms
 from sparta.scheduler.mask_calculators import mask_calculator
@@ -110,6 +110,12 @@ class AmpereScheduler:
                 )
             )
         if self.allow_permutation:
+            if any(hasattr(layer.parameter, "placements") for layer in self._all):
+                raise ShapeError(
+                    message(
+                        "channels of a sharded model", "a model that is not", "permute first, then call fully_shard"
+                    )
+                )
             self._permute(model, chosen)
         self._masks = Masks(chosen, pruned="keep" if self.allow_recompute_mask else "forget")
         return model
@@ -213,14 +219,20 @@ class AmpereScheduler:
         m, n = (int(number) for number in re.findall(r"\d+", self.mask_calculator)[:2])
         sparse = {id(layer.module) for layer in chosen}
         for space in find_spaces(model, self.setup.leaf_module):
-            readers = [module for module in space.readers if id(module) in sparse]
-            if space.fixed or not readers or not space.size or space.size % m or space.size < 2 * m:
+            readers = [(module, start) for module, start in space.readers if id(module) in sparse]
+            width = space.block or space.size or 0
+            # groups of m must not lie across the parts of a concatenation
+            if space.fixed or not readers or width % m or width < 2 * m or any(start % m for _, start in readers):
                 continue
-            matrix = torch.cat([_rows(module) for module in readers])
-            order = search_permutation(matrix, n, m)
-            before, after = kept_magnitude(matrix, n, m), kept_magnitude(matrix[:, order], n, m)
+            orders, before, after = [], 0.0, 0.0
+            for block in space.blocks():
+                matrix = torch.cat([columns_read(module, start, block) for module, start in readers])
+                order = search_permutation(matrix, n, m)
+                before += kept_magnitude(matrix, n, m)
+                after += kept_magnitude(matrix[:, order], n, m)
+                orders.append(order + block.start)
             self._tell(2, "%d channels reordered: %.6g of magnitude kept, %.6g before", space.size, after, before)
-            permute_space(space, order)
+            permute_space(space, torch.cat(orders))
 
     def _tell(self, level: int, text: str, *values: object) -> None:
         if self.verbosity >= level:
@@ -242,9 +254,3 @@ class AmpereScheduler:
 
 
 _calculator = mask_calculator  # the argument of the same name hides it
-
-
-def _rows(module: nn.Module) -> Tensor:
-    """Return a weight as a matrix of input channels: rows are output channels and kernel positions."""
-    weight: Tensor = module.weight.detach()  # type: ignore[operator]
-    return weight.movedim(1, -1).reshape(-1, weight.shape[1])

@@ -13,16 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.scheduler.export import export_onnx
+from sparta.scheduler.export import export_onnx, unwrapped
 from sparta.scheduler.fake_sparse import FakeSparse, FakeSparseBase
 from sparta.scheduler.fuse import fuse_batch_norms
 from sparta.scheduler.generators import MaskGenerator, NormalMaskGenerator
-from sparta.scheduler.prepared import PreparedLayer, excluded, prepare, refuse_prepared, restore
+from sparta.scheduler.prepared import PreparedLayer, excluded, plain_copy, prepare, refuse_prepared, restore
 from sparta.scheduler.registry import register_scheduler
 from sparta.sparsify import erk_densities, find_layers
 from sparta.tesa import names
@@ -116,25 +115,26 @@ class BaseScheduler:
         refuse_prepared(model)
         if self.setup.fuse_bn:
             fuse_batch_norms(model, self.setup.leaf_module)
-        left_out, unmatched = excluded(find_layers(model), self.no_prune_keyword, self.no_prune_layer)
+        layers = find_layers(model)
+        if any(hasattr(layer.parameter, "placements") for layer in layers):
+            raise ShapeError(
+                message(
+                    "the model is sharded already", "a model that is not", "prepare it first, then call fully_shard"
+                )
+            )
+        left_out, unmatched = excluded(layers, self.no_prune_keyword, self.no_prune_layer)
         if unmatched:
             text = f"no layer's name contains {', '.join(map(repr, unmatched))}"
             warnings.warn(message(text, fix="check no_prune_keyword"), stacklevel=2)
         self._layers = prepare(model, self.setup.fake_sparse, lambda layer: layer.name in left_out)
+        for fake in self._fakes().values():
+            fake.begin(self.setup.mask_generator)
         return model
 
     def init_optimizer(self, optimizer: Optimizer) -> None:
         """Check that `optimizer` trains the prepared model, and give it the learnt scores if it lacks them."""
         self._check_prepared()
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not any(id(prepared.weight) in held for prepared in self._layers):
-            raise ValueRangeError(
-                message(
-                    f"the {type(optimizer).__name__} holds no weight of the prepared model",
-                    "an optimizer of its parameters",
-                    "build it from model.parameters()",
-                )
-            )
+        held = self._check_optimizer(optimizer)
         missing = [score for score in self.score_parameters() if id(score) not in held]
         if missing:
             optimizer.add_param_group({"params": missing})
@@ -164,12 +164,20 @@ class BaseScheduler:
                 self._set_sparsity(prepared, rates[prepared.name])
 
     def get_sparsities_erdos_renyi(
-        self, model: nn.Module, default_sparsity: float, erk_power_scale: float = 0.5
+        self,
+        model: nn.Module,
+        default_sparsity: float,
+        erk_power_scale: float = 0.5,
+        *,
+        include_kernel: bool = True,
     ) -> dict[str, float]:
         """Spread one sparsity over the layers by ERK, make the masks, and return each layer's."""
         self._check_prepared(model)
         pruned = self._pruned()
-        densities = erk_densities([p.layer.shape for p in pruned], check_sparsity(default_sparsity), erk_power_scale)
+        shapes = [p.layer.shape for p in pruned]
+        densities = erk_densities(
+            shapes, check_sparsity(default_sparsity), erk_power_scale, include_kernel=include_kernel
+        )
         rates = {p.name: 1 - density for p, density in zip(pruned, densities, strict=True)}
         self.update_sparsity_per_layer(model, rates)
         return rates
@@ -219,20 +227,15 @@ class BaseScheduler:
             Passed on to :func:`torch.onnx.export`: opset, dynamic shapes, names.
         """
         self._check_prepared(model)
-        with torch.no_grad():
-            saved = [(p, p.value.clone()) for p in self._pruned()]
-            enabled = {name: fake.enabled for name, fake in self._fakes().items()}
-            try:
-                for prepared in self._pruned():
-                    prepared.store(prepared.effective)
-                for fake in self._fakes().values():
-                    fake.enabled = False
-                export_onnx(model, dummy_input, path, options)
-            finally:
-                for prepared, before in saved:
-                    prepared.store(before)
-                for name, fake in self._fakes().items():
-                    fake.enabled = enabled[name]
+        if any(hasattr(prepared.weight, "placements") for prepared in self._layers):
+            raise ShapeError(
+                message(
+                    "an ONNX file of a sharded model",
+                    "a whole model",
+                    "load its full state into a plain model first",
+                )
+            )
+        export_onnx(plain_copy(unwrapped(model), self._layers), dummy_input, path, options)
 
     # ------------------------------------------------------------------ state
 
@@ -277,16 +280,24 @@ class BaseScheduler:
         if prepared.fake.weight_correction:
             prepared.store(value)
 
-    def _refuse_shards(self) -> None:
-        """Raise :class:`ShapeError` when a weight is sharded, for schedulers that compute with whole ones."""
-        if any(hasattr(prepared.weight, "placements") for prepared in self._layers):
-            raise ShapeError(message(f"{type(self).__name__} with sharded weights", "whole weights", "train under DDP"))
-
     def _pruned(self) -> list[PreparedLayer]:
         return [prepared for prepared in self._layers if prepared.fake is not None]
 
     def _fakes(self) -> dict[str, FakeSparseBase]:
         return {prepared.name: prepared.fake for prepared in self._layers if prepared.fake is not None}
+
+    def _check_optimizer(self, optimizer: Optimizer) -> set[int]:
+        """Return the ids of the parameters that `optimizer` holds; an error when no weight is among them."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(prepared.weight) in held for prepared in self._layers):
+            raise ValueRangeError(
+                message(
+                    f"the {type(optimizer).__name__} holds no weight of the prepared model",
+                    "an optimizer of its parameters",
+                    "build it from model.parameters()",
+                )
+            )
+        return held
 
     def _check_prepared(self, model: nn.Module | None = None) -> None:
         if not self._layers:

@@ -7,6 +7,7 @@ them is the compiler that reads the file.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,9 +16,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparta.errors import FileFormatError, MissingPackageError, message
+from sparta.errors import FileFormatError, MissingPackageError, ShapeError, message
 
-__all__ = ["export_onnx"]
+__all__ = ["export_onnx", "unwrapped"]
+
+_LARGEST_FILE = 2**30  # bytes of weights beyond which they go into a file beside; ONNX itself ends at 2 GiB
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside DDP and `torch.compile`."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
 
 
 def export_onnx(
@@ -26,7 +40,10 @@ def export_onnx(
     path: str | os.PathLike[str],
     options: Mapping[str, Any],
 ) -> Path:
-    """Write `model`, in evaluation mode for the time of the call, to `path`; returns the path with its suffix."""
+    """Write `model`, in evaluation mode for the time of the call, to `path`; returns the path with its suffix.
+
+    One file, unless the weights are too large for one; `options` go to :func:`torch.onnx.export` and may say otherwise.
+    """
     missing = [package for package in ("onnx", "onnxscript") if find_spec(package) is None]
     if missing:
         raise MissingPackageError(
@@ -37,12 +54,21 @@ def export_onnx(
         target = target.with_name(target.name + ".onnx")
     if not target.parent.is_dir():
         raise FileFormatError(message(f"cannot write {target}: its folder does not exist", fix="create it first"))
+    model = unwrapped(model)
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        raise ShapeError(
+            message("an ONNX file of a sharded model", "a whole model", "load its full state into a plain model first")
+        )
     inputs = dummy_input if isinstance(dummy_input, tuple) else (dummy_input,)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    chosen = {"verbose": False, "external_data": size > _LARGEST_FILE, **options}
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad():
-            torch.onnx.export(model, inputs, str(target), **options)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the exporter's own, of the classes it uses
+            warnings.simplefilter("ignore", DeprecationWarning)
+            torch.onnx.export(model, inputs, str(target), **chosen)
     finally:
         for module, training in was_training.items():
             module.training = training

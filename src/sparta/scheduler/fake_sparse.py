@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparta.errors import ValueRangeError, message
+from sparta.scheduler.generators import MaskGenerator, ProbMaskGenerator
 from sparta.scheduler.registry import register_fake_sparse
 
 __all__ = ["FakeSparse", "FakeSparseBase", "ProbMaskFakeSparse", "STRFakeSparse"]
@@ -32,6 +33,9 @@ class FakeSparseBase(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.enabled = True
+
+    def begin(self, generator: MaskGenerator) -> None:
+        """Take what the configuration's mask generator has to say; called once, when the model is prepared."""
 
     def sparse(self, weight: Tensor) -> Tensor:
         """Return the weight that the layer computes with."""
@@ -141,6 +145,11 @@ class ProbMaskFakeSparse(FakeSparseBase):
         self.register_buffer("mask", torch.ones_like(weight, dtype=torch.bool), persistent=False)
         # a tensor, so that a new temperature is no new graph
         self.register_buffer("tau", torch.ones((), device=weight.device), persistent=False)
+
+    def begin(self, generator: MaskGenerator) -> None:
+        """Start at the generator's inverse temperature."""
+        if isinstance(generator, ProbMaskGenerator):
+            self.tau.fill_(generator.tau)
 
     def sparse(self, weight: Tensor) -> Tensor:
         """Return the weight under a soft mask (training), a hard one (evaluation) or the fixed one."""

@@ -114,11 +114,14 @@ class FPGMMaskGenerator(MaskGenerator):
 
     Parameters
     ----------
+    structured
+        Always True: whole filters are pruned.
     func
         Distance between two filters: ``"l1"``, ``"l2"`` or ``"cos"`` (one minus the cosine).
     """
 
-    def __init__(self, func: Literal["l1", "l2", "cos"] = "l2") -> None:
+    def __init__(self, structured: bool = True, func: Literal["l1", "l2", "cos"] = "l2") -> None:  # noqa: FBT001, FBT002
+        _check_structured(type(self).__name__, structured=structured)
         self.func = func
 
     def generate_mask(self, weight: Tensor, sparsity: float, input_axis: int = 1) -> Tensor:
@@ -135,7 +138,16 @@ class FPGMMaskGenerator(MaskGenerator):
 
 @register_mask_generator("NuclearMaskGenerator")
 class NuclearMaskGenerator(MaskGenerator):
-    """Filters whose loss shrinks the nuclear norm of the layer least go first."""
+    """Filters whose loss shrinks the nuclear norm of the layer least go first.
+
+    Parameters
+    ----------
+    structured
+        Always True: whole filters are pruned.
+    """
+
+    def __init__(self, structured: bool = True) -> None:  # noqa: FBT001, FBT002
+        _check_structured(type(self).__name__, structured=structured)
 
     def generate_mask(self, weight: Tensor, sparsity: float, input_axis: int = 1) -> Tensor:
         """Keep the filters with the largest ``‖W‖ - ‖W without the filter‖``, nuclear norms."""
@@ -165,12 +177,13 @@ class STRMaskGenerator(MaskGenerator):
 
 @register_mask_generator("ProbMaskGenerator")
 class ProbMaskGenerator(MaskGenerator):
-    """Masks are drawn with learnt probabilities; this holds the sampling formula.
+    """Masks are drawn with learnt probabilities, at a temperature that starts here.
 
     Parameters
     ----------
     tau
-        Inverse temperature of the relaxed samples at the start; larger is closer to 0 and 1.
+        Inverse temperature of the relaxed samples; larger is closer to 0 and 1. ProbMaskPruneScheduler sets its own
+        from its first call on.
     """
 
     def __init__(self, tau: float = 3.0) -> None:
@@ -186,6 +199,13 @@ class ProbMaskGenerator(MaskGenerator):
                 "one budget over all layers",
                 "use ProbMaskPruneScheduler",
             )
+        )
+
+
+def _check_structured(name: str, *, structured: bool) -> None:
+    if not structured:
+        raise ValueRangeError(
+            message(f"{name} with structured=False", "structured=True", "use NormalMaskGenerator for single weights")
         )
 
 

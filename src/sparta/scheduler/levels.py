@@ -166,18 +166,26 @@ class AmbaLevelPruneScheduler(BaseScheduler):
     def set_lr_scheduler(self, lr_scheduler: Any) -> None:  # noqa: ANN401
         """Restart this learning-rate schedule at each level after the first; pass it as new."""
         self._check_prepared()
-        self._restart = LRRestart(lr_scheduler, self._init_lr)
+        restart = LRRestart(lr_scheduler, self._init_lr)
+        self._check_optimizer(lr_scheduler.optimizer)
+        self._restart = restart
 
     # ------------------------------------------------------------------ training
 
-    def prune_model(self, model: nn.Module, iteration: int) -> None:
-        """Do what is due after optimizer step `iteration` (from 0): begin a level, end one, or nothing."""
+    def prune_model(self, model: nn.Module, iteration: int, curr_input_shape: Sequence[int] | None = None) -> None:
+        """Do what is due after optimizer step `iteration` (from 0): begin a level, end one, or nothing.
+
+        Parameters
+        ----------
+        curr_input_shape
+            Shape of an input, at the first call, when the scheduler was given no example input.
+        """
         self._check_prepared(model)
         check_iteration(iteration)
         if iteration >= self.total_iters:
             raise ValueRangeError(message(f"iteration is {iteration}", f"0 to {self.total_iters - 1}, total_iters - 1"))
         if not self._statistics:
-            self._measure(model)
+            self._measure(model, curr_input_shape)
         starts = level_starts(self.total_iters, len(self.levels))
         level = sum(start <= iteration for start in starts) - 1
         if level > self._level:
@@ -192,6 +200,8 @@ class AmbaLevelPruneScheduler(BaseScheduler):
     def get_prune_step(self) -> int:
         """Return the iteration at which the present level began; 0 before the first."""
         return level_starts(self.total_iters, len(self.levels))[max(0, self._level)]
+
+    get_last_prune_step = get_prune_step
 
     @property
     def table(self) -> LevelTable:
@@ -250,10 +260,12 @@ class AmbaLevelPruneScheduler(BaseScheduler):
 
     # ------------------------------------------------------------------ deciding
 
-    def _measure(self, model: nn.Module) -> None:
+    def _measure(self, model: nn.Module, input_shape: Sequence[int] | None) -> None:
         """Run the statistics and find or make the table, at the first call."""
         device = self._layers[0].weight.device
-        self._statistics = measure_layers(model, self._layers, example_input(*self._example, device))
+        given, custom = self._example
+        example = example_input(input_shape if given is None else given, custom, device)
+        self._statistics = measure_layers(model, self._layers, example)
         if self._table is not None:  # resumed
             return
         sizes = {prepared.name: prepared.weight.numel() for prepared in self._layers}

@@ -7,6 +7,7 @@ again, so that what is left is the plain model with zeros in it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +21,16 @@ from sparta.sparsify import Layer, find_layers
 from sparta.sparsify.shards import local, own_part, whole
 from sparta.tesa import names
 
-__all__ = ["PreparedLayer", "excluded", "original_of", "plain_state_dict", "prepare", "refuse_prepared", "restore"]
+__all__ = [
+    "PreparedLayer",
+    "excluded",
+    "original_of",
+    "plain_copy",
+    "plain_state_dict",
+    "prepare",
+    "refuse_prepared",
+    "restore",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +129,39 @@ def restore(layers: Sequence[PreparedLayer]) -> None:
         prepared.store(prepared.effective)
         for module, attribute in prepared.places:
             if parametrize.is_parametrized(module, attribute):
-                parametrize.remove_parametrizations(module, attribute, leave_parametrized=False)
+                _make_plain(module, attribute)
+
+
+@torch.no_grad()
+def plain_copy(model: nn.Module, layers: Sequence[PreparedLayer]) -> nn.Module:
+    """Return a copy of `model` as it would be exported; the model itself stays as it is, and is not sharded."""
+    twins: dict[int, nn.Module] = {}
+    copied = copy.deepcopy(model, twins)
+    for prepared in layers:
+        if prepared.fake is not None:
+            for module, attribute in prepared.places:
+                twin = twins[id(module)]
+                original_of(twin, attribute).copy_(prepared.effective)
+                _make_plain(twin, attribute)
+    return copied
+
+
+def _make_plain(module: nn.Module, attribute: str) -> None:
+    """Take the parametrization of one attribute away; the stored Parameter takes its place.
+
+    PyTorch's own function would take it from the *class*, which deep copies of the module (an average of the weights,
+    say) share.
+    """
+    parameter, kind = original_of(module, attribute), type(module)
+    parametrizations: nn.ModuleDict = module.parametrizations  # type: ignore[assignment]
+    del parametrizations[attribute]
+    if len(parametrizations):
+        kept = {key: value for key, value in vars(kind).items() if key not in {attribute, "__dict__", "__weakref__"}}
+        module.__class__ = type(kind.__name__, kind.__bases__, kept)
+    else:
+        del module.parametrizations
+        module.__class__ = kind.__bases__[0]
+    module.register_parameter(attribute, parameter)  # type: ignore[arg-type]
 
 
 def plain_state_dict(model: nn.Module, layers: Sequence[PreparedLayer]) -> dict[str, Tensor]:

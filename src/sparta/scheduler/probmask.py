@@ -13,47 +13,76 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparta.errors import ValueRangeError, message
+from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.scheduler.base import BaseScheduler, Exported, Setup, check_iteration
 from sparta.scheduler.fake_sparse import ProbMaskFakeSparse
 from sparta.scheduler.prepared import PreparedLayer
 from sparta.scheduler.registry import register_scheduler
 from sparta.sparsify import Schedule
-from sparta.sparsify.shards import lowest_of
+from sparta.sparsify.shards import Shards, local, lowest_of, shards_of, summed, whole
 from sparta.tesa.select import check_sparsity, pruned_count
 
 __all__ = ["ProbMaskPruneScheduler", "project_scores"]
 
+_HALVINGS = 32  # of an interval of length 1: finer than a probability in fp32
+_SMALL = 1 << 22  # probabilities of which several shifted copies fit into memory
+
 
 @torch.no_grad()
-def project_scores(scores: Sequence[Tensor], budget: float) -> float:
-    """Project probabilities onto ``sum <= budget`` within [0, 1], in place; return the shift.
+def project_scores(scores: Sequence[Tensor], budget: float) -> Tensor:
+    """Project probabilities onto ``sum <= budget`` within [0, 1], in place; return the shift, float64.
 
-    The nearest such point is ``clamp(s - v, 0, 1)`` with the smallest v >= 0 that meets the budget.
+    The nearest such point is ``clamp(s - v, 0, 1)`` with the smallest v >= 0 that meets the budget. It is found by
+    halving an interval on the device, without waiting for it; of sharded probabilities only sums travel.
 
     Examples
     --------
     >>> scores = torch.tensor([1.0, 0.9, 0.5, 0.1], dtype=torch.float64)
-    >>> round(project_scores([scores], 1.5), 9), [round(s, 9) for s in scores.tolist()]
+    >>> round(float(project_scores([scores], 1.5)), 9), [round(s, 9) for s in scores.tolist()]
     (0.3, [0.7, 0.6, 0.2, 0.0])
     """
+    parts: dict[Shards, list[Tensor]] = {}
+    for score in scores:
+        parts.setdefault(shards_of(score), []).append(local(score))
+    device = local(scores[0]).device
+    flat = {shards: torch.cat([s.flatten().to(device) for s in here]) for shards, here in parts.items()}
 
-    def total(shift: float) -> float:
-        return sum(float((s - shift).clamp(0, 1).sum(dtype=torch.float64)) for s in scores)
+    def totals(shifts: Tensor) -> Tensor:
+        """Return the sum of the probabilities at each of some shifts."""
+        found = torch.zeros_like(shifts)
+        for shards, values in flat.items():
+            moved = (values - shifts.to(values.dtype).unsqueeze(1)).clamp_(0, 1)
+            found = found + summed(moved.sum(1, dtype=torch.float64), shards)
+        return found
 
-    low, high = 0.0, max((float(s.max()) for s in scores if s.numel()), default=0.0)
-    shift = 0.0
-    if total(0.0) > budget:
-        for _ in range(60):
-            shift = (low + high) / 2
-            if total(shift) > budget:
-                low = shift
-            else:
-                high = shift
-        shift = high
-    for s in scores:
-        s.sub_(shift).clamp_(0, 1)
+    # a GPU waits for kernels to start rather than for small sums, so there several halvings are one round
+    bits = 4 if device.type == "cuda" and sum(map(len, flat.values())) < _SMALL else 1
+    steps = torch.linspace(0, 1, 2**bits + 1, dtype=torch.float64, device=device)
+    low, high = torch.zeros(1, dtype=torch.float64, device=device), _highest(parts, device).view(1)
+    is_within = totals(low) <= budget
+    for _ in range(_HALVINGS // bits):
+        edges = low + (high - low) * steps
+        place = (totals(edges[1:-1]) > budget).sum().view(1)  # sums fall as the shift rises
+        low, high = edges.index_select(0, place), edges.index_select(0, place + 1)
+    shift = torch.where(is_within, torch.zeros_like(high), high).squeeze(0)
+    for here in parts.values():
+        for s in here:
+            s.sub_(shift.to(s.device, s.dtype)).clamp_(0, 1)
     return shift
+
+
+def _highest(parts: Mapping[Shards, Sequence[Tensor]], device: torch.device) -> Tensor:
+    """Return the largest probability of all processes, or 0."""
+    found = torch.zeros((), dtype=torch.float64, device=device)
+    for shards, here in parts.items():
+        largest = [s.max().to(device, torch.float64) for s in here if s.numel()]
+        if largest:
+            found = torch.maximum(found, torch.stack(largest).max())
+        if not shards.is_whole:
+            import torch.distributed as dist
+
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=shards.group)
+    return found
 
 
 @register_scheduler("ProbMaskPruneScheduler")
@@ -113,9 +142,9 @@ class ProbMaskPruneScheduler(BaseScheduler):
         """After optimizer step `iteration` (from 0): project the probabilities and set the next temperature."""
         self._check_prepared(model)
         check_iteration(iteration)
-        self._refuse_shards()
-        budget = sum(p.weight.numel() for p in self._pruned()) * (1 - self.schedule.at(iteration))
-        project_scores([fake.scores.detach() for _, fake in self._probabilistic() if not fake.fixed], budget)
+        learnt = [fake.scores for _, fake in self._probabilistic() if not fake.fixed]
+        if learnt:
+            project_scores(learnt, sum(s.numel() for s in learnt) * (1 - self.schedule.at(iteration)))
         progress = min(1.0, (iteration + 1) / self.total_iterations)
         for _, fake in self._probabilistic():
             fake.tau.fill_(1.0 / (0.97 * (1.0 - progress) + 0.03))
@@ -127,11 +156,12 @@ class ProbMaskPruneScheduler(BaseScheduler):
         layers = [(p, fake) for p, fake in self._probabilistic() if not fake.fixed]
         if not layers:
             return
+        scores = [fake.scores for _, fake in layers]
+        count = pruned_count(sum(score.numel() for score in scores), self.prune_rate)
         # scores that are equal, as many are at 0 and 1, are told apart by the weight they keep
-        ranks = _ranks([fake.scores.detach() for _, fake in layers], [p.weight.detach().abs() for p, _ in layers])
-        count = pruned_count(sum(rank.numel() for rank in ranks), self.prune_rate)
-        for (_, fake), pruned in zip(layers, lowest_of(ranks, count), strict=True):
-            fake.fix(~pruned)
+        pruned = _lowest_pairs(scores, [local(p.weight).abs() for p, _ in layers], count)
+        for (_, fake), mask in zip(layers, pruned, strict=True):
+            fake.fix(whole(~mask, fake.scores))
 
     def unfix_model_subnet(self, model: nn.Module) -> None:
         """Draw masks again."""
@@ -187,14 +217,22 @@ class ProbMaskPruneScheduler(BaseScheduler):
             parameter.requires_grad_(needed)
 
 
-def _ranks(scores: Sequence[Tensor], magnitudes: Sequence[Tensor]) -> list[Tensor]:
-    """Return ranks by score and, among equal scores, by magnitude: integers of the tensors' shapes."""
-    device = scores[0].device
-    flat = torch.cat([s.flatten().to(device) for s in scores])
-    weight = torch.cat([m.flatten().to(device) for m in magnitudes])
-    order = weight.argsort(stable=True)
-    order = order[flat[order].argsort(stable=True)]
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(order), device=device)
-    parts = torch.split(rank, [s.numel() for s in scores])
-    return [part.reshape(s.shape).to(s.device) for part, s in zip(parts, scores, strict=True)]
+def _lowest_pairs(scores: Sequence[Tensor], magnitudes: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Return masks of the `count` lowest by score and, among equal scores, by magnitude, of what is here."""
+    kinds = {shards_of(score) for score in scores}
+    if len(kinds) > 1:
+        raise ShapeError(message("probabilities that are sharded in different ways", "one fully_shard over all"))
+    shards = kinds.pop()
+    parts = [local(score) for score in scores]
+    chosen = lowest_of(parts, count, shards)
+    if count == 0:
+        return chosen
+    device = parts[0].device
+    taken = [torch.where(mask, part, 0.0) for mask, part in zip(chosen, parts, strict=True)]  # scores are never below 0
+    edge = _highest({shards: taken}, device)
+    below = [part < edge.to(part) for part in parts]
+    tied = [part == edge.to(part) for part in parts]
+    sums = torch.stack([torch.count_nonzero(mask).to(device) for mask in below]).sum()
+    missing = count - int(summed(sums, shards))
+    more = lowest_of(magnitudes, missing, shards, among=tied)
+    return [lower | extra for lower, extra in zip(below, more, strict=True)]

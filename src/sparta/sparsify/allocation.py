@@ -118,23 +118,31 @@ class Global(Allocation):
     normalize
         What makes scores of different layers comparable: ``"none"``; ``"l1"`` or ``"l2"``, the score divided by the
         layer's norm; ``"lamp"``, the square divided by the sum of all squares in the layer that are not smaller.
+    floor
+        At least this many units of each layer stay (all of them where it has fewer), whatever the scores say.
 
     Examples
     --------
     >>> layers = [Candidate("a", (3,), 3, torch.tensor([1.0, 2.0, 3.0])), Candidate("b", (3,), 3, torch.ones(3) / 2)]
     >>> Global().counts(layers, 0.5)  # three of six; one of each layer always stays
     [1, 2]
+    >>> Global(floor=2).counts(layers, 0.3)
+    [1, 1]
     """
 
     normalize: str = "none"
+    floor: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.floor, bool) or not isinstance(self.floor, int) or self.floor < 0:
+            raise ValueRangeError(message(f"floor is {self.floor!r}", "a number of units, 0 or more"))
         if self.normalize not in {"none", "l1", "l2", "lamp"}:
             raise NameNotFoundError(did_you_mean(self.normalize, ["none", "l1", "l2", "lamp"], "normalisation"))
 
     def _counts(self, candidates: Sequence[Candidate], sparsity: float, most: list[int]) -> list[int]:
         budget = pruned_count(sum(c.elements for c in candidates), sparsity)
+        most = [min(limit, max(0, c.units - self.floor)) for c, limit in zip(candidates, most, strict=True)]
         scores = [self._comparable(c) for c in candidates]
         shards = _common_shards(candidates)
         # Within a layer the order is fixed, so a limit on a layer is the same as sparing its highest scores.

@@ -51,12 +51,12 @@ def _unrepeated(grid: Grid, times: int) -> Grid:
 @rule("constants", _SDPA)
 def attention(op: Op) -> Known | None:
     """Know the outputs of values that are one constant in every row."""
-    if op["dropout_p"] or not op.facts.assume_finite:
+    if not op.facts.assume_finite:
         return None
     rank = len(op.shape)
     known = op.known(op["value"]).uniform_over([rank - 2]).finite()
-    if op["attn_mask"] is not None or op["is_causal"]:
-        known = known.only(known.zero())  # a row that sees nothing gives 0 and not the constant
+    if op["attn_mask"] is not None or op["is_causal"] or op["dropout_p"]:
+        known = known.only(known.zero())  # a row that sees nothing, or drops something, does not give the constant
     times = _repeats(op)
     return known.map(lambda g: _repeated(g, times).broadcast_to(op.shape))
 

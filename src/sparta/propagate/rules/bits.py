@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 
 import torch
+from torch import fx
 
 from sparta.propagate.op import Op, dtype_of
 from sparta.propagate.registry import rule
@@ -44,6 +45,20 @@ def moved(op: Op) -> BitFormat | None:
     values = [n for n in nodes if dtype_of(n).is_floating_point]
     found = {op.facts.format_of(n) for n in values}
     return found.pop() if len(found) == 1 else None
+
+
+@rule("needs", *_MOVES)
+def enough(op: Op, node: fx.Node) -> BitFormat | None:
+    """Need of the inputs what is needed of the output: rounding keeps the order, so it may as well come first."""
+    del node
+    return op.facts.needed.get(op.node)
+
+
+@rule("needs", operator.getitem)
+def enough_of_a_piece(op: Op, node: fx.Node) -> BitFormat | None:
+    """Need of what is split what is needed of the piece."""
+    del node
+    return op.facts.needed.get(op.node)
 
 
 @rule("bits", _aten.dropout.default)

@@ -131,7 +131,7 @@ class _Conv:
 def convolution(op: Op) -> Known | None:
     """Know an output channel that meets no live input channel: it is its bias plus what the constants give."""
     conv = _Conv(op)
-    summed = conv.summed_weight() if not conv.padded() else None
+    summed = conv.summed_weight if not conv.padded() and op.values(conv.weight) is not None else None
     known = contraction(op, conv.known_source(), conv.known_weight(), _LETTERS, summed)
     if known is None:
         return None
@@ -181,8 +181,8 @@ def convolution_axes(op: Op, axes: Axes) -> None:
         axes.product(second, [group, axes.of(weight, 1)], op.node)
     if conv.bias is not None:
         axes.equal(axes.of(conv.bias, 0), out)
-    known_bias = conv.bias is None or op.frozen(conv.bias) is not None
-    fold = not conv.padded() and op.frozen(weight) is not None and known_bias
+    known_bias = conv.bias is None or op.values(conv.bias) is not None
+    fold = not conv.padded() and op.values(weight) is not None and known_bias
     axes.absorb(conv.source, conv.channel, op.node, fold=fold)
 
 
@@ -195,8 +195,8 @@ def fold_into_convolution(op: Op, edit: Edit) -> None:
         groups = edit.axes.kept(conv.source, conv.channel).reshape(conv.groups, per_group).any(dim=1)
         edit.set(op.node, "groups", int(groups.sum()))
     values = edit.cut_values(conv.source, conv.channel)
-    summed = conv.summed_weight()
-    if summed is None or not bool(values.any()):
+    summed = conv.summed_weight() if bool(values.any()) else None
+    if summed is None:
         return
     shift = torch.einsum("goi,gi->go", summed, values.reshape(conv.groups, -1)).reshape(-1)
     edit.set_bias(op.node, "bias", conv.weight, conv.bias, shift[edit.kept(op.node, conv.channel)])

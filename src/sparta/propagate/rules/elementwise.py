@@ -30,6 +30,9 @@ _SAME_VALUE = (
 )
 
 
+_ZEROING = frozenset({_aten.dropout.default, _aten.feature_dropout.default})
+
+
 @rule("constants", "pointwise")
 def elementwise(op: Op) -> Known | None:
     """Evaluate the op where all its operands are constants."""
@@ -78,9 +81,10 @@ def elementwise_axes(op: Op, axes: Axes) -> None:
 def same_value(op: Op) -> Known | None:
     """Pass constants on, rounded as the output's dtype rounds them."""
     source = op.inputs[0]
-    if op.arguments.get("train") or op.arguments.get("training"):
-        return None
     known, dtype = op.known(source), dtype_of(op.node)
+    if op.arguments.get("train") or op.arguments.get("training"):
+        # What is dropped becomes 0, and what is left is scaled: a 0 stays 0.
+        return known.only(known.zero()) if op.node.target in _ZEROING else None
     if dtype.is_complex or dtype_of(source).is_complex:
         return None
     rounded = known.value.cells.to(dtype).to(torch.float64)

@@ -1,4 +1,4 @@
-"""Lookups: embedding tables, and rows or columns picked by an index that is known only at run time.
+"""Lookups in embedding tables.
 
 The one idea to know: which row is looked up is not known, so a column of the output is a constant only where the whole
 column of the table is one and the same constant.
@@ -45,30 +45,3 @@ def embedding_axes(op: Op, axes: Axes) -> None:
     axes.equal(axes.of(weight, 1), axes.of(op.node, len(op.shape) - 1))
     for dim in range(len(shape_of(indices))):
         axes.equal(axes.of(indices, dim), axes.of(op.node, dim))
-
-
-@rule("constants", _aten.index_select.default)
-def rows(op: Op) -> Known | None:
-    """Know what holds along the whole dim that is indexed."""
-    known = op.known(op["self"]).uniform_over([op.dim(op["dim"])])
-    return known.map(lambda g: g.broadcast_to(op.shape))
-
-
-@rule("observed", _aten.index_select.default)
-def rows_observed(op: Op, seen: Grid) -> _Seen:
-    """Observe all along the indexed dim what is observed anywhere along it."""
-    source = op["self"]
-    return [(source, any_over(seen, [op.dim(op["dim"])]).broadcast_to(shape_of(source)))]
-
-
-@rule("axes", _aten.index_select.default)
-def rows_axes(op: Op, axes: Axes) -> None:
-    """Keep the dim that is indexed, cut the others alike."""
-    indexed = op.dim(op["dim"])
-    axes.keep_all(op["index"], "an index")
-    for dim in range(len(op.shape)):
-        if dim == indexed:
-            axes.keep(axes.of(op["self"], dim), "indexed at run time")
-            axes.keep(axes.of(op.node, dim), "indexed at run time")
-        else:
-            axes.equal(axes.of(op["self"], dim), axes.of(op.node, dim))

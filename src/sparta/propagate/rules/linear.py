@@ -7,6 +7,7 @@ sum of its closed terms and the bias, which is not 0 in general.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -34,13 +35,16 @@ class Letters(NamedTuple):
     out: str
 
 
-def contraction(op: Op, first: Known, second: Known, letters: Letters, weight: Tensor | None = None) -> Known | None:
+def contraction(
+    op: Op, first: Known, second: Known, letters: Letters, weight: Callable[[], Tensor | None] | None = None
+) -> Known | None:
     """Return what is known of an einsum of two tensors.
 
     Parameters
     ----------
     weight
-        The values of the second tensor if it is a parameter: then a constant of the first needs no constant partner.
+        Returns the values of the second tensor if it is a parameter: then a constant of the first needs no constant
+        partner. It is called only where there are such constants.
     """
     if not op.facts.assume_finite:
         return None
@@ -60,7 +64,10 @@ def contraction(op: Op, first: Known, second: Known, letters: Letters, weight: T
         return Known(const, Grid.uniform(const.shape, 0.0, torch.float64))
     if weight is not None:
         # The values of the parameter are needed element by element, but only under the constants of the first.
-        dense = Grid(tuple(weight.shape), (1,) * weight.dim(), weight.to(torch.float64))
+        values = weight()
+        if values is None:
+            return None
+        dense = Grid(tuple(values.shape), (1,) * values.dim(), values.to(torch.float64))
         (value_1, value_2), blocks = aligned([first.value, dense], letters[:2])
     summed = next(name for name in letters.first if name not in letters.out)
     size, block = blocks[summed]
@@ -109,7 +116,7 @@ def linear(op: Op) -> Known | None:
     """Know an output channel whose weights meet no live input: it is its bias plus what the constants give."""
     source, weight, bias = op["input"], op["weight"], op["bias"]
     letters = _linear_letters(len(shape_of(source)))
-    known = contraction(op, op.known(source), op.known(weight), letters, op.frozen(weight))
+    known = contraction(op, op.known(source), op.known(weight), letters, op.values(weight))
     return with_bias(known, None if bias is None else op.known(bias))
 
 
@@ -134,7 +141,7 @@ def linear_axes(op: Op, axes: Axes) -> None:
     axes.equal(axes.of(op.node, last), axes.of(weight, 0))
     if bias is not None:
         axes.equal(axes.of(bias, 0), axes.of(weight, 0))
-    foldable = op.frozen(weight) is not None and (bias is None or op.frozen(bias) is not None)
+    foldable = op.values(weight) is not None and (bias is None or op.values(bias) is not None)
     axes.absorb(source, last, op.node, fold=foldable)
 
 
@@ -143,8 +150,8 @@ def fold_into_linear(op: Op, edit: Edit) -> None:
     """Add what the cut constants contributed to the bias."""
     source, weight, bias = op["input"], op["weight"], op["bias"]
     values = edit.cut_values(source, len(shape_of(source)) - 1)
-    frozen = op.frozen(weight)
-    if frozen is None or not bool(values.any()):
+    frozen = op.frozen(weight) if bool(values.any()) else None
+    if frozen is None:
         return
     rows = edit.kept(weight, 0)
     shift = frozen[rows].to(torch.float64) @ values
@@ -184,8 +191,8 @@ _MATMULS = (_aten.matmul.default, _aten.bmm.default, _aten.mm.default)
 def matmul(op: Op) -> Known | None:
     """Know an output whose every term is closed."""
     nodes, (first, second), letters = _matmul_known(op)
-    frozen = op.frozen(nodes[1])
-    return contraction(op, first, second, letters, frozen if len(letters.second) == 2 and letters.out else None)
+    values = op.values(nodes[1])
+    return contraction(op, first, second, letters, values if len(letters.second) == 2 and letters.out else None)
 
 
 @rule("observed", *_MATMULS)
@@ -225,7 +232,7 @@ def addmm(op: Op) -> Known | None:
     if op["alpha"] != 1 or op["beta"] != 1:
         return None
     known = contraction(
-        op, op.known(op["mat1"]), op.known(op["mat2"]), Letters("mk", "kn", "mn"), op.frozen(op["mat2"])
+        op, op.known(op["mat1"]), op.known(op["mat2"]), Letters("mk", "kn", "mn"), op.values(op["mat2"])
     )
     return with_bias(known, op.known(op["self"]))
 
@@ -246,7 +253,7 @@ def addmm_axes(op: Op, axes: Axes) -> None:
     axes.equal(axes.of(first, 1), axes.of(second, 0))
     axes.broadcast(bias, op.node)
     plain = op["alpha"] == 1 and op["beta"] == 1 and len(shape_of(bias)) == 1
-    foldable = plain and op.frozen(second) is not None and op.frozen(bias) is not None
+    foldable = plain and op.values(second) is not None and op.values(bias) is not None
     axes.absorb(first, 1, op.node, fold=foldable)
 
 
@@ -254,8 +261,8 @@ def addmm_axes(op: Op, axes: Axes) -> None:
 def fold_into_addmm(op: Op, edit: Edit) -> None:
     """Add what the cut constants contributed to the bias."""
     values = edit.cut_values(op["mat1"], 1)
-    frozen = op.frozen(op["mat2"])
-    if frozen is None or not bool(values.any()):
+    frozen = op.frozen(op["mat2"]) if bool(values.any()) else None
+    if frozen is None:
         return
     shift = values @ frozen[:, edit.kept(op["mat2"], 1)].to(torch.float64)
     edit.set_bias(op.node, "self", op["mat2"], op["self"], shift)

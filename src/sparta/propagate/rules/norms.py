@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from sparta.propagate.axes import Axes
+from sparta.propagate.axes import Axes, slice_values
 from sparta.propagate.known import Known, any_over, unbroadcast
 from sparta.propagate.op import Op, dtype_of, shape_of
 from sparta.propagate.registry import rule
@@ -58,6 +58,8 @@ _BATCH_NORM = _aten.batch_norm.default
 @rule("constants", _BATCH_NORM)
 def batch_norm(op: Op) -> Known | None:
     """Scale and shift a constant channel: it stays a constant, but rarely the same one."""
+    if op["training"]:
+        return _batch_norm_in_training(op)
     found = _batch_scale_shift(op)
     if found is None:
         return None
@@ -74,6 +76,27 @@ def batch_norm(op: Op) -> Known | None:
     return Known(const, value)
 
 
+def _batch_norm_in_training(op: Op) -> Known | None:
+    """Know the shift of a channel of zeros, or of a scale of 0.
+
+    A channel of another constant has no variance either, but what rounding leaves of its mean is divided by the square
+    root of eps; it is taken for live.
+    """
+    if not op.facts.assume_finite:
+        return None
+    rank = len(op.shape)
+    others = [d for d in range(rank) if d != 1]
+    zero = op.known(op["input"]).uniform_over(others).zero().broadcast_to(op.shape)
+    if op["weight"] is not None:
+        scale = _channelwise(op.known(op["weight"]).zero(), rank).broadcast_to(op.shape)
+        zero = Grid.combine(torch.logical_or, zero, scale)
+    if op["bias"] is None:
+        return Known(zero, Grid.uniform(op.shape, 0.0, torch.float64))
+    shift = op.known(op["bias"]).map(lambda g: _channelwise(g, rank).broadcast_to(op.shape))
+    const = Grid.combine(torch.logical_and, zero, shift.const)
+    return Known(const, shift.value).only(const)
+
+
 @rule("observed", _BATCH_NORM)
 def batch_norm_observed(op: Op, seen: Grid) -> _Seen:
     """Observe each channel for itself, and not where its scale is 0."""
@@ -82,7 +105,8 @@ def batch_norm_observed(op: Op, seen: Grid) -> _Seen:
     channels = _of_channels(seen, size)
     tensors = [op[n] for n in ("weight", "bias", "running_mean", "running_var") if op[n] is not None]
     if op["training"]:
-        return [(source, _channelwise(channels, len(op.shape)).broadcast_to(op.shape))]
+        whole = _channelwise(channels, len(op.shape)).broadcast_to(op.shape)
+        return [(source, whole), *((n, channels) for n in tensors)]
     of_source = seen
     if op["weight"] is not None and op.facts.assume_finite:
         zero = _channelwise(op.known(op["weight"]).zero(), len(op.shape)).broadcast_to(op.shape)
@@ -94,12 +118,11 @@ def batch_norm_observed(op: Op, seen: Grid) -> _Seen:
 
 @rule("axes", _BATCH_NORM)
 def batch_norm_axes(op: Op, axes: Axes) -> None:
-    """Cut channels with their statistics, scale and shift."""
+    """Cut channels with their statistics, scale and shift; in train mode all that goes into the statistics stays."""
     if op["training"]:
-        for node in op.inputs:
-            axes.keep_all(node, "batch norm in train mode")
-        axes.keep_all(op.node, "batch norm in train mode")
-        return
+        for dim in range(len(op.shape)):
+            if dim != 1:
+                axes.keep(axes.of(op.node, dim), "batch norm computes statistics over it")
     axes.broadcast(op["input"], op.node)
     for name in ("weight", "bias", "running_mean", "running_var"):
         if op[name] is not None:
@@ -186,3 +209,42 @@ def normalised_axes(op: Op, axes: Axes) -> None:
         axes.equal(axes.of(op["input"], dim), axes.of(op.node, dim))
         if dim in mixed:
             axes.keep(axes.of(op.node, dim), f"{name} computes statistics over it")
+
+
+# ---------------------------------------------------------------------- weights that are a direction and a length
+
+_WEIGHT_NORM = _aten._weight_norm.default
+
+
+@rule("constants", _WEIGHT_NORM)
+def weight_norm(op: Op) -> Known | None:
+    """Know a zero of the direction or of the length as a zero of the weight; a direction of zeros alone has none."""
+    if not op.facts.assume_finite:
+        return None
+    mixed = [d for d in range(len(op.shape)) if d != op.dim(op["dim"])]
+    direction = op.known(op["v"])
+    undefined = direction.uniform_over(mixed).zero().broadcast_to(op.shape)
+    zeros = direction.zero(), op.known(op["g"]).zero().broadcast_to(op.shape), undefined
+    const = Grid.combine(lambda v, g, u: (v | g) & ~u, *zeros)
+    return Known(const, Grid.uniform(op.shape, 0.0, torch.float64))
+
+
+@rule("observed", _WEIGHT_NORM)
+def weight_norm_observed(op: Op, seen: Grid) -> _Seen:
+    """Observe all that goes into the length of an observed direction."""
+    mixed = [d for d in range(len(op.shape)) if d != op.dim(op["dim"])]
+    line = any_over(seen, mixed)
+    return [(op["v"], line.broadcast_to(op.shape)), (op["g"], line.reshape(shape_of(op["g"])))]
+
+
+@rule("axes", _WEIGHT_NORM)
+def weight_norm_axes(op: Op, axes: Axes) -> None:
+    """Cut what adds nothing to a length, and whole directions with their lengths."""
+    own = op.dim(op["dim"])
+    axes.broadcast(op["v"], op.node)
+    axes.equal(axes.of(op["g"], own), axes.of(op.node, own))
+    for dim in range(len(op.shape)):
+        if dim != own:
+            nonzero, _, live = slice_values(axes.facts, op["v"], dim)
+            axes.keep(axes.of(op.node, dim), "goes into the length of a weight", nonzero | live)
+            axes.keep(axes.of(op["g"], dim), "goes into the length of a weight")

@@ -18,6 +18,7 @@ from sparta.propagate.edit import Edit
 from sparta.propagate.known import Known, spread
 from sparta.propagate.op import Op, dynamic_dims, shape_of, tensor_inputs
 from sparta.propagate.registry import rule
+from sparta.propagate.rules.indexing import line_axes, line_observed, line_of
 from sparta.tesa.grid import Grid
 
 __all__: list[str] = []
@@ -85,9 +86,12 @@ def cut_out_axes(op: Op, axes: Axes) -> None:
     source = op["self"]
     dim = op["dim"] % len(shape_of(source))
     _others_equal(axes, source, op.node, dim)
-    if found is None or found[3] != 1 or not len(found[2]):
-        axes.keep(axes.of(source, dim), "sliced in steps or at run time")
-        axes.keep(axes.of(op.node, dim), "sliced in steps or at run time")
+    if found is None or not len(found[2]) or dim in dynamic_dims(source):
+        axes.keep(axes.of(source, dim), "sliced at run time")
+        axes.keep(axes.of(op.node, dim), "sliced at run time")
+        return
+    if found[3] != 1:
+        axes.select(axes.of(source, dim), axes.of(op.node, dim), found[2], op.node)
         return
     _stretch(axes, source, dim, (int(found[2][0]), axes.of(op.node, dim)), op.node)
 
@@ -104,10 +108,13 @@ def _stretch(axes: Axes, source: fx.Node, dim: int, part: tuple[int, int], node:
 def move_slice(op: Op, edit: Edit) -> None:
     """Count the bounds of the slice in kept indices."""
     found = _slice_index(op)
-    if found is None or found[3] != 1 or not len(found[2]) or not edit.is_cut(found[0]):
+    if found is None or not len(found[2]):
         return
-    source, dim, index, _ = found
-    if bool(edit.axes.kept(source, dim).all()):
+    source, dim, index, step = found
+    if step != 1:
+        _take_kept(op, edit, dim, index)
+        return
+    if not edit.is_cut_along(source, dim):
         return
     start = int(edit.axes.kept(source, dim)[: int(index[0])].sum())
     edit.set(op.node, "start", start)
@@ -167,36 +174,66 @@ def move_pick(op: Op, edit: Edit) -> None:
 def turn(op: Op) -> Known | None:
     """Take what is known in the turned order."""
     known = op.known(op["self"])
-    for dim, index in _turns(op):
+    turns = _turns(op)
+    for dim, index in turns or []:
         known = _take(known, dim, index)
-    return known
+    return None if turns is None else known
 
 
 @rule("observed", _aten.flip.default, _aten.roll.default)
 def turn_observed(op: Op, seen: Grid) -> _Seen:
     """Turn back what is observed."""
-    for dim, index in reversed(_turns(op)):
+    turns = _turns(op)
+    for dim, index in reversed(turns or []):
         seen = spread(seen, dim, index, op.shape[dim])
-    return [(op["self"], seen)]
+    return [] if turns is None else [(op["self"], seen)]
 
 
 @rule("axes", _aten.flip.default, _aten.roll.default)
 def turn_axes(op: Op, axes: Axes) -> None:
-    """Keep the dims that are turned."""
-    turned = {d for d, _ in _turns(op)}
+    """Cut the turned dims in their new order: an index takes what is left."""
+    turns = _turns(op)
+    if turns is None:
+        axes.keep_all(op["self"], "rolled as one line")
+        axes.keep_all(op.node, "rolled as one line")
+        return
+    turned = {d for d, _ in turns}
     for dim in range(len(op.shape)):
-        if dim in turned:
-            axes.keep(axes.of(op["self"], dim), "flipped or rolled")
-            axes.keep(axes.of(op.node, dim), "flipped or rolled")
-        else:
+        if dim not in turned:
             axes.equal(axes.of(op["self"], dim), axes.of(op.node, dim))
+        elif len(turns) > 1:
+            axes.keep(axes.of(op["self"], dim), "flipped or rolled with other dims")
+            axes.keep(axes.of(op.node, dim), "flipped or rolled with other dims")
+    if len(turns) == 1:
+        dim, index = turns[0]
+        axes.select(axes.of(op["self"], dim), axes.of(op.node, dim), index, op.node)
 
 
-def _turns(op: Op) -> list[tuple[int, Tensor]]:
+@rule("rewrite", _aten.flip.default, _aten.roll.default)
+def turn_by_index(op: Op, edit: Edit) -> None:
+    """Take what is left of the turned dim by an index."""
+    turns = _turns(op) or []
+    if len(turns) == 1:
+        _take_kept(op, edit, *turns[0])
+
+
+def _take_kept(op: Op, edit: Edit, dim: int, index: Tensor) -> None:
+    """Replace an op that takes ``index`` of a dim of its input by one that takes the kept of them."""
+    source = op["self"]
+    if not edit.is_cut_along(source, dim) and not edit.is_cut_along(op.node, dim):
+        return
+    positions = edit.literal(op.node, edit.positions((source, dim), index[edit.kept(op.node, dim)]))
+    edit.replace(op.node, _aten.index_select.default, (source, dim, positions))
+
+
+def _turns(op: Op) -> list[tuple[int, Tensor]] | None:
+    """Return for each turned dim the positions in their new order; None for a roll of the flattened tensor."""
     rank = len(op.shape)
     if "shifts" not in op.arguments:
         return [(d % rank, torch.arange(op.shape[d % rank]).flip(0)) for d in op["dims"]]
-    pairs = zip(op["dims"], op["shifts"], strict=True)
+    if not op["dims"] and rank != 1:
+        return None  # rolled as one long line
+    pairs = zip(op["dims"] or [0], op["shifts"], strict=True)
     return [(d % rank, torch.arange(op.shape[d % rank]).roll(s)) for d, s in pairs]
 
 
@@ -353,6 +390,9 @@ def piece(op: Op) -> Known | None:
 def piece_observed(op: Op, seen: Grid) -> _Seen:
     """Observe the piece in its stretch."""
     found = _piece(op)
+    line = line_of(op)
+    if line is not None:
+        return line_observed(op, line[0], line[1], remains=line[2], seen=seen)
     if found is None:
         inputs = tensor_inputs(op.node.all_input_nodes[0])
         return [(n, Grid.uniform(shape_of(n), 1, torch.bool)) for n in inputs]
@@ -366,6 +406,10 @@ def piece_observed(op: Op, seen: Grid) -> _Seen:
 def piece_axes(op: Op, axes: Axes) -> None:
     """Tie the piece to its stretch."""
     found = _piece(op)
+    line = line_of(op)
+    if line is not None:
+        line_axes(op, line[0], line[1], remains=line[2], axes=axes)
+        return
     if found is None:
         axes.keep_all(op.node, "one of several outputs")
         return

@@ -128,7 +128,7 @@ def reduced_axes(op: Op, axes: Axes) -> None:
 # ---------------------------------------------------------------------- softmax and running sums
 
 _SOFTMAX = (_aten.softmax.int, _aten._softmax.default)
-_ALONG = (*_SOFTMAX, _aten.log_softmax.int, _aten._log_softmax.default, _aten.cumsum.default, _aten.sort.default)
+_ALONG = (*_SOFTMAX, _aten.log_softmax.int, _aten._log_softmax.default, _aten.cumsum.default)
 
 
 @rule("constants", *_SOFTMAX)

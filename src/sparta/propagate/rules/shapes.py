@@ -254,3 +254,41 @@ def like_observed(op: Op, seen: Grid) -> _Seen:
 def like_axes(op: Op, axes: Axes) -> None:
     """Cut alike."""
     axes.broadcast(op["self"], op.node)
+
+
+# ---------------------------------------------------------------------- tensors made from numbers
+
+_MADE: dict[object, Callable[[Op], float | None]] = {
+    **{op: lambda _: 0.0 for op in (_aten.zeros.default, _aten.new_zeros.default)},
+    **{op: lambda _: 1.0 for op in (_aten.ones.default, _aten.new_ones.default)},
+    **{op: _LIKE[_aten.full_like.default] for op in (_aten.full.default, _aten.new_full.default)},
+}
+
+
+@rule("constants", *_MADE)
+def made(op: Op) -> Known | None:
+    """Know every element of a tensor that is filled."""
+    value = _MADE[op.node.target](op)
+    if value is None:
+        return None
+    return Known(Grid.uniform(op.shape, 1, torch.bool), Grid.uniform(op.shape, value, torch.float64))
+
+
+@rule("observed", *_MADE)
+def made_observed(op: Op, seen: Grid) -> _Seen:
+    """Observe nothing: another tensor lends its dtype and device only."""
+    del seen
+    return [(n, nothing(shape_of(n))) for n in op.inputs]
+
+
+@rule("axes", *_MADE)
+def made_axes(op: Op, axes: Axes) -> None:
+    """Tie nothing: any size can be made."""
+    for dim in range(len(op.shape)):
+        axes.of(op.node, dim)
+
+
+@rule("rewrite", *_MADE)
+def resize_made(op: Op, edit: Edit) -> None:
+    """Write the new sizes into the op."""
+    _resize(op, edit, "size", 0)

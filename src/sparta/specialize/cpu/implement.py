@@ -18,7 +18,7 @@ from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear import LinearKernel
 from sparta.testing.machine import probe_compiler
 
-__all__ = ["CpuLinear"]
+__all__ = ["CpuLinear", "compiles_here", "runs_here"]
 
 _FORMATS = ("fp32", "bf16", "fp16")
 
@@ -37,6 +37,21 @@ class _CpuLinearKernel(LinearKernel):
         return self._packed(x, bias, self._activation, residual, values=packed[0])
 
 
+def runs_here(spec: KernelSpec) -> Support:
+    """Say whether kernels can be compiled for this spec's device and float dtype."""
+    if str(spec["input"].format) not in _FORMATS:
+        return Support.no(f"it computes {', '.join(_FORMATS)}, not {spec['input'].format}")
+    return compiles_here(spec)
+
+
+def compiles_here(spec: KernelSpec) -> Support:
+    """Say whether kernels can be compiled for this spec's device."""
+    if spec.device != "cpu":
+        return Support.no(f"it runs on the CPU, not on {spec.device}")
+    reason = _missing_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
+    return Support.no(reason) if reason else Support.yes("C++ kernels for this machine")
+
+
 @register
 class CpuLinear(Implement):
     """Hand-written C++ kernels, compiled for this machine at their first use."""
@@ -46,12 +61,7 @@ class CpuLinear(Implement):
 
     def supports(self, spec: KernelSpec) -> Support:
         """Any mask on the CPU in fp32, bf16 and fp16, where there is a compiler."""
-        if spec.device != "cpu":
-            return Support.no(f"it runs on the CPU, not on {spec.device}")
-        if str(spec["input"].format) not in _FORMATS:
-            return Support.no(f"it computes {', '.join(_FORMATS)}, not {spec['input'].format}")
-        reason = _missing_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
-        return Support.no(reason) if reason else Support.yes("C++ kernels for this machine")
+        return runs_here(spec)
 
     def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
         """Return the tiles that are worth timing for this layer."""

@@ -9,13 +9,23 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from ctypes import POINTER, Structure, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 from sparta.errors import NameNotFoundError, SpartaError, ValueRangeError, did_you_mean, message
 from sparta.specialize.cpu.toolchain import build, chosen_isa
 
-__all__ = ["ACTIVATIONS", "Library", "PanelCall", "PanelMatrix", "StreamCall", "StreamMatrix", "load"]
+__all__ = [
+    "ACTIVATIONS",
+    "ConvCall",
+    "Int8Call",
+    "Library",
+    "PanelCall",
+    "PanelMatrix",
+    "StreamCall",
+    "StreamMatrix",
+    "load",
+]
 
 ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3}
 # Numbers of the forms that weights for few tokens are stored in.
@@ -60,6 +70,58 @@ class PanelCall(Structure):
         ("threads", c_int32),
         ("x_is_panel", c_int32),
         ("y_is_panel", c_int32),
+    )
+
+
+class ConvCall(Structure):
+    """The images of one convolution; see ``native/conv.h``."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("bias", c_void_p),
+        ("residual", c_void_p),
+        ("slot_rows", c_void_p),
+        ("slot_columns", c_void_p),
+        ("used", c_void_p),
+        ("images", c_int64),
+        ("x_strides", c_int64 * 4),
+        ("in_channels", c_int64),
+        ("in_rows", c_int64),
+        ("in_columns", c_int64),
+        ("out_rows", c_int64),
+        ("out_columns", c_int64),
+        ("stride_rows", c_int64),
+        ("stride_columns", c_int64),
+        ("slots", c_int64),
+        ("row_width", c_int64),
+        ("band_tokens", c_int64),
+        ("reach", c_int64),
+        ("plane", c_int64),
+        ("direct", c_int32),
+        ("activation", c_int32),
+        ("threads", c_int32),
+    )
+
+
+class Int8Call(Structure):
+    """The activations of one call of 8-bit integers; see ``native/int8.h``."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("tokens", c_int64),
+        ("x_stride", c_int64),
+        ("y_stride", c_int64),
+        ("multiplier", c_void_p),
+        ("offset", c_void_p),
+        ("row_sums", c_void_p),
+        ("floor", c_float),
+        ("x_is_unsigned", c_int32),
+        ("x_zero", c_int32),
+        ("output", c_int32),
+        ("y_zero", c_int32),
+        ("threads", c_int32),
     )
 
 
@@ -117,6 +179,21 @@ class Library:
         """Run the kernel for many tokens."""
         _raise_for(self.handle.sparta_multiply_panels(matrix, call))
 
+    def multiply_conv(self, matrix: PanelMatrix, call: ConvCall) -> None:
+        """Run the kernel for images."""
+        _raise_for(self.handle.sparta_multiply_conv(matrix, call))
+
+    def multiply_int8(self, matrix: PanelMatrix, call: Int8Call) -> None:
+        """Run the kernel for 8-bit integers; the matrix has four of them in every value."""
+        _raise_for(self.handle.sparta_multiply_int8(matrix, call))
+
+    def multiply_generated(
+        self, groups: ctypes.Array[c_int64], shape: tuple[int, int], values: int, call: PanelCall
+    ) -> None:
+        """Run the generated functions of a table, for a weight (N, K) with its values at this address."""
+        count = len(groups) // 3
+        _raise_for(self.handle.sparta_multiply_generated(ctypes.addressof(groups), count, *shape, values, call))
+
     def multiply_stream(self, matrix: StreamMatrix, call: StreamCall) -> None:
         """Run the kernel for a few tokens."""
         _raise_for(self.handle.sparta_multiply_stream(matrix, call))
@@ -153,6 +230,12 @@ def _loaded(isa: str, cache: str, sanitize: str) -> Library:
     handle.sparta_lanes.restype = c_int
     handle.sparta_has_tile.argtypes = (c_int, c_int, c_int, c_int)
     handle.sparta_multiply_panels.argtypes = (POINTER(PanelMatrix), POINTER(PanelCall))
+    handle.sparta_multiply_conv.argtypes = (POINTER(PanelMatrix), POINTER(ConvCall))
+    handle.sparta_multiply_int8.argtypes = (POINTER(PanelMatrix), POINTER(Int8Call))
+    handle.sparta_multiply_generated.argtypes = (
+        *(c_void_p, c_int64, c_int64, c_int64, c_void_p),
+        POINTER(PanelCall),
+    )
     handle.sparta_multiply_stream.argtypes = (POINTER(StreamMatrix), POINTER(StreamCall))
     handle.sparta_pack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int)
     handle.sparta_unpack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from sparta.errors import ShapeError, message
 from sparta.specialize.cpu.tile import MOST_AHEAD, Tile
 
-__all__ = ["Layout", "pack_mask"]
+__all__ = ["Layout", "offset_table", "pack_entries", "pack_mask"]
 
 BLOCK_ROWS = 32  # kBlockRows of native/spmm.h
 CHUNK_INPUTS = 32  # kChunkInputs of native/gemv.h
@@ -108,11 +108,18 @@ def pack_mask(mask: Tensor, tile: Tile, lanes: int) -> Layout:
 
 
 def _pack_panel(mask: Bools, tile: Tile, lanes: int) -> Layout:
-    outputs, inputs = mask.shape
     row_bytes = 4 * tile.mv * lanes
-    if inputs * row_bytes >= 2**31:
-        given = f"a weight of {inputs} input channels with mv={tile.mv}"
+    if mask.shape[1] * row_bytes >= 2**31:
+        given = f"a weight of {mask.shape[1]} input channels with mv={tile.mv}"
         raise ShapeError(message(given, f"up to {2**31 // row_bytes - 1} of them", "use a smaller mv"))
+    layout, _, column = pack_entries(mask, tile)
+    offsets = {"offsets": offset_table(column * row_bytes)}
+    return replace(layout, arrays={**layout.arrays, **offsets})
+
+
+def pack_entries(mask: Bools, tile: Tile) -> tuple[Layout, Ints, Ints]:
+    """Return a panel layout without its offsets, and the first row and the column of each of its entries."""
+    outputs, inputs = mask.shape
     kept = _any_in_blocks(mask, tile.block)
     order: Ints = np.arange(len(kept))
     if tile.interleave > 1:
@@ -124,15 +131,20 @@ def _pack_panel(mask: Bools, tile: Tile, lanes: int) -> Layout:
     lists = [_lists(kept[:, begin:end]) for begin, end in itertools.pairwise(bounds)]
     counts = np.concatenate([count for count, _ in lists])
     column = np.concatenate([column + begin for (_, column), begin in zip(lists, bounds, strict=False)])
-    source, padded = _sources(mask, np.repeat(np.tile(rows, len(lists)), counts), column, tile.block)
+    first_row = np.repeat(np.tile(rows, len(lists)), counts)
+    source, padded = _sources(mask, first_row, column, tile.block)
     arrays = {
         "starts": _running(counts),
-        "offsets": _with_padding((column * row_bytes).astype(np.int32), MOST_AHEAD),
         "rows": rows.astype(np.int32),
         "costs": _block_costs(counts.reshape(len(lists), -1).sum(0), tile.block, outputs),
         "chunk_columns": np.array(bounds),
     }
-    return _layout(mask, len(kept), arrays, source, padded=padded)
+    return _layout(mask, len(kept), arrays, source, padded=padded), first_row, column
+
+
+def offset_table(offsets: Ints) -> Tensor:
+    """Return byte offsets of entries as kernels read them, with room for prefetching behind them."""
+    return _tensor(_with_padding(offsets.astype(np.int32), MOST_AHEAD))
 
 
 def _pack_stream(mask: Bools, tile: Tile) -> Layout:

@@ -32,7 +32,7 @@ from sparta.errors import (
 from sparta.files import private_folder, write_atomic
 from sparta.testing.machine import Compiler, probe_compiler, probe_cpu
 
-__all__ = ["ISAS", "build", "runnable_isas"]
+__all__ = ["ISAS", "build", "isa_flags", "runnable_isas"]
 
 SOURCES = Path(__file__).parent / "native"
 
@@ -88,13 +88,15 @@ def chosen_isa(isa: str | None = None) -> str:
     return wanted
 
 
-def build(isa: str | None = None) -> Path:
+def build(isa: str | None = None, source: str | None = None) -> Path:
     """Return the path of the kernel library for an instruction set, compiled if it is not in the cache.
 
     Parameters
     ----------
     isa
         ``'avx512'``, ``'avx2'`` or ``'portable'``. ``None`` means ``$SPARTA_CPU_ISA``, else the best one.
+    source
+        C++ text to compile instead of the library's own; it may include the library's headers.
 
     Raises
     ------
@@ -113,15 +115,15 @@ def build(isa: str | None = None) -> Path:
             message("CPU kernels on Windows", "Linux and macOS", "use WSL; until then these layers run dense")
         )
     compiler = _compiler()
-    flags = _flags(wanted)
+    flags = isa_flags(wanted)
     folder = private_folder("cpu")
-    library = folder / f"{wanted}-{_digest(compiler, flags)}.so"
+    library = folder / f"{wanted}-{_digest(compiler, flags, source)}.so"
     if _is_intact(library):
         return library
     with _only_one(library.with_suffix(".lock")):
         # Another process may have built it while this one waited.
         if not _is_intact(library):
-            code = _compile(compiler, flags)
+            code = _compile(compiler, flags, source)
             # The checksum comes first: a crash in between leaves a mismatch, which is built again.
             write_atomic(_checksum_file(library), hashlib.sha256(code).hexdigest().encode())
             write_atomic(library, code)
@@ -154,24 +156,32 @@ def _cpu_flags() -> tuple[str, ...]:
     return probe_cpu().vector_isa
 
 
-def _flags(isa: str) -> tuple[str, ...]:
+def isa_flags(isa: str) -> tuple[str, ...]:
+    """Return what the kernels are compiled with for an instruction set.
+
+    >>> "-shared" in isa_flags("portable")
+    True
+    """
     sanitize = os.environ.get("SPARTA_CPU_SANITIZE", "").strip() not in ("", "0")
     return (*_COMMON, *(_SANITIZED if sanitize else _OPTIMISED), *_FLAGS[isa])
 
 
-def _digest(compiler: Compiler, flags: tuple[str, ...]) -> str:
+def _digest(compiler: Compiler, flags: tuple[str, ...], source: str | None) -> str:
     """Return a hash of everything the library depends on."""
-    sha = hashlib.sha256("\0".join((*compiler.command, compiler.version, *flags)).encode())
+    sha = hashlib.sha256("\0".join((*compiler.command, compiler.version, *flags, source or "")).encode())
     for path in sources():
         sha.update(f"\0{path.name}\0".encode() + path.read_bytes())
     return sha.hexdigest()[:32]
 
 
-def _compile(compiler: Compiler, flags: tuple[str, ...]) -> bytes:
+def _compile(compiler: Compiler, flags: tuple[str, ...], source: str | None) -> bytes:
     """Return the library as the compiler makes it."""
     with tempfile.TemporaryDirectory(prefix="sparta-") as folder:
-        output = Path(folder) / "kernels.so"
-        command = [*compiler.command, *flags, str(SOURCES / "api.cpp"), "-o", str(output)]
+        output, text = Path(folder) / "kernels.so", SOURCES / "api.cpp"
+        if source is not None:
+            text = Path(folder) / "kernels.cpp"
+            text.write_text(source, encoding="utf-8")
+        command = [*compiler.command, *flags, f"-I{SOURCES}", str(text), "-o", str(output)]
         try:
             done = subprocess.run(  # noqa: S603 - an argument list, and no shell
                 command,

@@ -1,6 +1,9 @@
 // The C interface of the CPU kernels: plain structures and pointers, no exceptions, an error code for what this library
 // does not hold. It is compiled once for each instruction set; the caller loads the one that fits the machine.
+#include "conv.h"
 #include "gemv.h"
+#include "generated.h"
+#include "int8.h"
 #include "spmm.h"
 
 #define SPARTA_EXPORT extern "C" __attribute__((visibility("default")))
@@ -30,6 +33,27 @@ SPARTA_EXPORT int sparta_multiply_stream(const sparta::StreamMatrix* matrix, con
   if (!sparta::knows_stream(*matrix)) return kUnknownTile;
   if (call->tokens <= 0 || matrix->channels <= 0) return kDone;
   return sparta::multiply_stream(*matrix, *call) ? kDone : kNoMemory;
+}
+
+SPARTA_EXPORT int sparta_multiply_conv(const sparta::PanelMatrix* matrix, const sparta::ConvCall* call) {
+  if (!sparta_has_tile(matrix->bn, matrix->mv, matrix->interleave, matrix->prefetch)) return kUnknownTile;
+  if (call->images <= 0 || matrix->channels <= 0) return kDone;
+  return sparta::multiply_conv(*matrix, *call) ? kDone : kNoMemory;
+}
+
+SPARTA_EXPORT int sparta_multiply_int8(const sparta::PanelMatrix* matrix, const sparta::Int8Call* call) {
+  for (int vectors = 1; vectors <= matrix->mv; ++vectors) {
+    if (!sparta::find_int8_kernel(matrix->bn, vectors)) return kUnknownTile;
+  }
+  if (matrix->mv < 1) return kUnknownTile;
+  if (call->tokens <= 0 || matrix->channels <= 0) return kDone;
+  return sparta::multiply_int8(*matrix, *call) ? kDone : kNoMemory;
+}
+
+SPARTA_EXPORT int sparta_multiply_generated(const sparta::GeneratedGroup* groups, int64_t count, int64_t channels,
+                                            int64_t inputs, const float* values, const sparta::PanelCall* call) {
+  if (call->tokens <= 0 || channels <= 0) return kDone;
+  return sparta::multiply_generated(groups, count, channels, inputs, values, *call) ? kDone : kNoMemory;
 }
 
 // Token-major to panel and back: what neighbouring sparse layers do once, at both ends.

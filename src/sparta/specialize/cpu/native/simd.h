@@ -48,17 +48,25 @@ SPARTA_INLINE void store(float* to, V v) {
 // The first `count` lanes, the others 0: for ragged edges, where a whole load would leave the array.
 SPARTA_INLINE Vec load_some(const float* from, int64_t count) {
   if (count >= kLanes) return load(from);
+#if defined(SPARTA_AVX512)
+  return (Vec)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << count) - 1u), from);
+#else
   Vec v = {};
   std::memcpy(&v, from, sizeof(float) * static_cast<size_t>(count));
   return v;
+#endif
 }
 
 SPARTA_INLINE void store_some(float* to, Vec v, int64_t count) {
   if (count >= kLanes) {
     store(to, v);
-  } else {
-    std::memcpy(to, &v, sizeof(float) * static_cast<size_t>(count));
+    return;
   }
+#if defined(SPARTA_AVX512)
+  _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1u << count) - 1u), (__m512)v);
+#else
+  std::memcpy(to, &v, sizeof(float) * static_cast<size_t>(count));
+#endif
 }
 
 // Subtracting +0 keeps every value as it is, -0 included; compilers turn this into one broadcast.

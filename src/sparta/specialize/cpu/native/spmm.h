@@ -49,16 +49,24 @@ struct PanelCall {
   int32_t y_is_panel;
 };
 
+// An epilogue that is cheap enough for registers: max(sum + bias, floor) + residual.
+struct RowsFinish {
+  const float* bias;      // one a channel, or null
+  const float* residual;  // laid out as the output and from `first_row` on, or null
+  float floor;            // 0 for ReLU, -inf for none
+};
+
 // One block of rows, one chunk of columns.
 struct RowsTask {
   const PanelMatrix* matrix;
   int64_t chunk;
   int64_t group_begin;
   int64_t group_end;
-  const float* x;     // the panel tile
-  float* y;           // the panel tile of the output, at row `first_row`
+  const float* x;     // the first token; offsets count from here
+  float* y;           // the same token of the output, at row `first_row`
   int64_t first_row;
-  int64_t tile;       // tokens between two rows
+  int64_t y_stride;   // floats between two rows
+  const RowsFinish* finish;  // null stores the sums as they are
 };
 
 SPARTA_INLINE const float* at_offset(const float* x, uint32_t offset) {
@@ -96,9 +104,22 @@ SPARTA_INLINE void announce(const float* y) {
 
 // The first chunk sets the output, later ones add to it.
 template <int MV>
-SPARTA_INLINE void put(float* y, const Vec (&sums)[MV], bool add) {
+SPARTA_INLINE void put(const RowsTask& task, int64_t row, float* y, const Vec (&sums)[MV]) {
+  if (task.finish) {
+    const RowsFinish& finish = *task.finish;
+    const Vec shift = splat(finish.bias ? finish.bias[row] : -0.0f);  // adding -0 changes nothing, not even a -0
+    const Vec floor = splat(finish.floor);
 #pragma GCC unroll 4
-  for (int j = 0; j < MV; ++j) store(y + j * kLanes, add ? sums[j] + load(y + j * kLanes) : sums[j]);
+    for (int j = 0; j < MV; ++j) {
+      const Vec sum = sums[j] + shift;
+      Vec out = sum < floor ? floor : sum;  // NaN is not below and stays
+      if (finish.residual) out += load(finish.residual + (y - task.y) + j * kLanes);
+      store(y + j * kLanes, out);
+    }
+    return;
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < MV; ++j) store(y + j * kLanes, task.chunk > 0 ? sums[j] + load(y + j * kLanes) : sums[j]);
 }
 
 template <int BN, int MV, bool Prefetch>
@@ -108,15 +129,15 @@ void multiply_groups(const RowsTask& task) {
   for (int64_t group = task.group_begin; group < task.group_end; ++group) {
     const int64_t begin = starts[group];
     const int64_t row = matrix.rows[group];
-    float* y = task.y + (row - task.first_row) * task.tile;
+    float* y = task.y + (row - task.first_row) * task.y_stride;
 #pragma GCC unroll 8
-    for (int r = 0; r < BN; ++r) announce<MV>(y + r * task.tile);
+    for (int r = 0; r < BN; ++r) announce<MV>(y + r * task.y_stride);
     Vec sums[BN][MV] = {};
     multiply<BN, MV, Prefetch>(task.x, matrix.offsets + begin, matrix.values + begin * BN, starts[group + 1] - begin,
                                matrix.prefetch, sums);
 #pragma GCC unroll 8
     for (int r = 0; r < BN; ++r) {
-      if (BN == 1 || row + r < matrix.channels) put<MV>(y + r * task.tile, sums[r], task.chunk > 0);
+      if (BN == 1 || row + r < matrix.channels) put<MV>(task, row + r, y + r * task.y_stride, sums[r]);
     }
   }
 }
@@ -135,7 +156,7 @@ void multiply_interleaved(const RowsTask& task) {
     Vec sums[Rows][1][MV] = {};
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
-      y[r] = task.y + (matrix.rows[group + r] - task.first_row) * task.tile;
+      y[r] = task.y + (matrix.rows[group + r] - task.first_row) * task.y_stride;
       announce<MV>(y[r]);
       offsets[r] = matrix.offsets + starts[group + r];
       values[r] = matrix.values + starts[group + r];
@@ -154,7 +175,7 @@ void multiply_interleaved(const RowsTask& task) {
     for (int r = 0; r < Rows; ++r) {
       const int64_t rest = starts[group + r + 1] - starts[group + r] - common;
       multiply<1, MV, false>(task.x, offsets[r] + common, values[r] + common, rest, 0, sums[r]);
-      put<MV>(y[r], sums[r][0], task.chunk > 0);
+      put<MV>(task, matrix.rows[group + r], y[r], sums[r][0]);
     }
   }
   RowsTask rest = task;
@@ -223,7 +244,7 @@ inline bool multiply_tile(const PanelMatrix& matrix, const PanelCall& call, int6
       float* y = y_panel ? y_panel + row * tile : sums + (matrix.chunks > 1 ? row - begin * kBlockRows : 0) * tile;
       const int64_t groups_each = kBlockRows / matrix.bn;
       kernel(RowsTask{&matrix, chunk, block * groups_each, std::min((block + blocks) * groups_each, matrix.groups), x,
-                      y, row, tile});
+                      y, row, tile, nullptr});
       if (chunk + 1 < matrix.chunks || (y_panel && identity)) continue;
       with_activation(call.activation, [&](auto tag) {
         constexpr Activation act = decltype(tag)::value;
@@ -239,19 +260,19 @@ inline bool multiply_tile(const PanelMatrix& matrix, const PanelCall& call, int6
   return true;
 }
 
-// Shares (tile, block of rows) pairs among threads by cost. A tile that two threads share is packed by both, which
-// costs less than waiting for each other.
-inline bool multiply_panels(const PanelMatrix& matrix, const PanelCall& call) {
-  const int64_t tiles = ceil_div(call.tokens, matrix.mv * kLanes);
+// Shares (tile, block of rows) pairs among threads by cost: calls f(tile, first block, last block), which returns false
+// when memory ran out. A tile that two threads share is packed by both, which costs less than waiting for each other.
+template <class F>
+inline bool share_tiles(const PanelMatrix& matrix, int64_t tiles, int32_t threads, F f) {
   const int64_t blocks = ceil_div(matrix.channels, kBlockRows);
   bool enough_memory = true;
-  parallel(call.threads, [&](int64_t index, int64_t count) {
+  parallel(threads, [&](int64_t index, int64_t count) {
     int64_t at = share_begin(matrix.costs, blocks, tiles, index, count);
     const int64_t end = share_begin(matrix.costs, blocks, tiles, index + 1, count);
     while (at < end) {
       const int64_t tile = at / blocks;
       const int64_t stop = std::min(end, (tile + 1) * blocks);
-      if (!multiply_tile(matrix, call, tile, at - tile * blocks, stop - tile * blocks)) {
+      if (!f(tile, at - tile * blocks, stop - tile * blocks)) {
 #pragma omp atomic write
         enough_memory = false;
         return;
@@ -260,6 +281,13 @@ inline bool multiply_panels(const PanelMatrix& matrix, const PanelCall& call) {
     }
   });
   return enough_memory;
+}
+
+inline bool multiply_panels(const PanelMatrix& matrix, const PanelCall& call) {
+  const int64_t tiles = ceil_div(call.tokens, matrix.mv * kLanes);
+  return share_tiles(matrix, tiles, call.threads, [&](int64_t tile, int64_t begin, int64_t end) {
+    return multiply_tile(matrix, call, tile, begin, end);
+  });
 }
 
 }  // namespace sparta

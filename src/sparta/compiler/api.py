@@ -1,0 +1,361 @@
+"""`compile`: a model in, the same model out, faster; and what happens on the way, in order.
+
+Capture, propagate, cut what can be cut exactly, fold BatchNorms, partition into fused sub-graphs, time the candidates
+of each, time the whole, verify, hand over. The one idea to know: every step can only take away from the time; where
+it does not, or where anything does not work, the step before it is what runs, down to the dense original.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from sparta.compiler.choose import Point, choose_layers, points_of
+from sparta.compiler.fold import fold_batch_norms
+from sparta.compiler.graph_json import graph_text
+from sparta.compiler.kernels import KernelModule
+from sparta.compiler.memory import Decision, model_key, recall, remember
+from sparta.compiler.module import CompiledModel, tensor_bytes
+from sparta.compiler.partition import SubGraph, partition
+from sparta.compiler.plan import Plan, Whole
+from sparta.compiler.program import Program, original_program, reduced_program
+from sparta.compiler.report import Report, Totals
+from sparta.compiler.settings import Session, Show, Tune, shown
+from sparta.compiler.signature import Signature
+from sparta.compiler.verify import Certificate, verify, wrong_kernels
+from sparta.compiler.whole import Contest, hosted
+from sparta.errors import CheckError, SpartaError, ValueRangeError, message
+from sparta.propagate.api import propagate
+from sparta.propagate.compact import masked_tensors
+from sparta.propagate.result import PropagationResult
+from sparta.specialize.store import device_name
+from sparta.tesa.spec import Spec
+from sparta.version import __version__
+
+__all__ = ["compile_model"]
+
+
+def compile_model(  # noqa: PLR0913 - one call says all there is to say about a compilation
+    model: nn.Module,
+    example_inputs: Any,  # noqa: ANN401 - a tensor, a tuple, or a dict of keyword arguments
+    spec: Spec | None = None,
+    *,
+    target: str | torch.device | None = None,
+    tune: Tune = "quick",
+    dynamic_shapes: Any = None,  # noqa: ANN401 - what torch.export takes
+    dtype: torch.dtype | None = None,
+    verify: bool = True,
+    budget_s: float | None = None,
+    more_inputs: Sequence[Any] = (),
+    inductor: bool | None = None,
+    progress: Show | bool | None = None,
+) -> CompiledModel:
+    """Return a model that computes what the masked dense model computes, as fast as measurement can make it.
+
+    Parameters
+    ----------
+    model
+        It is not changed. One that `torch.compile` wrapped is unwrapped, and Inductor competes.
+    example_inputs
+        A tensor, a tuple of positional arguments, or a dict of keyword arguments, of the sizes it will be used with.
+    spec
+        What is pruned; None reads the zeros that are in the weights.
+    target
+        The device to compile for; None stays where the model is.
+    tune
+        ``"quick"`` times a few candidates a layer, ``"full"`` many, and `torch.compile` as a host for the rest;
+        ``"off"`` measures nothing and takes what earlier runs stored, else dense.
+    dynamic_shapes
+        Dims that may change their size, as in :func:`torch.export.export`.
+    dtype
+        Compile the model in this dtype; floating-point inputs are converted.
+    verify
+        Compare with the original on fresh inputs before handing over.
+    budget_s
+        Seconds for the whole compilation; what is not measured by then stays dense. Ctrl-C has the same effect.
+    more_inputs
+        Further example inputs of other sizes (needs `dynamic_shapes`); kernels are chosen for each.
+    inductor
+        Whether `torch.compile` competes as a host; None decides by `tune`.
+    progress
+        A callable that gets lines about what is being tried; True for stderr; None for stderr if it is a terminal.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    >>> Spec.from_pattern(model, sparsity=0.9).apply(model)
+    >>> fast = compile_model(model, torch.randn(16, 64), tune="off")
+    >>> fast(torch.randn(16, 64)).shape, fast.report.certificate.passed
+    (torch.Size([16, 8]), True)
+    """
+    session = Session(tune=tune, budget_s=budget_s, show=shown(progress))
+    given = getattr(model, "_orig_mod", model)
+    competes = inductor if inductor is not None else (tune == "full" or given is not model)
+    if not isinstance(given, nn.Module):
+        raise ValueRangeError(message(f"a {type(given).__name__}", "a torch.nn.Module"))
+    given, (example_inputs, *more_inputs) = _moved(given, [example_inputs, *more_inputs], target, dtype)
+    job = _Job.started(given, example_inputs, spec, dynamic_shapes, more_inputs, session, cast=dtype is not None)
+    with _evaluating(given):
+        contest = job.contest(inductor=competes)
+        whole, earlier = _decided(contest, session)
+        whole, certificate = _verified(job, contest, whole, check=verify)
+        return job.finished(contest, whole, certificate, earlier)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A model under compilation: what it was, the two graphs, and the inputs it is measured with."""
+
+    model: nn.Module
+    result: PropagationResult
+    signature: Signature
+    original: Program
+    reduced: Program
+    groups: tuple[SubGraph, ...]
+    inputs: tuple[list[Any], ...]
+    points: tuple[Point, ...]
+    session: Session
+
+    @classmethod
+    def started(
+        cls,
+        model: nn.Module,
+        example: Any,  # noqa: ANN401
+        spec: Spec | None,
+        dynamic_shapes: Any,  # noqa: ANN401
+        more: Sequence[Any],
+        session: Session,
+        *,
+        cast: bool,
+    ) -> _Job:
+        """Capture, propagate, reduce and partition."""
+        session.show("capturing and propagating")
+        result = propagate(model, example, spec, dynamic_shapes)
+        signature = Signature.of(model, result.captured, cast=cast)
+        inputs = tuple(_flat_inputs(signature, one) for one in (example, *more))
+        original = original_program(result)
+        with torch.no_grad():
+            reduced = _reduced(result, original, inputs[0], session)
+            groups = tuple(partition(reduced, reduced.values(inputs[0])))
+            points = tuple(points_of(reduced, groups, inputs))
+        return cls(model, result, signature, original, reduced, groups, inputs, points, session)
+
+    def contest(self, *, inductor: bool) -> Contest:
+        """Choose layer by layer, and return what competes for the whole."""
+        args, kwargs = self.result.captured.args, dict(self.result.captured.kwargs)
+
+        def as_given() -> Any:  # noqa: ANN401 - what the model returns
+            with torch.no_grad():
+                return self.model(*args, **kwargs)
+
+        plans = choose_layers(self.groups, self.points, self.session)
+        return Contest(
+            as_given,
+            self.original,
+            self.reduced,
+            self.groups,
+            plans,
+            self.inputs,
+            self.points,
+            self.session,
+            inductor=inductor,
+        )
+
+    def reference(self) -> Callable[..., Any]:
+        """Return the masked dense model as a function of flat inputs."""
+        masked = masked_tensors(self.result.captured, self.result.facts)
+
+        def run(*leaves: Any) -> Any:  # noqa: ANN401 - any inputs and outputs
+            args, kwargs = pytree.tree_unflatten(list(leaves), self.signature.in_spec)
+            return torch.func.functional_call(self.model, dict(masked), args, kwargs)
+
+        return run
+
+    def finished(
+        self, contest: Contest, whole: Whole, certificate: Certificate, earlier: float | None
+    ) -> CompiledModel:
+        """Return the module with its report."""
+        graph = contest.built(whole.base)
+        plan = Plan(tuple(contest.plans), whole)
+        self.session.note(self.session.store.problem)
+        unknown = self.result.facts.notes
+        if unknown:
+            place, text = next(iter(unknown.items()))
+            self.session.note(f"propagation stopped at {len(unknown)} places, the first of them {place}: {text}")
+        totals = _totals(self, plan, graph, earlier)
+        report = Report(plan, totals, certificate, tuple(self.session.notes))
+        return CompiledModel(graph, self.signature, report, Spec(dict(self.result.facts.given)), _provenance(self))
+
+
+def _reduced(result: PropagationResult, original: Program, inputs: Sequence[Any], session: Session) -> Program:
+    """Return the compact and folded program, or as much of it as works."""
+    try:
+        program, cut = reduced_program(result)
+        if cut:
+            session.note(f"{cut} parameters that change nothing were cut out")
+    except SpartaError as error:
+        session.note(f"nothing was cut out: {error}")
+        program = original
+    program, folded = fold_batch_norms(program, program.values(inputs))
+    if folded:
+        session.note(f"{folded} BatchNorms were folded into the layers before them")
+    return program
+
+
+def _decided(contest: Contest, session: Session) -> tuple[Whole, float | None]:
+    """Return what runs, remembered or found now, and the seconds of the first compilation if this is not it."""
+    if session.tune == "off":
+        return Whole(reason="not timed: tune='off'"), None
+    device = next(iter(contest.original.tensors.values())).device.type if contest.original.tensors else "cpu"
+    effort = f"{session.tune} {contest.inductor}"
+    key = model_key(graph_text(contest.reduced.graph), contest.plans, device, effort)
+    decision = recall(key)
+    if decision is not None:
+        before = list(contest.plans)
+        contest.make_dense(set(decision.dense), "dense: remembered, it does not win in the whole model")
+        whole = contest.again(decision.base, decision.host)
+        if whole is not None:
+            return whole, decision.seconds
+        contest.plans[:] = before
+    whole = contest.decide()
+    if not session.interrupted and whole.milliseconds:
+        dense = tuple(plan.name for plan in contest.plans if not plan.sparse)
+        try:
+            remember(key, Decision(whole.base, whole.host, dense, session.elapsed))
+        except OSError as error:
+            session.note(f"the decision for the whole model cannot be kept: {error}")
+    return whole, None
+
+
+def _verified(job: _Job, contest: Contest, whole: Whole, *, check: bool) -> tuple[Whole, Certificate]:
+    """Check against the original, and replace what is wrong until it agrees."""
+    if not check:
+        return whole, Certificate((), "", 0.0, 0.0, 0.0, 0, passed=False)
+    reference = job.reference()
+    while True:
+        job.session.show("verifying against the original")
+        try:
+            certificate = verify(reference, hosted(contest.built(whole.base), whole.host), job.inputs)
+        except (CheckError, RuntimeError) as error:
+            whole = _less(job, contest, whole, error)
+        else:
+            return whole, certificate
+
+
+def _less(job: _Job, contest: Contest, whole: Whole, error: Exception) -> Whole:
+    """Give up the next thing that may be wrong: kernels by name, the host, all kernels, the reduced graph."""
+    reason = str(error).strip().splitlines()[0]
+    kernels: dict[SubGraph, KernelModule] = contest.kernels() if whole.base != "original" else {}
+    wrong = wrong_kernels(kernels, job.points)
+    if wrong:
+        for name, found in wrong.items():
+            job.session.note(f"the kernel of {name} computed wrong numbers and was replaced by dense: {found}")
+        contest.make_dense(set(wrong), "dense: the chosen kernel computed wrong numbers")
+        return Whole(whole.base, whole.host, {}, "not timed after a wrong kernel was replaced")
+    if whole.host != "eager":
+        job.session.note(f"not hosted by Inductor, which did not agree with the original: {reason}")
+        return Whole(whole.base, "eager", {}, "not timed after Inductor was given up")
+    if kernels:
+        job.session.note(f"all kernels were replaced by dense, because the whole did not agree: {reason}")
+        contest.make_dense({group.name for group in kernels}, "dense: the whole did not agree with the original")
+        return Whole(whole.base, whole.host, {}, "dense: the kernels together did not agree with the original")
+    if whole.base != "original":
+        job.session.note(f"the original graph runs, because the reduced one did not agree: {reason}")
+        return Whole("original", "eager", {}, "dense: the reduced graph did not agree with the original")
+    raise CheckError(
+        message(
+            f"the captured graph does not compute what the model does: {reason}",
+            "a forward that is a function of its inputs",
+            "look for randomness or state in evaluation mode, or pass verify=False",
+        )
+    ) from error
+
+
+def _totals(job: _Job, plan: Plan, graph: fx.GraphModule, earlier: float | None) -> Totals:
+    given = dict(job.result.captured.tensors)
+    kernels = [child for child in graph.modules() if isinstance(child, KernelModule)]
+    packed = {id(t) for kernel in kernels for t in kernel.buffers()}
+    others = {name: t for name, t in graph.named_buffers() if id(t) not in packed}
+    biases = sum(kernel.bias.numel() * kernel.bias.element_size() for kernel in kernels if kernel.bias is not None)
+    unique = {t.untyped_storage()._cdata: t.numel() for t in given.values()}
+    return Totals(
+        parameters=sum(unique.values()),
+        live_parameters=sum(int(t.count_nonzero()) for t in graph.buffers()),
+        memory=tensor_bytes(given),
+        compiled_memory=tensor_bytes(others) + biases + sum(kernel.nbytes for kernel in kernels),
+        flops=sum(layer.flops for layer in plan.layers),
+        live_flops=sum(layer.live_flops if layer.sparse else layer.flops for layer in plan.layers),
+        compile_seconds=job.session.elapsed,
+        first_compile_seconds=earlier,
+    )
+
+
+def _provenance(job: _Job) -> dict[str, Any]:
+    tensors: Mapping[str, Tensor] = job.original.tensors
+    device = next((t.device.type for t in tensors.values()), "cpu")
+    return {
+        "model": type(job.model).__qualname__,
+        "sparta": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": device_name(device),
+        "device": device,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "tune": job.session.tune,
+    }
+
+
+def _moved(
+    model: nn.Module, inputs: Sequence[Any], target: str | torch.device | None, dtype: torch.dtype | None
+) -> tuple[nn.Module, list[Any]]:
+    """Return model and inputs on the target device in the dtype; the model itself where nothing changes."""
+    device = None if target is None else _device(target)
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueRangeError(message(f"dtype={dtype}", "a floating-point dtype", "int8 comes from the spec, not here"))
+    if device is None and dtype is None:
+        return model, list(inputs)
+
+    def move(leaf: Any) -> Any:  # noqa: ANN401 - any leaf of the inputs
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(device=device, dtype=dtype if leaf.is_floating_point() else None)
+
+    return deepcopy(model).to(device=device, dtype=dtype), [pytree.tree_map(move, one) for one in inputs]
+
+
+def _device(target: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(target)
+    except (RuntimeError, TypeError) as error:
+        raise ValueRangeError(message(f"target={target!r}", "'cpu' or 'cuda'")) from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ValueRangeError(message(f"target={target!r}", "'cpu', or 'cuda' where torch sees a CUDA device"))
+    return device
+
+
+def _flat_inputs(signature: Signature, given: Any) -> list[Any]:  # noqa: ANN401 - as `compile_model` takes them
+    if isinstance(given, Mapping):
+        return signature.flatten((), given)
+    sequence = isinstance(given, Sequence) and not isinstance(given, str)
+    return signature.flatten(tuple(given) if sequence else (given,), {})
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch every module to evaluation mode and each back to its own."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,140 @@
+"""Choose, layer by layer: every sub-graph's candidates are timed, dense among them; the fastest that is right stays.
+
+The specialiser's tuner does the measuring, on the activations that the layer really gets. The one idea to know: layers
+of one kernel-spec bucket cost alike, so they are measured once and share the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from sparta.compiler.partition import SubGraph
+from sparta.compiler.plan import LayerPlan
+from sparta.compiler.program import Program
+from sparta.compiler.settings import Session
+from sparta.errors import SpartaError
+from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.store import key_of
+from sparta.specialize.tuner import DENSE, Choice, choose, tune_kernel
+
+__all__ = ["Point", "choose_layers", "points_of"]
+
+_TOO_DENSE = 0.98
+_EFFORT: Mapping[str, tuple[int, float]] = {"quick": (12, 3.0), "full": (60, 20.0)}
+
+
+@dataclass(frozen=True)
+class Point:
+    """The activations of every sub-graph at one size of the model's inputs: x, and the residual or None."""
+
+    values: Mapping[SubGraph, tuple[Tensor, Tensor | None]]
+
+
+def points_of(program: Program, groups: Sequence[SubGraph], sizes: Sequence[Sequence[Any]]) -> list[Point]:
+    """Run the program once for each list of flat inputs and keep what the sub-graphs see."""
+    wanted: set[fx.Node] = {group.anchor.x for group in groups}
+    wanted |= {group.residual for group in groups if group.residual is not None}
+    points = []
+    for inputs in sizes:
+        seen = program.values(inputs, wanted)
+        pairs = {g: (seen[g.anchor.x], None if g.residual is None else seen[g.residual]) for g in groups}
+        points.append(Point(pairs))
+    return points
+
+
+def choose_layers(groups: Sequence[SubGraph], points: Sequence[Point], session: Session) -> list[LayerPlan]:
+    """Return the plan of every sub-graph, each the best on its own.
+
+    Never raises for what a candidate does; an interrupt or a spent budget leaves the rest dense, or as stored.
+    """
+    known: dict[str, Choice] = {}
+    plans = []
+    for number, group in enumerate(groups):
+        choices: dict[int, Choice] = {}
+        for point in points:
+            x, residual = point.values[group]
+            size = group.lowering.size(x)
+            if size not in choices:
+                line = f"layer {number + 1}/{len(groups)} {group.name} ({group.tesa.describe_pattern()}), size {size}"
+                session.show(line)
+                choices[size] = _choice(group, x, residual, known, session, parts=len(groups) - number)
+        x, _ = points[0].values[group]
+        weight, attributes = group.tesa, group.anchor.attributes
+        plans.append(
+            LayerPlan(
+                name=group.name,
+                op=group.lowering.op,
+                pattern=weight.describe_pattern(),
+                density=weight.density,
+                shape=weight.shape,
+                choices=choices,
+                flops=group.lowering.flops(weight, x, attributes, live=False),
+                live_flops=group.lowering.flops(weight, x, attributes, live=True),
+                best_ratio=_best_ratio(next(iter(choices.values()))),
+            )
+        )
+    return plans
+
+
+def _choice(
+    group: SubGraph, x: Tensor, residual: Tensor | None, known: dict[str, Choice], session: Session, *, parts: int
+) -> Choice:
+    if group.tesa.density >= _TOO_DENSE:
+        zeros = group.tesa.sparsity
+        why = "the weight has no zeros" if not zeros else f"only {zeros:.1%} of the weight is zero"
+        return Choice(DENSE, {}, f"dense: {why}")
+    spec = group.spec(x)
+    key = key_of(spec)
+    if key in known:
+        return known[key]
+    try:
+        choice = _measured(group, spec, x, residual, session, parts)
+    except KeyboardInterrupt:
+        session.interrupted = True
+        choice = Choice(DENSE, {}, "dense: interrupted")
+    except (SpartaError, RuntimeError, ValueError, TypeError) as error:
+        # A layer that cannot be measured must not end the compilation of the model.
+        choice = Choice(DENSE, {}, f"dense: measuring failed ({type(error).__name__}: {str(error).splitlines()[0]})")
+    known[key] = choice
+    return choice
+
+
+def _measured(
+    group: SubGraph, spec: KernelSpec, x: Tensor, residual: Tensor | None, session: Session, parts: int
+) -> Choice:
+    stored = choose(spec, session.store)
+    if stored.entry is not None:
+        return stored
+    if session.tune == "off":
+        return Choice(DENSE, {}, "dense: not tuned, and no stored result", None, stored.refused)
+    if session.left <= 0:
+        why = "interrupted" if session.interrupted else "the budget was spent before this layer"
+        return Choice(DENSE, {}, f"dense: {why}", None, stored.refused)
+    trials, seconds = _EFFORT[session.tune]
+    with torch.no_grad():
+        problem = group.lowering.problem(spec, group.weight, x, group.bias, residual)
+        choice = tune_kernel(
+            problem,
+            max_trials=trials,
+            max_seconds=max(0.05, session.share(parts, seconds)),
+            seed=session.seed,
+            store=session.store,
+        )
+    if choice.result is not None and choice.result.interrupted:
+        session.interrupted = True
+    return choice
+
+
+def _best_ratio(choice: Choice) -> float | None:
+    """Return the time of the best candidate over dense's, where one was timed."""
+    if choice.implement != DENSE and choice.entry is not None:
+        return 1.0 / choice.entry.speedup
+    if choice.result is None:
+        return None
+    tried = [t.value for t in choice.result.trials if t.value is not None and t.params.get("_name") != DENSE]
+    return min(tried, default=None)

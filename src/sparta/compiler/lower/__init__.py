@@ -1,0 +1,25 @@
+"""Lowerings, one file an operation: from calls of a graph to kernel specs and back."""
+
+from __future__ import annotations
+
+from sparta.compiler.lower.base import Anchor, Lowering
+from sparta.compiler.lower.conv import ConvLowering
+from sparta.compiler.lower.linear import LinearLowering
+from sparta.errors import NameNotFoundError, did_you_mean
+
+__all__ = ["LOWERINGS", "Anchor", "Lowering", "lowering_of"]
+
+LOWERINGS: tuple[Lowering, ...] = (LinearLowering(), ConvLowering("conv2d"), ConvLowering("conv1d"))
+"""What is recognised in a graph, in this order."""
+
+
+def lowering_of(op: str) -> Lowering:
+    """Return the lowering of an operation.
+
+    >>> lowering_of("linear").op
+    'linear'
+    """
+    found = {lowering.op: lowering for lowering in LOWERINGS}
+    if op not in found:
+        raise NameNotFoundError(did_you_mean(op, found, "lowered operation"))
+    return found[op]

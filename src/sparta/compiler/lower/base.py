@@ -1,0 +1,114 @@
+"""Lowerings: how calls in a graph become the kernel specs of one operation, and how its kernels are called.
+
+A lowering recognises the call that an operation starts from and knows the operation's kernel spec, reference and
+calling convention; everything else in the compiler is the same for all operations. The one idea to know: a new
+operation is one new file with a :class:`Lowering` in it and one line in :data:`sparta.compiler.lower.LOWERINGS`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from sparta.specialize.implement import Kernel
+from sparta.specialize.kernel_spec import Epilogue, KernelSpec
+from sparta.specialize.linear import apply_epilogue
+from sparta.specialize.tuner import Problem
+from sparta.tesa.attribute import TeSA
+
+__all__ = ["Anchor", "Lowering"]
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """The call that a sub-graph starts from.
+
+    Parameters
+    ----------
+    x
+        The node of the activation.
+    weight, bias
+        Names of the tensors; bias may be None.
+    transposed
+        Whether the weight is stored as (K, N), the other way round than the operation takes it.
+    attributes
+        The numbers of the operation, such as a stride, as JSON values.
+    """
+
+    x: fx.Node
+    weight: str
+    bias: str | None
+    transposed: bool = False
+    attributes: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+class Lowering(ABC):
+    """One operation, between the graph and the specialiser."""
+
+    op: str
+
+    @abstractmethod
+    def match(self, node: fx.Node) -> Anchor | None:
+        """Return what a call stands for, or None where it is not this operation with fixed weights."""
+
+    @abstractmethod
+    def fits(self, weight: Tensor, x: Tensor) -> bool:
+        """Whether kernels take operands of these shapes."""
+
+    @abstractmethod
+    def spec(
+        self, weight: TeSA, x: Tensor, attributes: Mapping[str, Any], epilogue: Epilogue, *, device: str
+    ) -> KernelSpec:
+        """Return the kernel spec for an activation of this shape and dtype (its values do not count)."""
+
+    @abstractmethod
+    def size(self, x: Tensor) -> int:
+        """Return the number that decides which kernel is fastest: the rows of a linear layer, for example."""
+
+    @abstractmethod
+    def dense(self, weight: Tensor, x: Tensor, bias: Tensor | None, attributes: Mapping[str, Any]) -> Tensor:
+        """Return the operation by PyTorch's own ops, without activation and residual."""
+
+    @abstractmethod
+    def inputs(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the inputs as the operation's kernels take them."""
+
+    @abstractmethod
+    def result(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return what a kernel returned in the shape that the graph expects for an activation `x`."""
+
+    @abstractmethod
+    def flat(self, y: Tensor) -> Tensor:
+        """Return a result of the graph's shape as kernels return it."""
+
+    @abstractmethod
+    def flops(self, weight: TeSA, x: Tensor, attributes: Mapping[str, Any], *, live: bool) -> int:
+        """Return the multiplications and additions of one call: of live weights only, or of all."""
+
+    @abstractmethod
+    def sample(self, spec: KernelSpec) -> Tensor:
+        """Return a random activation of the size that a kernel spec names."""
+
+    # ------------------------------------------------------------------ the same for all
+
+    def run(
+        self, kernel: Kernel, packed: Sequence[Tensor], x: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        """Return the fused operation by a built kernel."""
+        return self.result(kernel.run(packed, *self.inputs(x, bias, residual)), x)
+
+    def problem(
+        self, spec: KernelSpec, weight: Tensor, x: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> Problem:
+        """Return what the tuner measures, with the right result in float64."""
+        wide = [None if t is None else t.to(torch.float64) for t in (bias, residual)]
+        exact = self.dense(weight.to(torch.float64), x.to(torch.float64), wide[0], spec.attributes)
+        expected = apply_epilogue(exact, spec.epilogue, wide[1])
+        inputs = self.inputs(x, bias, residual)
+        return Problem(spec, weight, inputs, self.flat(expected), reduction=max(1, weight[:1].numel()))

@@ -1,0 +1,150 @@
+"""The compiled model: called like the original, saved to one file, honest about what it runs.
+
+:class:`CompiledModel` holds the combined graph and its host. The one idea to know: it is for inference: it runs without
+autograd, whatever the mode around it, and refuses to be put into training mode instead of training something else.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, fx, nn
+
+from sparta.compiler.kernels import KernelModule
+from sparta.compiler.report import Report
+from sparta.compiler.signature import Signature
+from sparta.compiler.whole import hosted
+from sparta.errors import ValueRangeError, message
+from sparta.tesa.spec import Spec
+
+__all__ = ["CompiledModel"]
+
+
+class CompiledModel(nn.Module):
+    """A model compiled by :func:`sparta.compile`, or loaded by :func:`sparta.load`.
+
+    Parameters
+    ----------
+    graph
+        The combined graph: flat inputs, flat outputs.
+    signature
+        How the original is called.
+    report
+        What runs and why.
+    spec
+        The TeSAs that the compilation started from, by the original's tensor names.
+    provenance
+        Where and with what it was compiled.
+
+    Examples
+    --------
+    >>> from sparta.compiler import compile_model
+    >>> fast = compile_model(nn.Linear(4, 2), torch.randn(3, 4), tune="off")
+    >>> fast(torch.ones(3, 4)).shape
+    torch.Size([3, 2])
+    """
+
+    def __init__(
+        self, graph: fx.GraphModule, signature: Signature, report: Report, spec: Spec, provenance: Mapping[str, Any]
+    ) -> None:
+        super().__init__()
+        self.graph = graph
+        self.signature = signature
+        self.report = report
+        self.spec = spec
+        self.provenance = dict(provenance)
+        self._hosted: Callable[..., Any] | None = None
+        super().train(mode=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original takes and returns
+        """Return what the original model returns for these arguments, without gradients."""
+        signature = self.signature
+        leaves = signature.flatten(args, kwargs)
+        if not torch.is_grad_enabled():  # the usual case, without the cost of entering a context
+            return signature.unflatten(self._run(leaves))
+        with torch.no_grad():
+            return signature.unflatten(self._run(leaves))
+
+    def _run(self, leaves: list[Any]) -> Any:  # noqa: ANN401 - flat outputs
+        if torch.compiler.is_compiling():
+            return self.graph(*leaves)
+        host = self.report.plan.whole.host
+        if self._hosted is None:
+            self._hosted = hosted(self.graph, host)
+        if host == "eager":
+            return self._hosted(*leaves)
+        try:
+            return self._hosted(*leaves)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            warnings.warn(
+                f"Inductor does not run this model here ({str(error).strip().splitlines()[0]}); it runs eagerly",
+                stacklevel=3,
+            )
+            self._hosted = hosted(self.graph, "eager")
+            return self._hosted(*leaves)
+
+    @property
+    def kernels(self) -> dict[str, KernelModule]:
+        """The kernel modules of the graph, by name."""
+        return {name: child for name, child in self.graph.named_modules() if isinstance(child, KernelModule)}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model to one file: graph, live weights, plan, spec, provenance and certificate; no pickle.
+
+        The file is written whole or not at all; :func:`sparta.load` reads it back.
+        """
+        from sparta.compiler.artifact import save
+
+        save(self, path)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as nn.Module takes and returns
+        """Load weights of the same masks, as :meth:`state_dict` returned them."""
+        self._hosted = None  # it may hold tensors that are replaced now
+        return super().load_state_dict(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002 - PyTorch's protocol
+        """Raise for training mode: kernels hold fixed weights."""
+        if mode:
+            raise ValueRangeError(
+                message("a compiled model in training mode", "inference", "train the original and compile it again")
+            )
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:  # noqa: ANN401, FBT001, FBT002 - PyTorch's protocol
+        before = self._float()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        after = self._float()
+        if before != after and after is not None:
+            self.signature = self.signature.in_dtype(after)
+        self._hosted = None
+        return self
+
+    def _float(self) -> torch.dtype | None:
+        """Return the dtype of the model's floating-point tensors."""
+        return next((t.dtype for t in self.graph.buffers() if t.is_floating_point()), None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModel:
+        from copy import deepcopy
+
+        copy = CompiledModel(deepcopy(self.graph, memo), self.signature, self.report, self.spec, self.provenance)
+        memo[id(self)] = copy
+        return copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ValueRangeError(
+            message("pickling a compiled model", "its own file format", "use save() and sparta.load()")
+        )
+
+    def extra_repr(self) -> str:
+        """Say what runs."""
+        return self.report.plan.whole.reason
+
+
+def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Return the bytes of tensors, each storage once."""
+    seen = {t.untyped_storage()._cdata: t.numel() * t.element_size() for t in tensors.values()}
+    return sum(seen.values())

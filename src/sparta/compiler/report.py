@@ -1,0 +1,240 @@
+"""The report: what runs each layer of a compiled model, how fast, and why; and what the whole gained.
+
+It is read off the plan and the end-to-end timing; nothing is measured here. The one idea to know: every dense layer
+says why it is dense and what would make a sparse kernel win, with the break-even sparsity estimated from its own
+timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sparta.compiler.plan import LayerPlan, Plan
+from sparta.compiler.verify import Certificate
+from sparta.compiler.whole import GIVEN, REDUCED
+from sparta.errors import MissingPackageError, message
+from sparta.specialize.tuner import DENSE
+from sparta.tables import table
+
+__all__ = ["Report", "Totals", "advice", "break_even"]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Figures of the whole model, before and after.
+
+    Parameters
+    ----------
+    parameters, live_parameters
+        Elements of all tensors of the model; and those that the compiled model keeps.
+    memory, compiled_memory
+        Bytes of all tensors; and of what the compiled model holds, packed weights with their indices.
+    flops, live_flops
+        Of one call in the layers that kernels could run.
+    compile_seconds, first_compile_seconds
+        How long this compilation took, and the first one of this model on this machine (None where it is the first).
+    """
+
+    parameters: int
+    live_parameters: int
+    memory: int
+    compiled_memory: int
+    flops: int
+    live_flops: int
+    compile_seconds: float = 0.0
+    first_compile_seconds: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a compilation decided; prints itself as a table.
+
+    Parameters
+    ----------
+    plan
+        Every layer and the whole.
+    totals
+        Figures of the whole.
+    certificate
+        How well the compiled model agreed with the original.
+    notes
+        What could not be done, or was done otherwise than asked.
+    """
+
+    plan: Plan
+    totals: Totals
+    certificate: Certificate
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times faster than the model as given the compiled one was; None where it was not timed."""
+        before, after = self.latency
+        return None if before is None or after is None else before / after
+
+    @property
+    def latency(self) -> tuple[float | None, float | None]:
+        """Milliseconds of the model as given and of what runs; None where they were not timed."""
+        times = self.plan.whole.milliseconds
+        return times.get(GIVEN), times.get(self.plan.whole.chosen)
+
+    @property
+    def amdahl_bound(self) -> float | None:
+        """The speed-up if all layers that could be sparse took no time at all; None where it was not timed.
+
+        Layers' dense times are measured one by one with warm caches, so the bound is an estimate.
+        """
+        before = self.latency[0]
+        reduced = self.plan.whole.milliseconds.get(REDUCED, before)
+        timed = [layer.first.entry.dense_milliseconds for layer in self.plan.layers if layer.first.entry is not None]
+        if before is None or reduced is None or not timed:
+            return None
+        rest = reduced - sum(timed)
+        return before / rest if rest > 0 else None  # layers timed at another moment may add up to more than the whole
+
+    # ------------------------------------------------------------------ for people and programs
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a dict a layer: pattern, density, what runs, times in ms, break-even sparsity, reason, advice."""
+        return [_row(layer) for layer in self.plan.layers]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the whole report as JSON values."""
+        return {
+            "plan": self.plan.to_dict(),
+            "totals": self.totals.to_dict(),
+            "certificate": self.certificate.to_dict(),
+            "notes": list(self.notes),
+            "speedup": self.speedup,
+            "amdahl_bound": self.amdahl_bound,
+            "layers": self.rows(),
+        }
+
+    @staticmethod
+    def from_dict(fields: Mapping[str, Any]) -> Report:
+        """Return what :meth:`to_dict` wrote."""
+        return Report(
+            Plan.from_dict(fields["plan"]),
+            Totals(**fields["totals"]),
+            Certificate.from_dict(fields["certificate"]),
+            tuple(map(str, fields["notes"])),
+        )
+
+    def to_dataframe(self) -> Any:  # noqa: ANN401 - pandas is optional
+        """Return the rows as a pandas DataFrame."""
+        try:
+            import pandas as pd  # type: ignore[import-untyped,unused-ignore]
+        except ImportError as error:
+            raise MissingPackageError(
+                message("a DataFrame needs pandas, which is not installed", fix="pip install pandas, or use rows()")
+            ) from error
+        return pd.DataFrame(self.rows())
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> list[str]:
+        columns = ["layer", "pattern", "density", "runs", "dense ms", "ms", "break-even", "why"]
+        rows: list[list[object]] = [
+            [
+                row["layer"],
+                row["pattern"],
+                f"{row['density']:.3g}",
+                row["runs"],
+                row["dense_ms"],
+                row["ms"],
+                None if row["break_even"] is None else f"{row['break_even']:.0%}",
+                row["why"],
+            ]
+            for row in self.rows()
+        ]
+        lines = [table(columns, rows)] if rows else ["no layer that a kernel could run"]
+        hints = {row["layer"]: row["advice"] for row in self.rows() if row["advice"]}
+        lines += [f"  {layer}: {hint}" for layer, hint in hints.items()]
+        lines += ["", *self._total_lines(), str(self.certificate)]
+        return lines + [f"note: {note}" for note in self.notes]
+
+    def _total_lines(self) -> list[str]:
+        totals, whole = self.totals, self.plan.whole
+        rows: list[list[object]] = []
+        before, after = self.latency
+        if before is not None and after is not None:
+            rows.append(["latency", f"{before:.4g} ms", f"{after:.4g} ms", f"{before / after:.2f}x"])
+        rows.append(
+            ["parameters", totals.parameters, totals.live_parameters, _ratio(totals.parameters, totals.live_parameters)]
+        )
+        memory = f"{totals.memory / 2**20:.2f} MiB", f"{totals.compiled_memory / 2**20:.2f} MiB"
+        rows.append(["memory", *memory, _ratio(totals.memory, totals.compiled_memory)])
+        if totals.flops:
+            rows.append(["FLOPs of layers", totals.flops, totals.live_flops, _ratio(totals.flops, totals.live_flops)])
+        lines = [table(["whole model", "as given", "compiled", "ratio"], rows), f"runs: {whole.reason}"]
+        bound = self.amdahl_bound
+        if bound is not None:
+            lines.append(f"bound: {bound:.2f}x if the sparse layers took no time (Amdahl)")
+        first = totals.first_compile_seconds
+        earlier = "" if first is None else f"; the first compilation of this model took {first:.1f} s"
+        return [*lines, f"compiled in {totals.compile_seconds:.1f} s{earlier}"]
+
+
+def break_even(layer: LayerPlan) -> float | None:
+    """Return the sparsity from which on the best candidate would beat dense, or None where none was timed.
+
+    The candidate's time is taken to be proportional to the live weights, from its measured time at this density.
+
+    >>> from sparta.specialize.tuner import Choice
+    >>> layer = LayerPlan("fc", "linear", "unstructured", 0.5, (8, 8), {1: Choice("dense", {}, "")}, 0, 0, 2.0)
+    >>> break_even(layer)
+    0.75
+    """
+    if layer.best_ratio is None or layer.density <= 0:
+        return None
+    return max(0.0, 1.0 - layer.density / layer.best_ratio)
+
+
+def advice(layer: LayerPlan) -> str:
+    """Return what would make a sparse kernel win for a layer that runs dense, or nothing."""
+    if layer.sparse or layer.density >= 1.0:
+        return ""
+    point = break_even(layer)
+    hints = []
+    if point is not None and 1.0 - layer.density < point:
+        hints.append(f"prune it to about {point:.0%} in this pattern")
+    if not layer.pattern.startswith("block") and "channel" not in layer.pattern:
+        hints.append(
+            "prune in blocks of 4 output channels (sparta.Block(4, 1)), which CPU kernels run about twice as fast"
+        )
+    text = "to win: " + ", or ".join(hints) if hints else ""
+    refused = [f"{name}: {why}" for name, why in layer.first.refused.items() if " not on " not in why]
+    return "; ".join([*filter(None, [text]), *refused])
+
+
+def _row(layer: LayerPlan) -> dict[str, Any]:
+    choice = layer.first
+    entry = choice.entry
+    params = " ".join(f"{key}={value}" for key, value in choice.params.items())
+    return {
+        "layer": layer.name,
+        "op": layer.op,
+        "shape": list(layer.shape),
+        "pattern": layer.pattern,
+        "density": layer.density,
+        "implement": choice.implement,
+        "params": dict(choice.params),
+        "runs": f"{choice.implement} {params}".strip(),
+        "dense_ms": None if entry is None else entry.dense_milliseconds,
+        "ms": None if entry is None else entry.dense_milliseconds if choice.implement == DENSE else entry.milliseconds,
+        "break_even": break_even(layer),
+        "why": choice.reason,
+        "advice": advice(layer),
+        "sizes": {str(size): other.implement for size, other in layer.choices.items()},
+    }
+
+
+def _ratio(before: float, after: float) -> str:
+    return f"{before / after:.2f}x" if after else ""

@@ -1,0 +1,109 @@
+"""Settings of one compilation: how much to measure, until when, and where results are kept and shown.
+
+One :class:`Session` goes through all steps. The one idea to know: the budget is one for the whole compilation; a step
+asks :meth:`Session.left` and does less when little is left, and an interrupt only sets a flag that ends the measuring.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
+from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.store import Entry, TuningStore
+
+__all__ = ["ForgivingStore", "Session", "Show", "Tune"]
+
+Tune = Literal["quick", "full", "off"]
+Show = Callable[[str], None]
+_TUNES = ("quick", "full", "off")
+
+
+class ForgivingStore(TuningStore):
+    """The user's tuning store, or nothing where its folder cannot be used: tuning then starts anew each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problem = ""
+
+    def get(self, spec: KernelSpec) -> Entry | None:
+        """Return the stored result, or None."""
+        try:
+            return super().get(spec)
+        except OSError as error:
+            self.problem = f"tuning results cannot be read: {error}"
+            return None
+
+    def put(self, spec: KernelSpec, entry: Entry) -> None:
+        """Store a result where that can be done."""
+        try:
+            super().put(spec, entry)
+        except OSError as error:
+            self.problem = f"tuning results cannot be kept: {error}"
+
+
+@dataclass
+class Session:
+    """One compilation under way.
+
+    Parameters
+    ----------
+    tune
+        How much to measure.
+    budget_s
+        Seconds for the whole compilation; None sets no limit.
+    show
+        Called with a line about what is being tried.
+    """
+
+    tune: Tune = "quick"
+    budget_s: float | None = None
+    show: Show = lambda _line: None
+    seed: int = 0
+    store: ForgivingStore = field(default_factory=ForgivingStore)
+    interrupted: bool = False
+    notes: list[str] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        if self.tune not in _TUNES:
+            raise NameNotFoundError(did_you_mean(str(self.tune), _TUNES, "tune"))
+        if self.budget_s is not None and not self.budget_s > 0:
+            raise ValueRangeError(message(f"budget_s={self.budget_s}", "seconds above 0, or None for no limit"))
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.started
+
+    @property
+    def left(self) -> float:
+        """Seconds that measuring may still take; 0 after an interrupt."""
+        if self.interrupted:
+            return 0.0
+        return float("inf") if self.budget_s is None else max(0.0, self.budget_s - self.elapsed)
+
+    def share(self, parts: int, most: float, of: float = 0.6) -> float:
+        """Return the seconds for one of `parts` steps that together may take the share `of` of what is left."""
+        return min(most, of * self.left / max(1, parts))
+
+    def note(self, text: str) -> None:
+        """Keep a line for the report, once."""
+        if text and text not in self.notes:
+            self.notes.append(text)
+
+
+def shown(progress: Show | bool | None) -> Show:  # noqa: FBT001 - as people pass it
+    """Return what shows progress: the given callable, lines on a terminal's stderr, or nothing.
+
+    >>> shown(None if not sys.stderr.isatty() else False)("trying ...")
+    """
+    if callable(progress):
+        return progress
+    if progress or (progress is None and sys.stderr.isatty()):
+        return lambda line: print(f"sparta: {line}", file=sys.stderr, flush=True)  # noqa: T201 - what progress is for
+    return lambda _line: None

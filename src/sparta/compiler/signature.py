@@ -1,0 +1,250 @@
+"""The signature: how a compiled model is called, kept apart from what it computes.
+
+A captured graph takes flat tensors and returns flat tensors; a :class:`Signature` leads from the caller's arguments to
+the former and from the latter back to the caller's structure. The one idea to know: it holds names, sizes and tree
+structures only, so it is written to JSON and read back without the original model's code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx import _pytree as fx_pytree
+from torch.utils import _pytree as pytree
+
+from sparta.errors import FileFormatError, ShapeError, ValueRangeError, message
+from sparta.propagate.capture import Captured
+
+__all__ = ["Input", "Signature"]
+
+
+@dataclass(frozen=True)
+class Input:
+    """One flat input: a tensor with its sizes (None where any size will do), or a constant of the capture.
+
+    Parameters
+    ----------
+    name
+        As the graph calls it.
+    shape
+        Sizes of the dims; None for an input that is no tensor.
+    dtype
+        Name of the tensor's dtype, ``""`` for a constant.
+    constant
+        The value that an input that is no tensor must have: the graph was captured for it.
+    """
+
+    name: str
+    shape: tuple[int | None, ...] | None
+    dtype: str = ""
+    constant: Any = None
+
+    def check(self, leaf: object, *, cast: bool) -> object:
+        """Return the leaf as the graph takes it; raises for one that does not fit."""
+        if self.shape is None:
+            if leaf is self.constant or (type(leaf) is type(self.constant) and leaf == self.constant):
+                return leaf
+            given = f"{self.name}={leaf!r}, but the model was compiled for {self.name}={self.constant!r}"
+            raise ValueRangeError(message(given, fix="compile it for this value too, as a model of its own"))
+        if not isinstance(leaf, Tensor):
+            raise ValueRangeError(message(f"{self.name} of type {type(leaf).__name__}", "a tensor"))
+        fits = len(self.shape) == leaf.dim() and all(
+            mine is None or mine == given for mine, given in zip(self.shape, leaf.shape, strict=True)
+        )
+        if not fits:
+            sizes = "×".join("any" if size is None else str(size) for size in self.shape)
+            raise ShapeError(
+                message(
+                    f"{self.name} of shape {tuple(leaf.shape)}",
+                    sizes or "a scalar",
+                    "pass dynamic_shapes to sparta.compile for dims that change",
+                )
+            )
+        wanted = getattr(torch, self.dtype)
+        if leaf.dtype == wanted:
+            return leaf
+        if cast and leaf.is_floating_point():
+            return leaf.to(wanted)
+        raise ValueRangeError(message(f"{self.name} of {leaf.dtype}", str(wanted), f"pass {self.name}.to({wanted})"))
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How a model is called.
+
+    Parameters
+    ----------
+    parameters
+        The names of the positional parameters of the model's ``forward``.
+    in_spec, out_spec
+        Structures of ``(args, kwargs)`` and of the result.
+    inputs
+        The flat inputs in order.
+    positional, keywords
+        How many arguments the example gave by position, and the names of the others.
+    cast
+        Whether floating-point inputs are converted to the compiled dtype.
+    """
+
+    parameters: tuple[str, ...]
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    inputs: tuple[Input, ...]
+    positional: int
+    keywords: tuple[str, ...]
+    cast: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module, captured: Captured, *, cast: bool = False) -> Signature:
+        """Return the signature of a captured model."""
+        info = captured.graph._codegen.pytree_info  # type: ignore[attr-defined]
+        places = [node for node in captured.graph.nodes if node.op == "placeholder"]
+        leaves = pytree.tree_leaves((captured.args, dict(captured.kwargs)))
+        inputs = tuple(_input(node, leaf) for node, leaf in zip(places, leaves, strict=True))
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        named = tuple(p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds)
+        keywords = tuple(captured.kwargs)
+        return cls(named, info.in_spec, info.out_spec, inputs, len(captured.args), keywords, cast)
+
+    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return the flat inputs of a call, checked."""
+        if not kwargs and len(args) == self.positional == len(self.inputs):
+            leaves: Sequence[Any] = args  # the usual case: tensors by position, nothing nested
+            if all(_is(leaf, *wanted) for leaf, wanted in zip(args, self._exact, strict=True)):
+                return list(args)
+        else:
+            leaves = self._leaves(*self._as_captured(args, kwargs))
+        return [given.check(leaf, cast=self.cast) for given, leaf in zip(self.inputs, leaves, strict=True)]
+
+    @cached_property
+    def _exact(self) -> tuple[tuple[torch.Size | None, torch.dtype | None], ...]:
+        """The sizes and dtypes that need no second look; None where there are none."""
+        return tuple(
+            (None, None)
+            if given.shape is None or None in given.shape
+            else (torch.Size(size or 0 for size in given.shape), getattr(torch, given.dtype))
+            for given in self.inputs
+        )
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 - what the model returns
+        """Return flat outputs in the structure that the model returns."""
+        if self.out_spec.is_leaf():
+            return leaves[0]
+        return pytree.tree_unflatten(list(leaves), self.out_spec)
+
+    def _as_captured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments by position and by name as the example gave them, whichever way the caller did."""
+        if len(args) == self.positional and set(kwargs) == set(self.keywords):
+            return args, {name: kwargs[name] for name in self.keywords}
+        if len(args) > max(len(self.parameters), self.positional):
+            raise ValueRangeError(message(f"{len(args)} arguments", f"up to {len(self.parameters)}"))
+        given = dict(zip(self.parameters, args, strict=False)) if args else {}
+        twice = sorted(set(given) & set(kwargs))
+        if twice:
+            raise ValueRangeError(message(f"{twice[0]} is given twice", "once"))
+        given.update(kwargs)
+        first = self.parameters[: self.positional]
+        missing = [name for name in (*first, *self.keywords) if name not in given]
+        extra = [name for name in given if name not in (*first, *self.keywords) and given[name] is not None]
+        if missing or extra or len(first) < self.positional:
+            asked = ", ".join((*first, *self.keywords))
+            what = f"a call without {', '.join(missing)}" if missing else f"a call with {', '.join(extra)} as well"
+            raise ValueRangeError(message(what, f"the arguments of the example: {asked}", "compile it with these"))
+        return tuple(given[name] for name in first), {name: given[name] for name in self.keywords}
+
+    def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        leaves, found = pytree.tree_flatten((args, kwargs))
+        if found == self.in_spec:
+            return leaves
+        try:
+            leaves = list(fx_pytree.tree_flatten_spec((args, kwargs), self.in_spec))
+        except (KeyError, IndexError, TypeError, RuntimeError, AttributeError) as error:
+            raise ValueRangeError(
+                message(f"arguments of another structure ({error})", "the structure of the example", "compile for it")
+            ) from error
+        return leaves
+
+    def in_dtype(self, dtype: torch.dtype) -> Signature:
+        """Return the signature of the model in another dtype; floating-point inputs are converted from now on."""
+        name = str(dtype).removeprefix("torch.")
+        inputs = tuple(
+            replace(given, dtype=name) if given.dtype and getattr(torch, given.dtype).is_floating_point else given
+            for given in self.inputs
+        )
+        return replace(self, inputs=inputs, cast=True)
+
+    # ------------------------------------------------------------------ as JSON
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the signature as JSON values; raises where a structure has a type that cannot be written."""
+        try:
+            specs = {"in_spec": pytree.treespec_dumps(self.in_spec), "out_spec": pytree.treespec_dumps(self.out_spec)}
+        except (NotImplementedError, TypeError, ValueError) as error:
+            raise FileFormatError(
+                message(
+                    f"the model takes or returns a structure that cannot be written ({error})",
+                    "tensors, numbers, tuples, lists, dicts and named tuples",
+                    "wrap the model in a module that returns one of these, and compile that",
+                )
+            ) from error
+        inputs = [asdict(given) for given in self.inputs]
+        for given in inputs:
+            if given["constant"] is not None and not isinstance(given["constant"], (bool, int, float, str)):
+                raise FileFormatError(message(f"the constant input {given['name']!r}", "None, a number or a string"))
+        return {
+            **specs,
+            "parameters": list(self.parameters),
+            "inputs": inputs,
+            "positional": self.positional,
+            "keywords": list(self.keywords),
+            "cast": self.cast,
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Signature:
+        """Return the signature that :meth:`to_dict` wrote."""
+        inputs = tuple(
+            Input(
+                name=str(given["name"]),
+                shape=None if given["shape"] is None else tuple(given["shape"]),
+                dtype=str(given["dtype"]),
+                constant=given["constant"],
+            )
+            for given in fields["inputs"]
+        )
+        for given in inputs:
+            if given.shape is not None and not isinstance(getattr(torch, given.dtype, None), torch.dtype):
+                raise FileFormatError(
+                    message(f"the input {given.name!r} has the dtype {given.dtype!r}", "one of torch")
+                )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            specs = [pytree.treespec_loads(fields[name]) for name in ("in_spec", "out_spec")]
+        return cls(
+            tuple(map(str, fields["parameters"])),
+            specs[0],
+            specs[1],
+            inputs,
+            int(fields["positional"]),
+            tuple(map(str, fields["keywords"])),
+            bool(fields["cast"]),
+        )
+
+
+def _is(leaf: object, size: torch.Size | None, dtype: torch.dtype | None) -> bool:
+    return isinstance(leaf, Tensor) and leaf.shape == size and leaf.dtype is dtype
+
+
+def _input(node: fx.Node, leaf: object) -> Input:
+    value = node.meta.get("val")
+    if not isinstance(leaf, Tensor) or not isinstance(value, Tensor):
+        return Input(node.name, None, constant=leaf)
+    shape = tuple(size if isinstance(size, int) else None for size in value.shape)
+    return Input(node.name, shape, str(leaf.dtype).removeprefix("torch."))

@@ -1,0 +1,208 @@
+"""Verify: the compiled model computes what the masked dense model computes, on inputs that no one chose.
+
+Outputs are compared on the example and on fresh seeded inputs, with a tolerance for the dtype; the outcome is a
+:class:`Certificate` that goes with the artifact. The one idea to know: a model that does not agree is not handed over:
+kernels are checked one by one, wrong ones are replaced by dense, and the check starts again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from sparta.compiler.choose import Point
+from sparta.compiler.kernels import KernelModule
+from sparta.compiler.partition import SubGraph
+from sparta.errors import CheckError, SpartaError, message
+from sparta.specialize.linear import apply_epilogue
+from sparta.testing.checks import check
+
+__all__ = ["TOLERANCES", "Certificate", "fresh_inputs", "verify", "wrong_kernels"]
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""The largest relative error (norm of the difference over norm of the output) that passes, by dtype."""
+
+_ELEMENT = 30.0
+_SEEDS = (0, 1)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """That a compiled model agreed with its original: what was compared, how, and how well.
+
+    Parameters
+    ----------
+    seeds
+        Of the fresh inputs; the example inputs were compared as well.
+    tolerance
+        The largest relative error that passes; the dtype says why.
+    error
+        The largest relative error that was measured.
+    worst
+        The largest difference of one element, over the largest element of its output.
+    outputs
+        How many output tensors were compared.
+    passed
+        Whether all agreed; False only where verification was switched off.
+    """
+
+    seeds: tuple[int, ...]
+    dtype: str
+    tolerance: float
+    error: float
+    worst: float
+    outputs: int
+    passed: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {**asdict(self), "seeds": list(self.seeds)}
+
+    @staticmethod
+    def from_dict(fields: Mapping[str, Any]) -> Certificate:
+        """Return what :meth:`to_dict` wrote."""
+        return Certificate(
+            tuple(int(seed) for seed in fields["seeds"]),
+            str(fields["dtype"]),
+            float(fields["tolerance"]),
+            float(fields["error"]),
+            float(fields["worst"]),
+            int(fields["outputs"]),
+            bool(fields["passed"]),
+        )
+
+    def __str__(self) -> str:
+        if not self.passed:
+            return "not verified"
+        return (
+            f"verified: relative error {self.error:.2g} of {self.tolerance:.2g} allowed in {self.dtype}, "
+            f"{self.outputs} outputs, inputs of the example and of seeds {', '.join(map(str, self.seeds))}"
+        )
+
+
+def fresh_inputs(inputs: Sequence[Any], seed: int) -> list[Any]:
+    """Return other inputs of the same kind: normal values, and whole numbers in another order.
+
+    >>> fresh_inputs([torch.tensor([3, 1, 2]), 5], 0)[1]
+    5
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def other(leaf: Any) -> Any:  # noqa: ANN401 - any leaf of the inputs
+        if not isinstance(leaf, Tensor) or leaf.numel() == 0:
+            return leaf
+        if leaf.is_floating_point():
+            return torch.randn(leaf.shape, generator=generator).to(leaf)
+        # Whole numbers are often indices: a shuffle keeps them in range.
+        order = torch.randperm(leaf.numel(), generator=generator).to(leaf.device)
+        return leaf.reshape(-1)[order].reshape(leaf.shape)
+
+    return [other(leaf) for leaf in inputs]
+
+
+def verify(reference: Callable[..., Any], compiled: Callable[..., Any], sizes: Sequence[Sequence[Any]]) -> Certificate:
+    """Compare two callables of flat inputs; raises :class:`CheckError` where they do not agree.
+
+    Parameters
+    ----------
+    reference
+        The masked dense model.
+    sizes
+        Flat example inputs, for each size that was measured.
+
+    Examples
+    --------
+    >>> verify(torch.relu, lambda x: x.clamp_min(0), [[torch.randn(3)]]).error
+    0.0
+    """
+    error = worst = 0.0
+    coarsest, outputs = torch.float64, 0
+    for example in sizes:
+        for inputs in (list(example), *(fresh_inputs(example, seed) for seed in _SEEDS)):
+            with torch.no_grad():
+                pairs = list(
+                    zip(pytree.tree_leaves(reference(*inputs)), pytree.tree_leaves(compiled(*inputs)), strict=True)
+                )
+            outputs = len(pairs)
+            for expected, actual in pairs:
+                if not isinstance(expected, Tensor):
+                    _same_value(expected, actual)
+                    continue
+                relative, single = _difference(expected, actual)
+                error, worst = max(error, relative), max(worst, single)
+                coarsest = max(coarsest, expected.dtype, key=lambda dtype: TOLERANCES.get(dtype, 0.0))
+    allowed = TOLERANCES.get(coarsest, 0.0)
+    name = str(coarsest).removeprefix("torch.")
+    return Certificate(_SEEDS, name, allowed, error, worst, outputs, passed=True)
+
+
+def wrong_kernels(kernels: Mapping[SubGraph, KernelModule], points: Sequence[Point]) -> dict[str, str]:
+    """Return the names of sub-graphs whose kernel computes something else than dense, with what was found."""
+    wrong: dict[str, str] = {}
+    for group, module in kernels.items():
+        for point in points:
+            x, residual = point.values[group]
+            for seed in (None, *_SEEDS):
+                given = x if seed is None else torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x)
+                found = _kernel_error(group, module, given, residual)
+                if found:
+                    wrong.setdefault(group.name, found)
+    return wrong
+
+
+def _kernel_error(group: SubGraph, module: KernelModule, x: Tensor, residual: Tensor | None) -> str:
+    wide = [None if t is None else t.to(torch.float64) for t in (group.bias, residual)]
+    with torch.no_grad():
+        exact = group.lowering.dense(
+            group.weight.to(torch.float64), x.to(torch.float64), wide[0], group.anchor.attributes
+        )
+        expected = apply_epilogue(exact, group.epilogue, wide[1])
+        try:
+            check(module(x, residual), expected, reduction=max(1, group.weight[:1].numel()), what=group.name)
+        except (SpartaError, RuntimeError) as error:
+            return str(error).splitlines()[0]
+    return ""
+
+
+def _same_value(expected: object, actual: object) -> None:
+    if expected is not actual and expected != actual:
+        raise CheckError(message(f"the compiled model returns {actual!r} where the original returns {expected!r}"))
+
+
+def _difference(expected: Tensor, actual: object) -> tuple[float, float]:
+    """Return the relative error, and the largest single one over the largest element; raises beyond the tolerance."""
+    if not isinstance(actual, Tensor) or actual.shape != expected.shape or actual.dtype != expected.dtype:
+        got = f"{tuple(actual.shape)} in {actual.dtype}" if isinstance(actual, Tensor) else type(actual).__name__
+        raise CheckError(message(f"the compiled model returns {got}", f"{tuple(expected.shape)} in {expected.dtype}"))
+    if expected.numel() == 0:
+        return 0.0, 0.0
+    if not expected.is_floating_point():
+        wrong = int((expected != actual).sum())
+        if wrong:
+            raise CheckError(message(f"{wrong} elements of a {expected.dtype} output differ", "equal outputs"))
+        return 0.0, 0.0
+    left, right = actual.to(torch.float64), expected.to(torch.float64)
+    finite = torch.isfinite(left) & torch.isfinite(right)
+    alike = finite | (left == right) | (left.isnan() & right.isnan())
+    if not bool(alike.all()):
+        raise CheckError(message(f"{int((~alike).sum())} outputs are infinite or NaN on one side only"))
+    gap, truth = torch.where(finite, left - right, 0.0), torch.where(finite, right, 0.0)
+    norm, peak = float(truth.norm()), float(truth.abs().max())
+    allowed = TOLERANCES.get(expected.dtype, 0.0)
+    tiny = float(torch.finfo(expected.dtype).eps)
+    relative = float(gap.norm()) / max(norm, tiny)
+    single = float(gap.abs().max()) / max(peak, tiny)
+    if relative > allowed or single > _ELEMENT * allowed or not math.isfinite(relative):
+        raise CheckError(
+            message(
+                f"the compiled model differs from the original by {relative:.3g} (relative), {single:.3g} at most",
+                f"{allowed:.3g} in {expected.dtype}",
+            )
+        )
+    return relative, single

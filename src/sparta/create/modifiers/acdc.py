@@ -1,0 +1,103 @@
+"""AC/DC: alternating compressed and dense phases, so that a network finds its mask while it learns.
+
+Phases of `update_frequency` epochs take turns, dense first; the last one is compressed. The one idea to know: weights
+come back at zero when a dense phase begins, and the optimizer forgets what it knew of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from pydantic import Field, model_validator
+
+from sparta.create.modifiers.base import Run, modifier
+from sparta.create.modifiers.masked import MaskedModifier, is_quota, reset_state
+from sparta.errors import message
+from sparta.sparsify import Global, Layer, Magnitude, Uniform, make_masks
+from sparta.sparsify.shards import local
+
+__all__ = ["ACDCPruningModifier"]
+
+
+@modifier
+class ACDCPruningModifier(MaskedModifier):
+    """Alternates dense and compressed phases over its window, and ends compressed.
+
+    Parameters
+    ----------
+    compression_sparsity
+        Sparsity of the compressed phases; left out, it is the pattern's own (N:M).
+    update_frequency
+        Length of a phase in epochs; fractions are fine.
+    momentum_buffer_reset
+        Whether the optimizer forgets its moments when a dense phase begins.
+    layer_floor
+        Least density of a layer under a global threshold; by default a tenth of that of all.
+
+    Examples
+    --------
+    >>> phases = ACDCPruningModifier(compression_sparsity=0.9, start_epoch=0, end_epoch=7, update_frequency=2)
+    >>> [phases.is_compressed(epoch) for epoch in (0, 2, 4, 6, 7)]
+    [False, True, False, True, True]
+    """
+
+    compression_sparsity: float | None = Field(default=None, ge=0, lt=1)
+    start_epoch: float = 0.0
+    end_epoch: float
+    update_frequency: float
+    global_sparsity: bool = True
+    momentum_buffer_reset: bool = True
+    layer_floor: float | None = Field(default=None, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _check_phases(self) -> ACDCPruningModifier:
+        if self.compression_sparsity is None and not is_quota(self.pattern):
+            raise ValueError(message("compression_sparsity is missing", "a number in [0, 1)"))
+        if self.update_frequency < 0 or self.end_epoch < 0:
+            raise ValueError(message("AC/DC without end_epoch or update_frequency", "an end and the length of a phase"))
+        return self
+
+    def is_compressed(self, epoch: float) -> bool:
+        """Return whether the phase at `epoch` is a compressed one."""
+        start = max(0.0, self.start_epoch)
+        phases = math.ceil((self.end_epoch - start) / self.update_frequency - 1e-6)
+        phase = math.floor((min(epoch, self.end_epoch) - start) / self.update_frequency + 1e-6)
+        return phase % 2 == 1 or phase >= phases - 1
+
+    def update(self, run: Run) -> None:
+        """Change the phase, if it is another one."""
+        compressed = self.is_compressed(run.epoch)
+        if compressed and self._is_dense:
+            self.set_masks(run, self._make(self._layers))
+        elif not compressed and not self._is_dense:
+            ones = {layer.name: torch.ones_like(local(layer.parameter), dtype=torch.bool) for layer in self._layers}
+            self.set_masks(run, ones)
+            if self.momentum_buffer_reset:
+                for layer in self._layers:
+                    reset_state(run.optimizer, layer.parameter)
+        if self.end_pending(run.epoch):
+            self.release()
+
+    @property
+    def _is_dense(self) -> bool:
+        return not any(self.masks.pruned_counts().values())
+
+    def _make(self, layers: list[Layer]) -> dict[str, Any]:
+        if self.global_sparsity and not is_quota(self.pattern) and self.compression_sparsity is not None:
+            floor = (1 - self.compression_sparsity) / 10 if self.layer_floor is None else self.layer_floor
+            allocation = Global(max_sparsity=1 - floor)
+            return make_masks(layers, Magnitude(), self.pattern, self.compression_sparsity, allocation)
+        return make_masks(layers, Magnitude(), self.pattern, self.compression_sparsity, Uniform())
+
+    def planned(self, epoch: float) -> dict[str, float]:
+        """Return the sparsity of the phase."""
+        if epoch < self.start_epoch:
+            return {}
+        return {"sparsity": (self.compression_sparsity or 0.0) if self.is_compressed(epoch) else 0.0}
+
+    def preview(self, run: Run) -> dict[str, float]:
+        """Return the sparsity each layer would end with, by its weights now."""
+        made = self._make(self.chosen_layers(run))
+        return {name: 1 - float(mask.float().mean()) for name, mask in made.items()}

@@ -1,0 +1,359 @@
+"""What every modifier is: some fields of a recipe, a window of epochs, and a life cycle inside a training run.
+
+A recipe is a list of modifiers; the manager calls each at its moments of every optimizer step. The one idea to know:
+a modifier's *fields* say what it does and never change, everything it learns lives in private attributes and is in its
+state, and a :class:`Run` is all of the outside world it may see and touch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Self, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, field_validator
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparta.errors import NameNotFoundError, SpartaError, ValueRangeError, did_you_mean, message
+from sparta.tesa.spec import Spec
+
+__all__ = ["KINDS", "Modifier", "Run", "modifier", "modifier_named", "modifier_names"]
+
+KINDS = ("epoch", "learning_rate", "pruning", "quantization", "distillation", "structured", "training")
+
+_SLACK = 1e-6  # of an epoch: far below one step, far above the rounding of a sum of floats
+_REGISTRY: dict[str, type[Modifier]] = {}
+_M = TypeVar("_M", bound="type[Modifier]")
+
+
+def _log_nothing(_: dict[str, float]) -> None:
+    """Throw a record away."""
+
+
+@dataclass
+class Run:
+    """What a modifier may see and touch of a training run.
+
+    Parameters
+    ----------
+    model, optimizer
+        The user's own, as they were handed over; the model may be wrapped (DDP, FSDP2, `torch.compile`).
+    steps_per_epoch
+        Optimizer steps of an epoch.
+    epoch, step
+        The time: ``step`` optimizer steps were taken, which is ``epoch`` epochs.
+    log
+        Takes a record: numbers by name.
+    teacher
+        For distillation: a module, ``"self"``, or None when there is none.
+    loss_closure
+        Called without arguments, it returns the loss of one fresh batch; for second-order pruning.
+    data
+        Batches, each ``(inputs, targets)``, for whoever needs data outside the training loop.
+    generator
+        Seeded; the only source of chance.
+    include, ignore
+        Names, globs or ``re:`` patterns that limit what ``__ALL_PRUNABLE__`` means.
+
+    Examples
+    --------
+    >>> model = nn.Linear(2, 2)
+    >>> run = Run(model, torch.optim.SGD(model.parameters(), lr=0.1), steps_per_epoch=4)
+    >>> run.epoch, run.step
+    (0.0, 0)
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    steps_per_epoch: int = 1
+    epoch: float = 0.0
+    step: int = 0
+    log: Callable[[dict[str, float]], None] = _log_nothing
+    teacher: nn.Module | Literal["self"] | None = None
+    loss_closure: Callable[[], Tensor] | None = None
+    data: Iterable[Any] | None = None
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+    include: Sequence[str] | str | None = None
+    ignore: Sequence[str] | str | None = None
+
+
+class Modifier(BaseModel):
+    """One entry of a recipe.
+
+    A new modifier is one subclass with fields, a `kind`, the methods of the life cycle that it needs, and the
+    :func:`modifier` decorator. The manager calls, in this order: :meth:`initialize` once, before the first step; then
+    at each optimizer step :meth:`update` where the window has an event, :meth:`before_step` (gradients are there),
+    the optimizer's step, :meth:`after_step`; :meth:`finalize` at the end.
+
+    Parameters
+    ----------
+    start_epoch
+        When it begins; -1: at once.
+    end_epoch
+        When it ends; -1: never.
+    update_frequency
+        Epochs between two updates; -1: every step. Counted from the start, so that rounding to steps never adds up.
+
+    Examples
+    --------
+    >>> from sparta.create.modifiers import modifier_named
+    >>> entry = modifier_named("EpochRange")(start_epoch=0, end_epoch=10)
+    >>> entry.name, entry.epochs(), entry.shifted(5).epochs()
+    ('EpochRange', (0.0, 10.0), (5.0, 15.0))
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+    kind: ClassVar[str] = "training"
+    epoch_fields: ClassVar[tuple[str, ...]] = ("start_epoch", "end_epoch")
+    """Fields that are moments in time, which :meth:`shifted` moves."""
+
+    start_epoch: float = -1.0
+    end_epoch: float = -1.0
+    update_frequency: float = -1.0
+
+    _initialized: bool = PrivateAttr(default=False)
+    _started: bool = PrivateAttr(default=False)
+    _ended: bool = PrivateAttr(default=False)
+    _last_update: float = PrivateAttr(default=-1.0)
+
+    def __init__(self, **fields: Any) -> None:  # noqa: ANN401 - pydantic checks them
+        for name in fields:
+            if name not in type(self).model_fields:
+                raise NameNotFoundError(did_you_mean(name, type(self).model_fields, f"field of {type(self).label()}"))
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise ValueRangeError(_first_problem(error, type(self).label())) from error
+        self._check_window()
+
+    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401
+        try:
+            super().__setattr__(name, value)
+        except ValidationError as error:
+            raise ValueRangeError(_first_problem(error, type(self).label())) from error
+
+    @field_validator("update_frequency")
+    @classmethod
+    def _check_frequency(cls, value: float) -> float:
+        if value != -1 and not value > 0:
+            raise ValueError(message(f"update_frequency is {value}", "a number of epochs above 0, or -1: every step"))
+        return value
+
+    def _check_window(self) -> None:
+        for name in ("start_epoch", "end_epoch"):
+            value = getattr(self, name)
+            if value < 0 and value != -1:
+                raise ValueRangeError(message(f"{name} of {self.name} is {value}", "0 or more, or -1"))
+        if 0 <= self.end_epoch < self.start_epoch:
+            raise ValueRangeError(
+                message(
+                    f"{self.name} starts at epoch {self.start_epoch} and ends at {self.end_epoch}",
+                    "an end that is not before the start, or -1 for no end",
+                )
+            )
+
+    # ------------------------------------------------------------------ identity
+
+    @classmethod
+    def label(cls) -> str:
+        """Return the name it has in a recipe: that of the class, without ``Modifier``."""
+        return cls.__name__.removesuffix("Modifier")
+
+    @property
+    def name(self) -> str:
+        """The name it has in a recipe."""
+        return type(self).label()
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults, as plain values: what a recipe would say."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other says the same; what either has learnt in a run does not count."""
+        return isinstance(other, Modifier) and type(self) is type(other) and self.model_dump() == other.model_dump()
+
+    __hash__ = None  # type: ignore[assignment]  # fields can be assigned
+
+    # ------------------------------------------------------------------ the window
+
+    def start_pending(self, epoch: float) -> bool:
+        """Whether it has not begun and is due to at `epoch`."""
+        return not self._started and epoch >= self.start_epoch - _SLACK
+
+    def end_pending(self, epoch: float) -> bool:
+        """Whether it has begun, not ended, and is due to end at `epoch`."""
+        return self._started and not self._ended and 0 <= self.end_epoch <= epoch + _SLACK
+
+    def update_ready(self, epoch: float) -> bool:
+        """Whether something is due at `epoch`: its start, its end, or a regular update in between."""
+        if self.start_pending(epoch) or self.end_pending(epoch):
+            return True
+        if not self._started or self._ended:
+            return False
+        if self.update_frequency < 0:
+            return True
+        return self._updates_by(epoch) > self._updates_by(self._last_update)
+
+    def active(self, epoch: float) -> bool:
+        """Whether `epoch` lies in the window, the end left out."""
+        return epoch >= self.start_epoch - _SLACK and (self.end_epoch < 0 or epoch < self.end_epoch - _SLACK)
+
+    def _updates_by(self, epoch: float) -> int:
+        """Count the regular updates due from the start until `epoch`."""
+        return math.floor((epoch - max(0.0, self.start_epoch) + _SLACK) / self.update_frequency)
+
+    # ------------------------------------------------------------------ the life cycle: what subclasses write
+
+    def initialize(self, run: Run) -> None:
+        """Match parameters and check everything that can be checked before the first step."""
+
+    def update(self, run: Run) -> None:
+        """Do the scheduled work; :meth:`start_pending` and :meth:`end_pending` tell what kind of moment it is."""
+
+    def before_step(self, run: Run) -> None:
+        """See the gradients of a step, unscaled, just before the optimizer takes it."""
+
+    def after_step(self, run: Run) -> None:
+        """See the model just after the optimizer's step."""
+
+    def loss(self, run: Run, loss: Tensor, inputs: Any, outputs: Any) -> Tensor:  # noqa: ANN401, ARG002
+        """Return the loss to train with."""
+        return loss
+
+    def finalize(self, run: Run) -> None:
+        """Let go of everything that is hooked to the model or the optimizer."""
+
+    def idle(self) -> str:
+        """Return why it has had no effect so far although it was to have one, or nothing; the manager warns of it.
+
+        Asked after the first epoch of its window and when the run is finalized.
+        """
+        return ""
+
+    def spec(self, run: Run) -> Spec | None:  # noqa: ARG002
+        """Return what it has done to the weights, if anything: zeros, bits."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it has learnt, as tensors and plain values; the window's own state is kept beside it."""
+        return {}
+
+    def load_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Take back what :meth:`state_dict` returned."""
+        if state:
+            raise ValueRangeError(message(f"a state for {self.name}, which has none", "an empty state"))
+
+    # ------------------------------------------------------------------ what it says about time
+
+    def epochs(self) -> tuple[float, float]:
+        """Return the first and the last epoch at which something happens; -1 where there is none."""
+        return self.start_epoch, self.end_epoch
+
+    def shifted(self, epochs: float) -> Self:
+        """Return the same modifier `epochs` later; what begins "at once" begins then."""
+        moved: dict[str, Any] = {}
+        for name in self.epoch_fields:
+            value = getattr(self, name)
+            if value is not None and value >= 0:
+                moved[name] = value + epochs
+        if self.start_epoch < 0 and epochs > 0:
+            moved["start_epoch"] = epochs
+        return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **moved})
+
+    def planned(self, epoch: float) -> dict[str, float]:  # noqa: ARG002
+        """Return the scheduled values at `epoch`, such as ``learning_rate`` or ``sparsity``; for plots and dry runs."""
+        return {}
+
+    def preview(self, run: Run) -> dict[str, float]:  # noqa: ARG002
+        """Return the sparsity each parameter would end with, judged by the weights as they are; changes nothing."""
+        return {}
+
+    # ------------------------------------------------------------------ what the manager calls
+
+    def begin(self, run: Run) -> None:
+        """Call :meth:`initialize`, once."""
+        self.initialize(run)
+        self._initialized = True
+
+    def fire(self, run: Run) -> bool:
+        """Call :meth:`update` if the window has an event now, and keep the window's books; returns whether it had.
+
+        Where a window begins and ends at one moment, both events happen, in this order.
+        """
+        if not self._initialized:
+            raise ValueRangeError(
+                message(f"{self.name} is updated before it was initialized", fix="let a Manager initialize it first")
+            )
+        fired = False
+        while self.update_ready(run.epoch) and not (fired and not self.end_pending(run.epoch)):
+            starting, ending = self.start_pending(run.epoch), self.end_pending(run.epoch)
+            self.update(run)
+            self._started = self._started or starting
+            self._ended = self._ended or ending
+            self._last_update = run.epoch if math.isfinite(run.epoch) else max(self.end_epoch, 0.0)
+            fired = True
+        return fired
+
+    def saved(self) -> dict[str, Any]:
+        """Return the window's books and :meth:`state_dict`."""
+        window = {"started": self._started, "ended": self._ended, "last_update": self._last_update}
+        return {"window": window, "own": self.state_dict()}
+
+    def restore(self, run: Run, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`saved` returned, after :meth:`begin`."""
+        missing = {"window", "own"} - state.keys()
+        if missing:
+            raise ValueRangeError(message(f"a state of {self.name} without {sorted(missing)}", "what it saved"))
+        window = state["window"]
+        self._started, self._ended = bool(window["started"]), bool(window["ended"])
+        self._last_update = float(window["last_update"])
+        try:
+            self.load_state_dict(run, state["own"])
+        except KeyError as error:
+            if isinstance(error, SpartaError):
+                raise
+            raise ValueRangeError(
+                message(f"a state of {self.name} without {error}", "what the same modifier saved")
+            ) from error
+
+
+def modifier(cls: _M) -> _M:
+    """Class decorator: make a modifier known to recipes under its :meth:`Modifier.label`."""
+    if cls.kind not in KINDS:
+        raise NameNotFoundError(did_you_mean(cls.kind, KINDS, "kind of modifier"))
+    _REGISTRY[cls.label()] = cls
+    return cls
+
+
+def modifier_named(name: str) -> type[Modifier]:
+    """Return the modifier that a recipe calls `name`; the old spelling with ``Modifier`` at the end is understood too.
+
+    >>> from sparta.create.modifiers import modifier_named
+    >>> modifier_named("EpochRangeModifier") is modifier_named("EpochRange")
+    True
+    """
+    found = _REGISTRY.get(name) or _REGISTRY.get(name.removesuffix("Modifier"))
+    if found is None:
+        raise NameNotFoundError(did_you_mean(name, _REGISTRY, "modifier"))
+    return found
+
+
+def modifier_names() -> list[str]:
+    """Return the names of all modifiers, sorted."""
+    return sorted(_REGISTRY)
+
+
+def _first_problem(error: ValidationError, name: str) -> str:
+    """Return pydantic's first complaint as one sentence of ours."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in first["loc"]) or "a field"
+    text = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
+    if first["type"] in {"value_error", "missing"}:
+        return f"{name}: {text if first['type'] == 'value_error' else f'{place} is missing'}."
+    return message(f"{place} of {name} is {first['input']!r}: {text[0].lower()}{text[1:]}")

@@ -1,0 +1,203 @@
+"""Old quantization fields: what SparseML and llm-compressor called them, as fields of our ``Quantization``.
+
+It is the part of :mod:`sparta.create.recipe.legacy` where names differ most. The one idea to know: whatever changes
+the numbers is converted or refused; what only said *how* a model was rewritten (which modules to fuse, to wrap) has no
+counterpart and is dropped with a warning.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from sparta.errors import FileFormatError, NameNotFoundError, ValueRangeError, did_you_mean, message
+
+__all__ = ["OLD_ONLY", "listed", "mapping", "quantization_fields", "stage_quantization_fields"]
+
+Fields = dict[str, Any]
+
+_SAME = (
+    "start_epoch",
+    "end_epoch",
+    "scheme",
+    "scheme_overrides",
+    "ignore",
+    "submodules",
+    "disable_quantization_observer_epoch",
+    "freeze_bn_stats_epoch",
+    "num_calibration_steps",
+    "strict",
+)
+_REWRITING = ("model_fuse_fn_name", "model_fuse_fn_kwargs", "exclude_batchnorm", "custom_quantizable_module_types")
+_OUTPUTS = ("quantize_linear_activations", "quantize_conv_activations", "quantize_embedding_activations")
+OLD_ONLY = (
+    *_REWRITING,
+    *_OUTPUTS,
+    "reduce_range",
+    "activation_bits",
+    "weight_bits",
+    "exclude_module_types",
+    "activation_qconfig_kwargs",
+    "weight_qconfig_kwargs",
+    "tensorrt",
+    "quantize_embeddings",
+)
+"""Fields from before there were schemes."""
+_QUANTIZED = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Embedding", "MultiheadAttention")
+_PRESETS: dict[str, Fields] = {
+    "W8A8": {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": {"num_bits": 8}},
+    "W8A16": {"weights": {"num_bits": 8, "strategy": "channel"}},
+}
+_ARGUMENTS_WITHOUT_EFFECT = {"observer", "observer_kwargs", "actorder", "block_structure", "scale_dtype", "zp_dtype"}
+
+
+def quantization_fields(fields: Fields) -> Fields:
+    """Return the fields of a ``!QuantizationModifier``, of the old kind or of the newer one.
+
+    >>> quantization_fields({"start_epoch": 2.0, "submodules": ["encoder"], "weight_bits": 4, "tensorrt": False})
+    {'start_epoch': 2.0, 'submodules': ['encoder'], 'scheme': {'weights': {'num_bits': 4, ...}, ...}}
+    """
+    for key in fields:
+        if key not in _SAME and key not in OLD_ONLY:
+            raise NameNotFoundError(did_you_mean(key, [*_SAME, *OLD_ONLY], "field of QuantizationModifier"))
+    result = {key: value for key, value in fields.items() if key in _SAME and value is not None}
+    dropped = [key for key in _REWRITING if fields.get(key)]
+    if dropped:
+        text = "nothing is fused or wrapped while training here; batch norms are folded at export"
+        warnings.warn(f"{', '.join(dropped)} of QuantizationModifier left out: {text}", stacklevel=2)
+    for key in ("activation_qconfig_kwargs", "weight_qconfig_kwargs", "reduce_range", *_OUTPUTS[:2]):
+        if fields.get(key):
+            raise ValueRangeError(
+                message(f"{key} of QuantizationModifier is {fields[key]!r}", "none", "say it in `scheme`")
+            )
+    ignored = [
+        *listed(result.get("ignore"), "ignore"),
+        *listed(fields.get("exclude_module_types"), "exclude_module_types"),
+    ]
+    if "quantize_embeddings" in fields and not fields["quantize_embeddings"]:
+        ignored.append("Embedding")
+    result["ignore"] = [name for name in ignored if not _never_quantized(name)]
+    if not result["ignore"]:
+        del result["ignore"]
+    if result.get("submodules") == [""]:  # the whole model
+        del result["submodules"]
+    if isinstance(result.get("scheme_overrides"), Mapping):
+        result["scheme_overrides"] = _overrides(result["scheme_overrides"])
+    scheme = _old_scheme(fields)
+    if scheme is not None:
+        if "scheme" in result:
+            raise ValueRangeError(message("a QuantizationModifier with `scheme` and with fields from before it", "one"))
+        result["scheme"] = scheme
+    return result
+
+
+def _never_quantized(name: str) -> bool:
+    """Whether a name is that of a class of PyTorch whose modules are in floating point here in any case."""
+    return name not in _QUANTIZED and not name.startswith("ConvTranspose") and isinstance(getattr(nn, name, None), type)
+
+
+def _overrides(given: Mapping[str, Any]) -> Fields:
+    result: Fields = {}
+    for name, scheme in given.items():
+        is_empty = scheme is None or (isinstance(scheme, Mapping) and not any(scheme.values()))
+        if not _never_quantized(name):
+            result[name] = None if is_empty else scheme
+        elif not is_empty:
+            raise ValueRangeError(
+                message(f"scheme_overrides quantizes modules of the class {name}", ", ".join(_QUANTIZED))
+            )
+    return result
+
+
+def _old_scheme(fields: Fields) -> str | Fields | None:
+    bits = {key: fields.get(key) for key in ("weight_bits", "activation_bits")}
+    if fields.get("tensorrt"):
+        if any(value not in {None, 8} for value in bits.values()):
+            raise ValueRangeError(message("tensorrt with other than 8 bits", "8 bits"))
+        return "tensorrt"
+    if all(value is None for value in bits.values()):
+        return None
+    return {
+        "weights": {"num_bits": bits["weight_bits"] or 8, "symmetric": True, "strategy": "channel"},
+        "input_activations": {"num_bits": bits["activation_bits"] or 8, "symmetric": False},
+    }
+
+
+def stage_quantization_fields(fields: Fields) -> Fields:
+    """Return the fields of llm-compressor's ``QuantizationModifier``.
+
+    >>> stage_quantization_fields({"targets": ["Linear"], "scheme": "W8A16", "ignore": ["lm_head"]})["scheme"]
+    {'weights': {'num_bits': 8, 'strategy': 'channel'}}
+    """
+    known = {"start_epoch", "end_epoch", "update_frequency", "targets", "ignore", "scheme", "config_groups"}
+    for key in fields:
+        if key not in known:
+            raise NameNotFoundError(did_you_mean(key, known, "field of QuantizationModifier that is understood:"))
+    groups, scheme = fields.pop("config_groups", None), fields.pop("scheme", None)
+    if (groups is None) == (scheme is None):
+        raise ValueRangeError(message("a QuantizationModifier with both or none of scheme and config_groups", "one"))
+    targets = listed(fields.pop("targets", None), "targets")
+    if groups is not None:
+        if not isinstance(groups, Mapping) or len(groups) != 1:
+            raise ValueRangeError(message(f"config_groups is {groups!r}", "one group", "write a recipe of your own"))
+        group = mapping(next(iter(groups.values())), "a group of config_groups")
+        targets = listed(group.pop("targets", targets), "targets")
+        scheme = {part: _arguments(mapping(args, part)) for part, args in group.items() if args is not None}
+    else:
+        scheme = _preset(scheme)
+    ignored = listed(fields.pop("ignore", None), "ignore")
+    if targets not in ([], ["Linear"]):
+        raise ValueRangeError(message(f"targets is {targets!r}", "['Linear']", "use `ignore` for the others"))
+    fields.pop("update_frequency", None)
+    return {**fields, "scheme": scheme, "ignore": [*ignored, *_QUANTIZED[1:]], "strict": False}
+
+
+def _preset(scheme: object) -> Fields:
+    if not isinstance(scheme, str) or scheme.upper() not in {*_PRESETS, "INT8"}:
+        raise NameNotFoundError(did_you_mean(str(scheme), [*_PRESETS, "INT8"], "scheme that is understood:"))
+    if scheme.upper() in {"W8A8", "INT8"}:
+        _warn_tokens()
+    return copy.deepcopy(_PRESETS["W8A8" if scheme.upper() == "INT8" else scheme.upper()])
+
+
+def _arguments(given: Mapping[str, Any]) -> Fields:
+    args = {key: value for key, value in given.items() if key not in _ARGUMENTS_WITHOUT_EFFECT and value is not None}
+    if args.pop("type", "int") != "int":
+        raise ValueRangeError(message(f"the type {given['type']!r} of quantized numbers", "int"))
+    if args.pop("dynamic", False) or args.get("strategy") == "token":
+        _warn_tokens()
+        args["strategy"] = "tensor"
+    if "group_size" in args or args.get("strategy") in {"group", "block"}:
+        raise ValueRangeError(message("a scale for each group of weights", "strategy tensor or channel"))
+    for key in args:
+        if key not in {"num_bits", "symmetric", "strategy"}:
+            raise NameNotFoundError(did_you_mean(key, ["num_bits", "symmetric", "strategy"], "quantization argument"))
+    return args
+
+
+def _warn_tokens() -> None:
+    text = "activations that had a scale for each token get one for each tensor, learnt while training"
+    warnings.warn(text, stacklevel=2)
+
+
+def listed(given: object, what: str) -> list[str]:
+    """Return names as a list, from one, from several, or from null.
+
+    >>> listed("lm_head", "ignore"), listed(None, "ignore")
+    (['lm_head'], [])
+    """
+    names = [] if given is None else [given] if isinstance(given, str) else given
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise FileFormatError(message(f"{what} is {given!r}", "a name or a list of names"))
+    return names
+
+
+def mapping(given: object, what: str) -> Fields:
+    """Return a copy of a mapping, an empty one from null; refuses anything else."""
+    if given is not None and not isinstance(given, Mapping):
+        raise FileFormatError(message(f"{what} is {given!r}", "a mapping"))
+    return dict(given or {})

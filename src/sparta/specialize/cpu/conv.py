@@ -1,0 +1,279 @@
+"""A pruned convolution in the layout its kernel reads: ``activation(conv(x, W) + bias) + residual``.
+
+:class:`PackedConv` is below operators and autograd, as :class:`~sparta.specialize.cpu.linear.PackedLinear` is: it packs
+a weight once and convolves images of any size. The one idea to know: lists of live weights are the same as those of a
+linear layer with a column for each channel and tap; only the table of offsets depends on the image, and is kept for the
+sizes seen last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.specialize.conv import ConvGeometry
+from sparta.specialize.cpu.conv_image import ImagePlan, plan_image
+from sparta.specialize.cpu.library import ConvCall, PanelMatrix, activation_code, load
+from sparta.specialize.cpu.packing import offset_table, pack_entries
+from sparta.specialize.cpu.tile import Tile
+
+__all__ = ["PackedConv"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KEPT_PLANS = 8
+
+
+@dataclass
+class _Plan:
+    """The layout of images of one size, and the C structures that say it; their addresses are those of `arrays`."""
+
+    image: ImagePlan
+    arrays: dict[str, Tensor]
+    matrix: PanelMatrix
+    call: ConvCall
+
+    def matrix_for(self, values: Tensor) -> PanelMatrix:
+        """Return the packed weight with these values."""
+        matrix = self.matrix
+        if matrix.values != values.data_ptr():
+            # A copy, because another thread may be running with other values.
+            matrix = PanelMatrix.from_buffer_copy(matrix)
+            matrix.values = values.data_ptr()
+            self.matrix = matrix
+        return matrix
+
+
+class PackedConv:
+    """A convolution's weight, packed without its pruned values.
+
+    Sums are computed in float32; bfloat16 and float16 are converted on the way in and out. There is no autograd here.
+
+    Parameters
+    ----------
+    weight
+        (N, C / groups, KH, KW) or (N, C / groups, K), any float dtype. ``None`` packs the mask only, and every call
+        must bring the ``values`` that :meth:`pack` returns.
+    mask
+        Bool, of the same shape, True = live.
+    geometry
+        Strides, padding, dilation, groups.
+    image
+        How images are laid out for the kernel, one of :data:`~sparta.specialize.cpu.conv_image.IMAGES`.
+    isa
+        Instruction set; ``None`` for the best.
+    tile
+        Fields of a :class:`~sparta.specialize.cpu.tile.Tile` of the form ``'panel'`` without chunks.
+
+    Examples
+    --------
+    >>> weight = torch.ones(4, 2, 3, 3)
+    >>> packed = PackedConv(weight, weight != 0, ConvGeometry.make(2, padding=1), block=4)
+    >>> packed(torch.ones(1, 2, 5, 5))[0, 0, 0]
+    tensor([ 8., 12., 12., 12.,  8.])
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None,
+        mask: Tensor,
+        geometry: ConvGeometry,
+        *,
+        image: str = "flat",
+        isa: str | None = None,
+        **tile: Any,  # noqa: ANN401
+    ) -> None:
+        self.tile, self.image, self.geometry = Tile(**tile), image, geometry
+        self.library = load(isa)
+        self.shape = tuple(mask.shape)
+        self._check_weight(mask)
+        self._dims = len(self.shape) - 2
+        outputs, each = self.shape[:2]
+        self._channels = each * geometry.groups
+        # A 1-d convolution is a 2-d one over images with one row.
+        self._geometry = geometry if self._dims == 2 else _with_one_row(geometry)
+        self._kernel = (self.shape[2] if self._dims == 2 else 1, self.shape[-1])
+        taps = self._kernel[0] * self._kernel[1]
+        flat = mask.cpu().reshape(outputs, each * taps).numpy()
+        self.layout, first_row, column = pack_entries(flat, self.tile)
+        group = first_row // max(outputs // geometry.groups, 1)
+        self._entry_channel, self._entry_tap = group * each + column // max(taps, 1), column % max(taps, 1)
+        self._pointwise = taps == 1 and set(geometry.stride) == {1} and not any(map(sum, geometry.padding))
+        self._plans: dict[tuple[int, ...], _Plan] = {}
+        self.values = None if weight is None else self.pack(weight)
+
+    def _check_weight(self, mask: Tensor) -> None:
+        shape, groups = self.shape, self.geometry.groups
+        if mask.dtype != torch.bool or len(shape) != len(self.geometry.stride) + 2 or shape[0] % groups:
+            given = f"a mask of shape {shape} and {mask.dtype} for {self.geometry}"
+            raise ShapeError(message(given, "bool (N, C / groups, ...) with as many dims behind as strides"))
+        if self.tile.form != "panel" or self.tile.k_chunk:
+            raise ValueRangeError(message(f"the tile {self.tile}", "the form 'panel' with k_chunk=0"))
+        if groups > 1 and (shape[0] // groups) % self.tile.block:
+            given = f"blocks of {self.tile.block} for {shape[0] // groups} output channels a group"
+            raise ValueRangeError(message(given, "blocks that divide a group", "use block=1"))
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """Return the values of a weight with this mask, in the order the kernel reads."""
+        if tuple(weight.shape) != self.shape:
+            raise ShapeError(message(f"a weight of shape {tuple(weight.shape)}", f"{self.shape}, as when packed"))
+        return self.layout.values(weight.reshape(self.layout.shape))
+
+    def __call__(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+        threads: int | None = None,
+        values: Tensor | None = None,
+    ) -> Tensor:
+        """Return ``activation(conv(x, W) + bias) + residual``, contiguous.
+
+        Parameters
+        ----------
+        x
+            (B, C, H, W) or (B, C, L), with any strides. Contiguous and channels-last images are read fastest.
+        bias
+            (N,).
+        activation
+            ``'relu'``, ``'gelu'`` (the exact one), ``'silu'`` or None.
+        residual
+            Like the result, of any strides.
+        threads
+            How many to use; by default as many as torch does.
+        values
+            Of another weight with the same mask, as :meth:`pack` returned them.
+        """
+        images = self._images(x)
+        count = torch.get_num_threads() if threads is None else threads
+        if count < 1:
+            raise ValueRangeError(message(f"threads is {threads}", "1 or more"))
+        plan = self._plan((images.shape[2], images.shape[3]), count, contiguous=images.is_contiguous())
+        y = torch.empty(images.shape[0], self.shape[0], *self._out_size(x, plan))
+        added = None if residual is None else self._checked(residual, "residual", tuple(y.shape)).contiguous()
+        shift = None if bias is None else self._checked(bias, "bias", (self.shape[0],)).contiguous()
+        matrix = plan.matrix_for(self._checked_values(values))
+        # A copy, because another thread may be running with other images.
+        call = ConvCall.from_buffer_copy(plan.call)
+        call.x, call.y, call.images = images.data_ptr(), y.data_ptr(), images.shape[0] if y.numel() else 0
+        call.x_strides[:] = images.stride()
+        call.activation, call.threads = activation_code(activation), count
+        call.bias = None if shift is None else shift.data_ptr()
+        call.residual = None if added is None else added.data_ptr()
+        self.library.multiply_conv(matrix, call)
+        return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Addresses and the open library belong to this object in this process; a copy makes its own.
+        kept = {name: value for name, value in vars(self).items() if name not in ("_plans", "library")}
+        return kept | {"isa": self.library.isa}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.library = load(state.pop("isa"))
+        vars(self).update(state, _plans={})
+
+    def __repr__(self) -> str:
+        return f"PackedConv({self.shape}, {self.geometry}, {self.library.isa}, {self.tile}, {self.image})"
+
+    def _images(self, x: Tensor) -> Tensor:
+        """Return the input as (B, C, rows, columns); one row where pixels need not know their neighbours."""
+        images = self._checked(x, "x", (None, self._channels, *[None] * self._dims))
+        if self._dims == 1:
+            return images.unsqueeze(2)
+        size, strides = images.shape[2:], images.stride()
+        if self._pointwise and strides[2] == size[1] * strides[3] and images.numel():
+            return images.as_strided((*images.shape[:2], 1, size.numel()), (*strides[:2], 0, strides[3]))
+        return images
+
+    def _out_size(self, x: Tensor, plan: _Plan) -> tuple[int, ...]:
+        """Return the spatial size of the result."""
+        return tuple(x.shape[2:]) if self._pointwise else plan.image.out_size[2 - self._dims :]
+
+    def _plan(self, size: tuple[int, int], threads: int, *, contiguous: bool) -> _Plan:
+        """Return the layout for images of this size, as kernels read it."""
+        key = (*size, threads, contiguous)
+        found = self._plans.get(key)
+        if found is not None:
+            return found
+        image = plan_image(
+            self._geometry,
+            self._kernel,
+            size,
+            image=self.image,
+            channels=self._channels,
+            tile=self.tile.mv * self.library.lanes,
+            threads=threads,
+            contiguous=contiguous,
+        )
+        used = np.zeros((len(image.slot_rows), self._channels), dtype=np.uint8)
+        used[np.array(image.tap_slots)[self._entry_tap], self._entry_channel] = 1
+        arrays = {
+            "offsets": offset_table(image.entry_offsets(self._entry_tap, self._entry_channel, self._channels)),
+            "slot_rows": torch.tensor(image.slot_rows, dtype=torch.int32),
+            "slot_columns": torch.tensor(image.slot_columns, dtype=torch.int32),
+            "used": torch.from_numpy(used),
+        }
+        plan = _Plan(image, arrays, self._matrix(arrays["offsets"]), _call(image, arrays, self._geometry, size))
+        plan.call.in_channels = self._channels
+        # A new dict, because another thread may be reading this one.
+        self._plans = {**dict(list(self._plans.items())[1 - _KEPT_PLANS :]), key: plan}
+        return plan
+
+    def _matrix(self, offsets: Tensor) -> PanelMatrix:
+        layout, tile = self.layout, self.tile
+        fields = {name: array.data_ptr() for name, array in layout.arrays.items()}
+        sizes = {"channels": layout.shape[0], "inputs": layout.shape[1], "groups": layout.groups, "chunks": 1}
+        sizes |= {"bn": tile.block, "mv": tile.mv, "interleave": tile.interleave, "prefetch": tile.prefetch}
+        return PanelMatrix(**fields, **sizes, offsets=offsets.data_ptr())
+
+    def _checked(self, tensor: Tensor, name: str, shape: tuple[int | None, ...]) -> Tensor:
+        """Return a tensor as float32 with plain strides, without a copy where that can be."""
+        fits = tensor.dim() == len(shape) and all(w in (None, s) for w, s in zip(shape, tensor.shape, strict=True))
+        if not fits:
+            wanted = tuple("any" if size is None else size for size in shape)
+            raise ShapeError(message(f"{name} of shape {tuple(tensor.shape)}", f"{wanted}"))
+        if not tensor.is_cpu or tensor.dtype not in _DTYPES:
+            given = f"{name} of {tensor.dtype} on {tensor.device}"
+            raise ValueRangeError(message(given, f"{', '.join(map(str, _DTYPES))} on cpu"))
+        return tensor.detach().resolve_neg().to(torch.float32)
+
+    def _checked_values(self, values: Tensor | None) -> Tensor:
+        found = self.values if values is None else values
+        if found is None:
+            raise ValueRangeError(message("no values", "a packed weight", "pass values="))
+        if found.shape != (self.layout.length,) or found.dtype != torch.float32 or not found.is_contiguous():
+            given = f"values of shape {tuple(found.shape)} and {found.dtype}"
+            raise ShapeError(message(given, f"contiguous float32 ({self.layout.length},)", "take what pack() returned"))
+        return found
+
+
+def _with_one_row(geometry: ConvGeometry) -> ConvGeometry:
+    return ConvGeometry(
+        (1, *geometry.stride), ((0, 0), *geometry.padding), (1, *geometry.dilation), groups=geometry.groups
+    )
+
+
+def _call(image: ImagePlan, arrays: dict[str, Tensor], geometry: ConvGeometry, size: tuple[int, int]) -> ConvCall:
+    """Return the C structure of a call, without its images and epilogue."""
+    return ConvCall(
+        slot_rows=arrays["slot_rows"].data_ptr(),
+        slot_columns=arrays["slot_columns"].data_ptr(),
+        used=arrays["used"].data_ptr(),
+        in_rows=size[0],
+        in_columns=size[1],
+        out_rows=image.out_size[0],
+        out_columns=image.out_size[1],
+        stride_rows=geometry.stride[0],
+        stride_columns=geometry.stride[1],
+        slots=len(image.slot_rows),
+        row_width=image.row_width,
+        band_tokens=image.band_tokens,
+        reach=image.reach,
+        plane=image.plane,
+        direct=image.direct,
+    )

@@ -1,0 +1,110 @@
+"""Dense int8 kernels: exact integer products by ``torch._int_mm``, and oneDNN's quantised linear as a library rival.
+
+The one idea to know: ``dense`` is exact and is what results are checked with; oneDNN rounds in its own way, so where an
+8-bit result is off by one it is no candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparta.specialize.implement import Implement, Params, Support, present, register
+from sparta.specialize.int8 import Int8LinearKernel, requantised
+from sparta.specialize.kernel_spec import KernelSpec
+
+__all__ = ["DenseInt8Linear", "OneDnnInt8Linear"]
+
+
+class _DenseKernel(Int8LinearKernel):
+    def __init__(self, spec: KernelSpec) -> None:
+        self._spec = spec
+        # Integers of 8 bits without a sign are moved to those with one, and so is their zero point.
+        self._unsigned = str(spec["input"].format) == "uint8"
+        self._zero = spec.attributes["input_zero_point"] - 128 * self._unsigned
+
+    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
+        weight = self._spec["weight"].apply(operand)
+        return weight.t().contiguous(), weight.sum(1, dtype=torch.int32)
+
+    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
+        (x, multiplier), offset = present(*inputs[:2]), inputs[2]
+        signed = (x ^ 128).view(torch.int8) if self._unsigned else x
+        sums = torch._int_mm(signed.contiguous(), packed[0]) if len(x) else x.new_zeros(0, len(multiplier)).int()
+        return requantised(sums - self._zero * packed[1], self._spec, multiplier, offset)
+
+
+@register
+class DenseInt8Linear(Implement):
+    """``torch._int_mm`` on the masked weight."""
+
+    name = "dense"
+    op = "int8_linear"
+
+    def supports(self, spec: KernelSpec) -> Support:
+        """Dense runs everything."""
+        del spec
+        return Support.yes("PyTorch multiplies 8-bit integers")
+
+    def build(self, spec: KernelSpec, params: Params) -> Int8LinearKernel:
+        """Return the dense kernel."""
+        del params
+        return _DenseKernel(spec)
+
+
+class _OneDnnKernel(Int8LinearKernel):
+    def __init__(self, spec: KernelSpec) -> None:
+        self._spec = spec
+        attributes = spec.attributes
+        formats = {"int8": torch.int8, "uint8": torch.uint8, "fp32": torch.float32}
+        self._zero = attributes["input_zero_point"]
+        self._output = formats[attributes["output_format"]], attributes["output_zero_point"]
+
+    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
+        weight = self._spec["weight"].apply(operand).contiguous()
+        return torch.ops.onednn.qlinear_prepack(weight, None), torch.zeros(len(weight), dtype=torch.int32)
+
+    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
+        (x, multiplier), offset = present(*inputs[:2]), inputs[2]
+        dtype, zero = self._output
+        after = self._spec.epilogue.activation or "none"
+        arguments: tuple[Any, ...] = (
+            x,
+            1.0,
+            self._zero,
+            packed[0],
+            multiplier,
+            packed[1],
+            offset,
+            1.0,
+            zero,
+            dtype,
+            after,
+            [],
+            "",
+        )
+        result: Tensor = torch.ops.onednn.qlinear_pointwise(*arguments)
+        return result
+
+
+@register
+class OneDnnInt8Linear(Implement):
+    """oneDNN's quantised linear on the masked weight."""
+
+    name = "onednn"
+    op = "int8_linear"
+
+    def supports(self, spec: KernelSpec) -> Support:
+        """Where torch was built with oneDNN."""
+        del spec
+        if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            return Support.no("this torch was built without oneDNN")
+        return Support.yes("oneDNN")
+
+    def build(self, spec: KernelSpec, params: Params) -> Int8LinearKernel:
+        """Return the library's kernel."""
+        del params
+        return _OneDnnKernel(spec)

@@ -1,0 +1,34 @@
+"""How tests choose kernels without timing anything."""
+
+import pytest
+
+from sparta.specialize.implement import implement_named
+from sparta.specialize.store import Entry
+from sparta.specialize.tuner import Choice
+
+
+def chosen(spec, name="cpu"):
+    """Return the choice of an implement with its default parameters, or dense where it cannot."""
+    implement = implement_named(name, spec.op)
+    if not implement.supports(spec):
+        return Choice("dense", {}, "dense: forced", None)
+    params = implement.default(spec)
+    return Choice(name, params, f"{name}: forced", Entry(name, params, 1.0, 2.0))
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """Let every layer that has zeros run the C++ kernels, as if they had been tuned; use with tune='off'."""
+    monkeypatch.setattr("sparta.compiler.choose.choose", lambda spec, store=None: chosen(spec))
+
+
+@pytest.fixture
+def own_stores(tmp_path, monkeypatch):
+    """Give a test empty stores of its own; compiled kernels stay where they are."""
+    folders = []
+    for module in ("sparta.compiler.memory", "sparta.specialize.store"):
+        folder = tmp_path / module
+        folder.mkdir()
+        folders.append(folder)
+        monkeypatch.setattr(f"{module}.private_folder", lambda _name, folder=folder: folder)
+    return folders

@@ -1,0 +1,428 @@
+"""The compiled model computes what the original does, is called as it is, and says what it runs and why."""
+
+import copy
+import json
+import pickle
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import sparta
+from compiler import nets
+from compiler.conftest import chosen as chosen_for
+from sparta.compiler import Report, compile_model
+from sparta.errors import CheckError, MissingPackageError, NameNotFoundError, ShapeError, ValueRangeError
+from sparta.specialize.implement import Kernel
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+
+def agree(one, two):
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+PATTERNS = [sparta.Unstructured(), sparta.Block(4, 1), sparta.Block(8, 8), sparta.NM(2, 4), sparta.Channel(0)]
+
+
+@settings(max_examples=12)
+@given(
+    pattern=st.sampled_from(PATTERNS),
+    sparsity=st.sampled_from([0.5, 0.75, 0.95]),
+    sizes=st.tuples(st.integers(1, 9), st.integers(8, 40), st.integers(8, 40)),
+    seed=st.integers(0, 100),
+)
+def test_random_sparse_models_compute_the_same(pattern, sparsity, sizes, seed):
+    torch.manual_seed(seed)
+    rows, width, hidden = sizes
+    model = nn.Sequential(
+        nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, 3)
+    )
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            fits = not isinstance(pattern, sparta.NM) or layer.in_features % 4 == 0
+            chosen = pattern if fits else sparta.Unstructured()
+            tesa = sparta.TeSA.from_pattern(
+                chosen, layer.weight.abs(), sparsity if not isinstance(chosen, sparta.NM) else None
+            )
+            layer.weight.copy_(tesa.apply(layer.weight))
+    x = torch.randn(rows, width)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sparta.compiler.choose.choose", lambda spec, store=None: chosen_for(spec))
+        fast = compile_model(model, x, tune="off")
+    for inputs in (x, torch.randn(rows, width)):
+        agree(fast(inputs), model(inputs).detach())
+    assert fast.report.certificate.passed
+
+
+@pytest.mark.parametrize("tune", ["off", "quick"])
+def test_a_fully_dense_model_stays_dense_and_says_why(tune):
+    model, x = nets.Mlp(), torch.randn(4, 32)
+    fast = compile_model(model, x, tune=tune)
+    agree(fast(x), model(x).detach())
+    assert not fast.report.plan.sparse
+    assert all("no zeros" in layer.first.reason for layer in fast.report.plan.layers)
+    assert "no zeros" in str(fast.report)
+
+
+def test_a_model_without_layers_compiles():
+    class Nothing(nn.Module):
+        def forward(self, x):
+            return x.softmax(-1)
+
+    fast = compile_model(Nothing(), torch.randn(3, 4))
+    assert "no layer" in str(fast.report)
+    agree(fast(torch.ones(3, 4)), torch.full((3, 4), 0.25))
+
+
+def test_epilogues_are_fused(forced):
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    fast = compile_model(model, x, tune="off")
+    fused = {name: str(module.fused.epilogue) for name, module in fast.kernels.items()}
+    assert fused == {
+        "first.weight_kernel": "bias+relu",
+        "second.weight_kernel": "bias+gelu+residual",
+        "last.weight_kernel": "none",
+    }
+    calls = [node for node in fast.graph.graph.nodes if node.op == "call_function"]
+    assert not calls
+    agree(fast(x), model(x).detach())
+
+
+def test_convolutions_run_with_batch_norms_folded(forced):
+    model, x = nets.pruned(nets.Cnn()), torch.randn(2, 3, 16, 16)
+    fast = compile_model(model, x, tune="off")
+    targets = {str(node.target) for node in fast.graph.graph.nodes}
+    assert not any("batch_norm" in target for target in targets)
+    assert {layer.op for layer in fast.report.plan.sparse} == {"conv2d", "linear"}
+    agree(fast(x), model(x).detach())
+    assert "4 BatchNorms were folded" in str(fast.report)
+
+
+def test_a_sum_of_two_layers_is_fused_once(forced):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return self.a(x) + self.b(x), self.a(self.b(x))
+
+    model, x = nets.pruned(Two()), torch.randn(3, 16)
+    fast = compile_model(model, x, tune="off")
+    for one, two in zip(fast(x), model(x), strict=True):
+        agree(one, two.detach())
+    assert len(fast.kernels) == 4
+    assert sum(module.fused.epilogue.residual for module in fast.kernels.values()) == 1
+
+
+def test_layers_of_any_spelling_are_found(forced):
+    class Spelled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8))
+            self.other = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            return torch.addmm(self.bias, x, self.weight) @ self.other
+
+    model = Spelled()
+    with torch.no_grad():
+        for weight in (model.weight, model.other):
+            weight[::2, ::2] = 0
+            weight[1::2, 1::2] = 0
+    x = torch.randn(5, 16)
+    fast = compile_model(model, x, tune="off")
+    assert len(fast.report.plan.sparse) == 2
+    agree(fast(x), model(x).detach())
+
+
+# ---------------------------------------------------------------------- the signature
+
+
+def test_it_is_called_as_the_original_is(forced):
+    model = nets.pruned(nets.Attention())
+    x, mask = torch.randn(2, 6, 32), torch.ones(6, 6, dtype=torch.bool).tril()
+    fast = compile_model(model, {"x": x, "mask": mask, "scale": 0.5}, tune="off")
+    expected = model(x, mask, scale=0.5)
+    for found in (fast(x, mask, scale=0.5), fast(scale=0.5, x=x, mask=mask), fast(x, scale=0.5, mask=mask)):
+        assert list(found) == ["hidden", "pair"]
+        agree(found["hidden"], expected["hidden"].detach())
+        agree(found["pair"][1], expected["pair"][1].detach())
+    with pytest.raises(ValueRangeError, match=r"compiled for scale=0\.5"):
+        fast(x, mask, scale=1.0)
+    with pytest.raises(ValueRangeError, match="without mask"):
+        fast(x, scale=0.5)
+    with pytest.raises(ValueRangeError, match="given twice"):
+        fast(x, mask, scale=0.5, x=x)
+    with pytest.raises(ShapeError, match="dynamic_shapes"):
+        fast(x[:1], mask, scale=0.5)
+    with pytest.raises(ValueRangeError, match="float64"):
+        fast(x.double(), mask, scale=0.5)
+    with pytest.raises(ValueRangeError, match="a tensor"):
+        fast(None, mask, scale=0.5)
+
+
+def test_batch_and_sequence_may_change(forced):
+    model = nets.pruned(nets.Attention())
+    batch, length = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("length", min=2, max=64)
+    shapes = {"x": {0: batch, 1: length}}
+    x = torch.randn(3, 7, 32)
+    fast = compile_model(
+        model, {"x": x}, tune="off", dynamic_shapes=shapes, more_inputs=[{"x": torch.randn(2, 40, 32)}]
+    )
+    assert all(len(layer.choices) == 2 for layer in fast.report.plan.layers)
+    for size in ((2, 2), (5, 9), (4, 50)):
+        x = torch.randn(*size, 32)
+        agree(fast(x)["hidden"], model(x)["hidden"].detach())
+
+
+def test_results_carry_no_gradient_and_training_is_refused(forced):
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32, requires_grad=True)
+    fast = compile_model(model, x.detach(), tune="off")
+    assert not fast(x).requires_grad
+    assert not fast.training
+    with pytest.raises(ValueRangeError, match="train the original"):
+        fast.train()
+    fast.eval()
+
+
+def test_the_original_is_left_alone(forced):
+    model, x = nets.pruned(nets.Cnn()).train(), torch.randn(2, 3, 16, 16)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    fast = compile_model(model, x, tune="off")
+    assert model.training
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    expected = fast(x)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(fast(x), expected)
+
+
+# ---------------------------------------------------------------------- as a module
+
+
+def test_copies_and_state_dicts(forced):
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    fast = compile_model(model, x, tune="off")
+    expected = fast(x)
+    twin = copy.deepcopy(fast)
+    with torch.no_grad():
+        for value in fast.state_dict().values():
+            value.zero_()
+    fast.load_state_dict(fast.state_dict())
+    assert not fast(x).any()
+    assert torch.equal(twin(x), expected)
+    fast.load_state_dict(twin.state_dict())
+    assert torch.equal(fast(x), expected)
+    wrong = dict(twin.state_dict())
+    name = next(key for key in wrong if key.endswith("live"))
+    wrong[name] = wrong[name][:-1]
+    with pytest.raises(ShapeError, match="compile a model with another mask"):
+        fast.load_state_dict(wrong)
+
+
+def test_another_dtype(forced):
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    fast = compile_model(model, x, tune="off", dtype=torch.bfloat16)
+    assert fast(x).dtype == torch.bfloat16
+    assert fast.report.certificate.dtype == "bfloat16"
+    torch.testing.assert_close(fast(x).float(), model(x).detach(), rtol=0.1, atol=0.1)
+    assert next(model.parameters()).dtype == torch.float32
+    wide = compile_model(model, x, tune="off")
+    with pytest.warns(UserWarning, match="Dense runs instead"):
+        wide.double()
+    torch.testing.assert_close(wide(x.double()).float(), model(x).detach(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueRangeError, match="floating-point"):
+        compile_model(model, x, dtype=torch.int8)
+
+
+def test_torch_compile_reaches_the_kernels(forced):
+    torch._dynamo.reset()
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    fast = compile_model(model, x, tune="off")
+    again = torch.compile(fast.graph, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        agree(again(x)[0], fast(x))
+    torch._dynamo.reset()
+
+
+def test_it_cannot_be_pickled(forced):
+    fast = compile_model(nets.pruned(nets.Mlp()), torch.randn(6, 32), tune="off")
+    with pytest.raises(ValueRangeError, match="save"):
+        pickle.dumps(fast)
+
+
+def test_threads_share_a_compiled_model(forced):
+    model = nets.pruned(nets.Mlp())
+    inputs = [torch.randn(6, 32) for _ in range(8)]
+    fast = compile_model(model, inputs[0], tune="off")
+    expected = [fast(x) for x in inputs]
+    found = [None] * len(inputs)
+
+    def run(index):
+        found[index] = fast(inputs[index])
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+
+
+# ---------------------------------------------------------------------- choosing
+
+
+def test_tuning_is_remembered(own_stores, monkeypatch):
+    model, x = nets.pruned(nets.Mlp(64, 64), sparsity=0.9), torch.randn(16, 64)
+    lines = []
+    first = compile_model(model, x, progress=lines.append)
+    assert any("layer 1/3" in line for line in lines)
+    assert first.report.totals.first_compile_seconds is None
+    assert first.report.speedup > 0
+    monkeypatch.setattr("sparta.compiler.choose.tune_kernel", lambda *_a, **_k: pytest.fail("tuned twice"))
+    second = compile_model(model, x)
+    assert second.report.totals.first_compile_seconds == pytest.approx(first.report.totals.compile_seconds, abs=5)
+    agree(second(x), model(x).detach())
+
+
+def test_a_spent_budget_leaves_layers_dense_and_says_so(own_stores):
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    fast = compile_model(model, x, budget_s=1e-9)
+    assert {layer.first.reason for layer in fast.report.plan.layers} == {
+        "dense: the budget was spent before this layer"
+    }
+    agree(fast(x), model(x).detach())
+
+
+def test_an_interrupt_keeps_the_best_so_far(own_stores, monkeypatch):
+
+    def interrupt(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparta.compiler.choose.tune_kernel", interrupt)
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    fast = compile_model(model, x)
+    assert "interrupted" in str(fast.report)
+    agree(fast(x), model(x).detach())
+
+
+def test_kernels_that_lose_in_the_whole_are_left_out(forced, own_stores, monkeypatch):
+    from sparta.compiler import kernels
+    from sparta.compiler.whole import Contest
+
+    slow = {"second.weight_kernel"}
+
+    def times(self, calls):
+        return {name: float(call()) for name, call in calls.items()}
+
+    def call(self, module, inputs=None, host="eager"):
+        names = {name for name, child in module.named_modules() if isinstance(child, kernels.KernelModule)}
+        return lambda: 10.0 - len(names - slow) + 5.0 * len(names & slow)
+
+    monkeypatch.setattr(Contest, "_times", times)
+    monkeypatch.setattr(Contest, "_call", call)
+    monkeypatch.setattr(Contest, "given", property(lambda self: lambda: 10.0, lambda self, value: None), raising=False)
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    fast = compile_model(model, x)
+    assert set(fast.kernels) == {"first.weight_kernel", "last.weight_kernel"}
+    assert "not in the whole model" in str(fast.report)
+    agree(fast(x), model(x).detach())
+
+
+def test_wrong_arguments():
+    model, x = nets.Mlp(), torch.randn(6, 32)
+    with pytest.raises(NameNotFoundError, match="did you mean 'quick'"):
+        compile_model(model, x, tune="quik")
+    with pytest.raises(ValueRangeError, match="budget_s"):
+        compile_model(model, x, budget_s=0)
+    with pytest.raises(ValueRangeError, match="target"):
+        compile_model(model, x, target="tpu9")
+    with pytest.raises(ValueRangeError, match="Module"):
+        compile_model(torch.relu, x)
+
+
+# ---------------------------------------------------------------------- the report
+
+
+def test_the_report_is_data(forced):
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    fast = compile_model(model, x, tune="off")
+    report = fast.report
+    again = Report.from_dict(json.loads(json.dumps(report.to_dict())))
+    assert again.to_dict() == report.to_dict()
+    assert again.totals.live_parameters < again.totals.parameters
+    assert again.totals.compiled_memory < again.totals.memory
+    assert {row["implement"] for row in report.rows()} == {"cpu"}
+    try:
+        import pandas as pd
+    except ImportError:
+        with pytest.raises(MissingPackageError, match="rows"):
+            report.to_dataframe()
+    else:
+        assert isinstance(report.to_dataframe(), pd.DataFrame)
+        assert len(report.to_dataframe()) == 3
+
+
+def test_the_report_says_what_would_win():
+    from sparta.compiler.plan import LayerPlan
+    from sparta.compiler.report import advice, break_even
+    from sparta.specialize.tuner import Choice
+
+    layer = LayerPlan("fc", "linear", "unstructured", 0.5, (8, 8), {1: Choice("dense", {}, "")}, 0, 0, 1.25)
+    assert break_even(layer) == pytest.approx(0.6)
+    assert "60%" in advice(layer)
+    assert "Block(4, 1)" in advice(layer)
+
+
+# ---------------------------------------------------------------------- verification
+
+
+class _Wrong(Kernel):
+    """A kernel that is off by a little in one element."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def pack(self, operand):
+        return self.kernel.pack(operand)
+
+    def run(self, packed, *inputs):
+        y = self.kernel.run(packed, *inputs)
+        y.view(-1)[0] += 0.1 * y.abs().max() + 0.1
+        return y
+
+
+def test_a_kernel_with_wrong_numbers_is_replaced(forced, monkeypatch):
+    from sparta.compiler import kernels
+
+    real = kernels.build
+
+    def build(spec, config):
+        kernel = real(spec, config)
+        wrong = config["_name"] != "dense" and spec.epilogue.activation == "relu"
+        return _Wrong(kernel) if wrong else kernel
+
+    monkeypatch.setattr(kernels, "build", build)
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    fast = compile_model(model, x, tune="off")
+    agree(fast(x), model(x).detach())
+    assert set(fast.kernels) == {"second.weight_kernel", "last.weight_kernel"}
+    assert "wrong numbers" in str(fast.report)
+    trusting = compile_model(model, x, tune="off", verify=False)
+    assert len(trusting.kernels) == 3
+    assert "not verified" in str(trusting.report)
+
+
+def test_a_model_that_is_no_function_is_refused():
+    class Random(nn.Module):
+        def forward(self, x):
+            return x + torch.rand(x.shape)
+
+    with pytest.raises(CheckError, match="randomness"):
+        compile_model(Random(), torch.randn(3, 4), tune="off")

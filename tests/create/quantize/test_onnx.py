@@ -1,0 +1,65 @@
+"""ONNX: a runtime that knows nothing of us computes what the quantised model does, from integer weights."""
+
+import importlib.util
+import logging
+
+import pytest
+import torch
+
+from create.quantize.nets import train
+from sparta.create import quantize
+from sparta.errors import MissingPackageError, ValueRangeError
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(level)
+
+
+@pytest.mark.parametrize("scheme", ["default", "tensorrt"])
+def test_the_runtime_agrees_within_a_quantum(net, scheme, tmp_path):
+    make, batch_of = net
+    model = make()
+    quantize.prepare(model, scheme)
+    train(model, batch_of, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+    inputs = batch_of(5, 50)
+    expected = model.eval()(inputs).detach()
+    quantize.to_onnx(model, (inputs,), tmp_path / "model.onnx")
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", options, providers=["CPUExecutionProvider"])
+    found = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})[0]
+    last = list(quantize.export(model).activations.values())[-1].scale
+    assert abs(found - expected.numpy()).max() <= max(last, 0.02 * expected.abs().max().item())
+
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    operators = [node.op_type for node in graph.node]
+    assert operators.count("QuantizeLinear") == len(quantize.export(model).activations)
+    integers = [
+        tensor for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.INT8 and len(tensor.dims) > 1
+    ]
+    assert len(integers) == len(quantize.export(model).weights)
+
+
+def test_a_missing_package_is_named(monkeypatch, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
+    with pytest.raises(MissingPackageError, match=r"sparta\[onnx\]"):
+        quantize.to_onnx(torch.nn.Linear(2, 2), (torch.zeros(1, 2),), tmp_path / "model.onnx")
+
+
+def test_a_folder_that_does_not_exist_is_an_error_before_the_work(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    quantize.prepare(model)
+    model(torch.randn(1, 2))
+    with pytest.raises(ValueRangeError, match="folder does not exist"):
+        quantize.to_onnx(model, (torch.zeros(1, 2),), tmp_path / "none" / "model.onnx")

@@ -1,0 +1,83 @@
+"""Run by a test: train with a recipe under DDP and FSDP2 in two processes, and in one, and compare all masks."""
+
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from sparta.create import initialize
+
+STEPS = 2
+RUNS = {
+    "ddp": ("magnitude", "acdc", "movement", "mfac", "rigl", "topkast", "obs"),
+    "fsdp": ("magnitude", "acdc", "movement", "topkast"),
+}
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def data(step, rank, world):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 12, generator=generator).chunk(world)[rank]
+
+
+def train(model, kind, rank, world):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    options = {}
+    if kind == "obs":
+        bare, fresh = getattr(model, "module", model), iter(range(1000, 10**6))
+        options["loss_closure"] = lambda: bare(data(next(fresh), rank, world)).square().mean()
+    variables = {"num_epochs": 4, "sparsity": 0.7}
+    manager, _ = initialize(
+        model, optimizer, STEPS, pruning=kind, quantization=False, recipe_variables=variables, **options
+    )
+    if kind in {"obs", "mfac"}:
+        manager.pruning_modifiers[0].num_grads = 3
+    for step in range(manager.max_epochs * STEPS):
+        optimizer.zero_grad()
+        model(data(step, rank, world)).square().mean().backward()
+        optimizer.step()
+    spec = manager.spec()
+    manager.finalize()
+    return {name: tesa.mask() for name, tesa in spec.items()}
+
+
+def work(rank, store, report):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for wrap, kinds in RUNS.items():
+        for kind in kinds:
+            expected = train(network(), kind, 0, 1)
+            model = network()
+            if wrap == "ddp":
+                model = DistributedDataParallel(model)
+            else:
+                for layer in model:
+                    if isinstance(layer, nn.Linear):
+                        fully_shard(layer)
+                fully_shard(model)
+            found = train(model, kind, rank, 2)
+            total = sum(mask.numel() for mask in expected.values())
+            names = list(found) == list(expected)
+            agree = sum(int((found[name] == expected[name]).sum()) for name in expected) / total if names else 0.0
+            gathered = [None, None]
+            dist.all_gather_object(gathered, {name: mask.tolist() for name, mask in found.items()})
+            if rank == 0:
+                with open(report, "a") as file:  # noqa: PTH123
+                    alike = gathered[0] == gathered[1]
+                    file.write(f"{wrap} {kind} names={names} ranks={alike} agree={agree >= 0.97}\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, args=(f"{folder}/store", sys.argv[1]), nprocs=2)

@@ -1,0 +1,196 @@
+"""Every convolution kernel against float64: any geometry, size, stride, density, tile, layout, instruction set."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError
+from sparta.specialize.conv import ConvGeometry, dense_conv
+from sparta.specialize.cpu import PackedConv, runnable_isas
+from sparta.specialize.cpu.conv_image import IMAGES
+from sparta.testing import check
+from specialize.cpu.kernel_strategies import tiles
+
+ISAS = st.sampled_from(runnable_isas())
+ACTIVATIONS = {None: lambda y: y, "relu": functional.relu, "gelu": functional.gelu, "silu": functional.silu}
+LAYOUTS = st.sampled_from(["contiguous", "channels last", "reversed dims", "sliced"])
+
+
+@st.composite
+def problems(draw):
+    """A geometry, the shape of a weight that fits it, and the size of an image that holds its kernel."""
+    dims = draw(st.sampled_from([1, 2, 2]))
+    geometry = ConvGeometry(
+        stride=tuple(draw(st.sampled_from([1, 1, 2, 3])) for _ in range(dims)),
+        padding=tuple((draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in range(dims)),
+        dilation=tuple(draw(st.sampled_from([1, 1, 2])) for _ in range(dims)),
+        groups=draw(st.sampled_from([1, 1, 2, 5])),
+    )
+    each = draw(st.sampled_from([1, 2, 19]))
+    outputs = geometry.groups * draw(st.sampled_from([1, 4, 8, 40]))
+    kernel = tuple(draw(st.sampled_from([1, 1, 2, 3])) for _ in range(dims))
+    size = []
+    for dim in range(dims):
+        least = geometry.dilation[dim] * (kernel[dim] - 1) + 1 - sum(geometry.padding[dim])
+        size.append(max(draw(st.integers(1, 21)), least, 1))
+    return geometry, (outputs, each, *kernel), tuple(size)
+
+
+@st.composite
+def conv_tiles(draw, outputs_each):
+    tile = draw(tiles(form="panel").filter(lambda t: not t.k_chunk))
+    return tile if outputs_each % tile.block == 0 else draw(st.just(type(tile)(block=1, mv=tile.mv)))
+
+
+def laid_out(x, layout):
+    """The same values with other strides."""
+    if layout == "channels last" and x.dim() == 4:
+        return x.contiguous(memory_format=torch.channels_last)
+    if layout == "reversed dims":
+        return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
+    if layout == "sliced":
+        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), torch.nan)
+        wide[..., 1::2] = x
+        return wide[..., 1::2]
+    return x
+
+
+def expected(x, weight, mask, geometry, bias=None, activation=None, residual=None):
+    exact = torch.where(mask, weight.double(), 0.0)
+    y = ACTIVATIONS[activation](dense_conv(x.double(), exact, None if bias is None else bias.double(), geometry))
+    return y if residual is None else y + residual.double()
+
+
+@settings(max_examples=200)
+@given(problems(), ISAS, LAYOUTS, st.sampled_from(IMAGES), st.data())
+def test_the_result_is_that_of_the_masked_dense_convolution(problem, isa, layout, image, data):
+    geometry, shape, size = problem
+    tile = data.draw(conv_tiles(shape[0] // geometry.groups if geometry.groups > 1 else 8))
+    mask = torch.rand(shape) < data.draw(st.sampled_from([0.0, 0.2, 0.6, 1.0]))
+    weight = torch.where(mask, torch.randn(shape), torch.nan)
+    x = laid_out(torch.randn(data.draw(st.integers(0, 3)), shape[1] * geometry.groups, *size), layout)
+    bias = data.draw(st.sampled_from([None, torch.randn(shape[0])]))
+    activation = data.draw(st.sampled_from(list(ACTIVATIONS)))
+    truth = expected(x, weight, mask, geometry, bias, activation)
+    residual = data.draw(st.sampled_from([None, laid_out(torch.randn(truth.shape), layout)]))
+    truth = truth if residual is None else truth + residual.double()
+    packed = PackedConv(weight, mask, geometry, image=image, isa=isa, **tile.to_dict())
+    y = packed(x, bias, activation, residual, threads=data.draw(st.sampled_from([1, 2])))
+    assert y.is_contiguous()
+    check(y, truth, reduction=max(128, weight[0].numel()))
+
+
+@pytest.mark.parametrize("isa", runnable_isas())
+@pytest.mark.parametrize("image", IMAGES)
+@pytest.mark.parametrize(("channels", "outputs", "kernel", "size"), [(70, 40, 1, 29), (33, 64, 3, 30), (3, 32, 7, 61)])
+def test_large_images_are_cut_into_bands(isa, image, channels, outputs, kernel, size):
+    geometry = ConvGeometry.make(2, stride=1 if kernel < 7 else 2, padding=kernel // 2)
+    weight = torch.randn(outputs, channels, kernel, kernel)
+    mask = (torch.rand(outputs // 8, *weight.shape[1:]) < 0.3).repeat_interleave(8, 0)
+    x = torch.randn(2, channels, size, size)
+    packed = PackedConv(weight, mask, geometry, image=image, isa=isa, block=8, mv=2)
+    results = [packed(x, threads=threads) for threads in (1, 2, 3)]
+    check(results[0], expected(x, weight, mask, geometry), reduction=channels * kernel**2)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@settings(max_examples=60)
+@given(problems(), ISAS, st.sampled_from(IMAGES), st.sampled_from([torch.nan, torch.inf, -torch.inf]), st.data())
+def test_nan_and_inf_spread_to_the_pixels_that_read_them(problem, isa, image, bad, data):
+    geometry, shape, size = problem
+    mask, weight = torch.rand(shape) < 0.4, torch.randn(shape)
+    x = torch.randn(1, shape[1] * geometry.groups, *size)
+    place = (0, *(data.draw(st.integers(0, s - 1)) for s in x.shape[1:]))
+    # Where a live weight meets the bad value, found by what ones and zeros give.
+    hit = torch.zeros_like(x)
+    hit[place] = 1.0
+    touched = dense_conv(hit, mask.float(), None, geometry) > 0
+    x[place] = bad
+    y = PackedConv(weight, mask, geometry, image=image, isa=isa)(x)
+    assert torch.equal(~y.isfinite(), touched)
+
+
+def test_minus_zero_survives_where_nothing_is_added():
+    y = PackedConv(torch.ones(4, 1, 1, 1), torch.ones(4, 1, 1, 1) > 0, ConvGeometry.make(2))(torch.zeros(1, 1, 5, 5))
+    residual = torch.full_like(y, -0.0)
+    empty = PackedConv(torch.ones(4, 1, 1, 1), torch.zeros(4, 1, 1, 1) > 0, ConvGeometry.make(2))
+    assert torch.equal(empty(torch.ones(1, 1, 5, 5), residual=residual), torch.zeros_like(y))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_dtypes_are_computed_in_float32(dtype):
+    geometry = ConvGeometry.make(2, padding=1)
+    weight, x = torch.randn(8, 4, 3, 3), torch.randn(2, 4, 9, 9).to(dtype)
+    y = PackedConv(weight, weight > 0, geometry)(x)
+    assert y.dtype == dtype
+    check(y, expected(x, weight, weight > 0, geometry), reduction=36)
+
+
+def test_new_values_and_copies():
+    geometry = ConvGeometry.make(1, padding=1)
+    old, new, x = torch.randn(8, 4, 3), torch.randn(8, 4, 3), torch.randn(2, 4, 50)
+    mask = torch.rand(8, 4, 3) < 0.5
+    packed = PackedConv(old, mask, geometry, block=4)
+    fresh = PackedConv(new, mask, geometry, block=4)(x)
+    assert torch.equal(packed(x, values=packed.pack(new)), fresh)
+    assert torch.equal(PackedConv(None, mask, geometry, block=4)(x, values=packed.pack(new)), fresh)
+    assert torch.equal(copy.deepcopy(packed)(x), packed(x))
+    assert "PackedConv" in repr(packed)
+
+
+def test_as_many_sizes_as_one_likes():
+    geometry = ConvGeometry.make(2, padding=1)
+    weight = torch.randn(8, 4, 3, 3)
+    packed = PackedConv(weight, weight > 0, geometry)
+    for size in [*range(1, 14), 1, 2]:
+        x = torch.randn(1, 4, size, size + 1)
+        check(packed(x), expected(x, weight, weight > 0, geometry), reduction=36)
+    assert len(packed._plans) <= 8
+
+
+@pytest.fixture
+def layer():
+    return PackedConv(torch.randn(8, 4, 3, 3), torch.ones(8, 4, 3, 3) > 0, ConvGeometry.make(2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"x": torch.zeros(1, 5, 6, 6)}, ShapeError, "x of shape"),
+        ({"x": torch.zeros(4, 6, 6)}, ShapeError, "x of shape"),
+        ({"x": torch.zeros(1, 4, 2, 6)}, ShapeError, "holds the kernel"),
+        ({"x": torch.zeros(1, 4, 6, 6, dtype=torch.float64)}, ValueRangeError, "float64"),
+        ({"x": torch.zeros(1, 4, 6, 6, device="meta")}, ValueRangeError, "meta"),
+        ({"bias": torch.zeros(7)}, ShapeError, "bias of shape"),
+        ({"residual": torch.zeros(1, 8, 6, 6)}, ShapeError, "residual of shape"),
+        ({"activation": "rellu"}, NameNotFoundError, "did you mean 'relu'"),
+        ({"threads": 0}, ValueRangeError, "threads is 0"),
+        ({"values": torch.zeros(3)}, ShapeError, "take what pack"),
+    ],
+)
+def test_bad_arguments_are_named(layer, arguments, error, says):
+    with pytest.raises(error, match=says):
+        layer(**{"x": torch.zeros(1, 4, 6, 6), **arguments})
+
+
+def test_bad_layers_are_named(layer):
+    ones, geometry = torch.ones(8, 4, 3, 3) > 0, ConvGeometry.make(2)
+    with pytest.raises(ShapeError, match="bool"):
+        PackedConv(None, ones.float(), geometry)
+    with pytest.raises(ShapeError, match="as many dims"):
+        PackedConv(None, ones[..., 0], geometry)
+    with pytest.raises(ValueRangeError, match="form 'panel'"):
+        PackedConv(None, ones, geometry, k_chunk=8)
+    with pytest.raises(ValueRangeError, match="blocks that divide"):
+        PackedConv(None, ones, ConvGeometry.make(2, groups=4), block=4)
+    with pytest.raises(NameNotFoundError, match="did you mean 'flat'"):
+        PackedConv(None, ones, geometry, image="flatt")(torch.zeros(1, 4, 6, 6), values=torch.zeros(0))
+    with pytest.raises(ValueRangeError, match="pass values="):
+        PackedConv(None, ones, geometry)(torch.zeros(1, 4, 6, 6))
+    with pytest.raises(ShapeError, match="as when packed"):
+        layer.pack(torch.zeros(3))

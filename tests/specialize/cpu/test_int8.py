@@ -1,0 +1,151 @@
+"""Int8 kernels are exact: equal, bit for bit, to the integer product, in every build and for any shape."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError
+from sparta.specialize.cpu import load, runnable_isas
+from sparta.specialize.cpu.int8 import PackedInt8Linear
+from sparta.specialize.cpu.library import Int8Call
+from sparta.specialize.implement import implement_named, supported
+from sparta.specialize.int8 import int8_linear_spec, requantisation, requantised
+from sparta.specialize.kernel_spec import Epilogue
+from sparta.specialize.tuner import Problem, build, tune_kernel
+from sparta.tesa.attribute import TeSA
+from sparta.testing import check
+from specialize.cpu.kernel_strategies import weight_masks
+
+FORMATS = {"int8": torch.int8, "uint8": torch.uint8, "fp32": torch.float32}
+ZEROS = {"int8": [0, -128, 7, 127], "uint8": [0, 128, 255], "fp32": [0]}
+
+
+def random_bytes(shape, format, *, extreme=False):
+    low, high = (0, 255) if format == "uint8" else (-128, 127)
+    if extreme:  # what saturates instructions that add in 16 bits
+        return torch.where(torch.rand(shape) < 0.5, low, high).to(FORMATS[format])
+    return torch.randint(low, high + 1, shape).to(FORMATS[format])
+
+
+def made(mask, tokens, data, **fields):
+    """A spec and its inputs."""
+    formats = {"input_format": data.draw(st.sampled_from(["int8", "uint8"]))}
+    formats["output_format"] = data.draw(st.sampled_from(list(FORMATS)))
+    spec = int8_linear_spec(
+        TeSA.from_mask(mask),
+        tokens,
+        **formats,
+        input_zero_point=data.draw(st.sampled_from(ZEROS[formats["input_format"]])),
+        output_zero_point=data.draw(st.sampled_from(ZEROS[formats["output_format"]])),
+        epilogue=Epilogue(bias=data.draw(st.booleans()), activation=data.draw(st.sampled_from([None, "relu"]))),
+    )
+    extreme = data.draw(st.booleans())
+    x = random_bytes((tokens, mask.shape[1]), formats["input_format"], extreme=extreme)
+    multiplier = torch.rand(len(mask)) * 0.01
+    return spec, x, random_bytes(mask.shape, "int8", extreme=extreme), multiplier, torch.randn(len(mask)) * 10
+
+
+def expected(spec, x, weight, multiplier, offset):
+    zero = spec.attributes["input_zero_point"]
+    live = torch.where(spec["weight"].mask(), weight.long(), 0)
+    return requantised((x.long() - zero) @ live.t(), spec, multiplier, offset if spec.epilogue.bias else None)
+
+
+@settings(max_examples=120)
+@given(weight_masks(), st.sampled_from(runnable_isas()), st.integers(0, 140), st.sampled_from([1, 4]), st.data())
+def test_results_equal_the_integer_product(mask, isa, tokens, block, data):
+    spec, x, weight, multiplier, offset = made(mask, tokens, data)
+    packed = PackedInt8Linear(mask, isa=isa, block=block, mv=data.draw(st.integers(1, 4)))
+    dtype = FORMATS[spec.attributes["output_format"]]
+    if data.draw(st.booleans()):
+        x = x.t().contiguous().t()
+    y = packed(
+        x,
+        packed.pack(weight),
+        multiplier,
+        offset if spec.epilogue.bias else None,
+        zero_point=spec.attributes["input_zero_point"],
+        relu=spec.epilogue.activation == "relu",
+        output=(dtype, spec.attributes["output_zero_point"]),
+        threads=data.draw(st.sampled_from([1, 2])),
+    )
+    assert y.dtype == dtype
+    assert torch.equal(y, expected(spec, x, weight, multiplier, offset))
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_every_implement_agrees(data):
+    mask = (torch.rand(8, 20) < 0.4).repeat_interleave(4, 0).repeat_interleave(4, 1)
+    spec, x, weight, multiplier, offset = made(mask, 33, data)
+    truth = expected(spec, x, weight, multiplier, offset)
+    for implement in supported(spec)[0]:
+        kernel = build(spec, {"_name": implement.name, **implement.default(spec)})
+        y = kernel.run(kernel.pack(weight), x, multiplier, offset if spec.epilogue.bias else None)
+        assert y.dtype == truth.dtype
+        if implement.name == "onednn":  # it rounds in its own order
+            assert (y.double() - truth.double()).abs().max() <= (1 if truth.dtype != torch.float32 else 1e-3)
+        else:
+            assert torch.equal(y, truth)
+
+
+def test_the_tuner_chooses_among_them():
+    mask = (torch.rand(16, 16) < 0.2).repeat_interleave(4, 0).repeat_interleave(4, 1)
+    weight, x = random_bytes(mask.shape, "int8"), random_bytes((32, 64), "int8")
+    multiplier, offset = requantisation(torch.full((64,), 0.02), 0.1, bias=torch.randn(64))
+    spec = int8_linear_spec(TeSA.from_mask(mask), 32, epilogue=Epilogue(bias=True))
+    truth = expected(spec, x, weight, multiplier, offset)
+    choice = tune_kernel(Problem(spec, weight, (x, multiplier, offset), truth.double(), 64), max_trials=4)
+    kernel = build(spec, choice.config)
+    check(kernel.run(kernel.pack(weight), x, multiplier, offset), truth.double(), reduction=64)
+    assert implement_named("cpu-int8", "int8_linear").default(spec)["tile"].startswith("panel:4")
+
+
+def test_scales_fold_into_one_multiplier():
+    scale, bias = torch.rand(6) + 0.1, torch.randn(6)
+    multiplier, offset = requantisation(scale, 0.5, bias=bias, output_scale=2.0)
+    torch.testing.assert_close(multiplier, scale / 4)
+    torch.testing.assert_close(offset, bias / 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda w: int8_linear_spec(w, 4, input_format="fp32"), NameNotFoundError, "input format"),
+        (lambda w: int8_linear_spec(w, 4, output_format="int9"), NameNotFoundError, "did you mean 'int8'"),
+        (lambda w: int8_linear_spec(w, 4, input_zero_point=128), ValueRangeError, "-128 to 127"),
+        (lambda w: int8_linear_spec(w, 4, output_zero_point=1), ValueRangeError, "output in fp32"),
+        (lambda w: int8_linear_spec(w, 4, epilogue=Epilogue(activation="gelu")), ValueRangeError, "bias and relu"),
+        (lambda w: int8_linear_spec(TeSA.dense((2, 3, 4)), 4), ShapeError, "a weight of shape"),
+    ],
+)
+def test_wrong_specs_say_what_is_allowed(call, error, text):
+    with pytest.raises(error, match=text):
+        call(TeSA.dense((8, 8)))
+
+
+def test_wrong_arguments_say_what_is_allowed():
+    packed = PackedInt8Linear(torch.ones(8, 6, dtype=torch.bool))
+    x, values, ones = (
+        torch.zeros(3, 6, dtype=torch.int8),
+        packed.pack(torch.ones(8, 6, dtype=torch.int8)),
+        torch.ones(8),
+    )
+    for call, error, text in [
+        (lambda: packed(x.float(), values, ones), ShapeError, "int8 or uint8"),
+        (lambda: packed(x[:, :5], values, ones), ShapeError, "x of shape"),
+        (lambda: packed(x, values, ones[:7]), ShapeError, "multiplier of shape"),
+        (lambda: packed(x, values, ones, ones.double()), ShapeError, "offset of shape"),
+        (lambda: packed(x, values, ones, output=(torch.int32, 0)), ValueRangeError, "int32"),
+        (lambda: packed(x, (values[0][1:], values[1]), ones), ShapeError, "take what pack"),
+        (lambda: packed.pack(torch.ones(8, 6)), ShapeError, "int8"),
+        (lambda: PackedInt8Linear(torch.ones(8, 6)), ShapeError, "bool"),
+        (lambda: PackedInt8Linear(torch.ones(8, 6) > 0, block=8), ValueRangeError, "blocks of 1 or 4"),
+    ]:
+        with pytest.raises(error, match=text):
+            call()
+    matrix = packed._matrix(values[0])
+    matrix.bn = 3
+    with pytest.raises(ValueRangeError, match="no kernel for"):
+        load().multiply_int8(matrix, Int8Call())

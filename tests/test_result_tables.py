@@ -1,0 +1,89 @@
+"""Tables in the documentation agree with the committed results, and the script that makes them does what it says."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def tables():
+    spec = importlib.util.spec_from_file_location("benchmark_tables", ROOT / "benchmarks" / "tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_documentation_agrees_with_the_results():
+    command = [sys.executable, ROOT / "benchmarks" / "tables.py", "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 0, f"{result.stdout}{result.stderr}run `python benchmarks/tables.py`"
+
+
+def test_every_renderer_has_a_place_in_the_documentation(tables):
+    text = "".join(page.read_text() for page in tables.pages())
+    assert {found["name"] for found in tables.REGION.finditer(text)} == set(tables.RENDERERS)
+
+
+ROW = {"model": "mlp", "asked": None, "sparsity": 0.0, "exact": None, "spread": 0.1, "accuracies": [98.0]}
+ACCURACY = {
+    "question": "training_accuracy_mnist",
+    "date": "2026-01-02T03:04:05+00:00",
+    "device": "x86_64 cpu",
+    "environment": {"torch": "2.11", "torch_threads": 8, "cpu": {"model": "Some CPU"}},
+    "results": {
+        "data": "mnist",
+        "seeds": 3,
+        "rows": [
+            {**ROW, "method": "dense", "accuracy": 98.0},
+            {**ROW, "method": "levels", "asked": 0.9, "sparsity": 0.9, "exact": True, "accuracy": 97.5},
+            {**ROW, "method": "odd", "asked": 0.9, "sparsity": 0.8, "exact": False, "accuracy": 98.25},
+        ],
+    },
+}
+PAGE = "before\n<!-- table: training-accuracy-mnist -->\nold\n<!-- end table -->\nafter\n"
+
+
+def test_only_what_is_between_the_marks_is_rewritten(tables, tmp_path):
+    (tmp_path / "training_accuracy_mnist.some.json").write_text(json.dumps(ACCURACY))
+    page = tables.rewritten(PAGE, tmp_path)
+    assert page.startswith("before\n<!-- table: training-accuracy-mnist -->\n\nMNIST, mean of 3 seeds")
+    assert page.endswith("\n\n<!-- end table -->\nafter\n")
+    assert "old" not in page
+    assert "| levels | 90 % | 90.0 % | 97.50 ± 0.10 (-0.50) |" in page
+    assert "80.0 % (not as asked) | 98.25 ± 0.10 (+0.25)" in page
+    assert "Some CPU, 8 threads, PyTorch 2.11, 2026-01-02." in page
+    assert tables.rewritten(page, tmp_path) == page
+
+
+def test_what_is_not_measured_says_so_and_an_unknown_table_is_an_error(tables, tmp_path):
+    assert "Not measured yet." in tables.rewritten(PAGE, tmp_path)
+    with pytest.raises(SystemExit, match="no renderer makes the table 'other'"):
+        tables.rewritten(PAGE.replace("training-accuracy-mnist", "other"), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "options", "question"),
+    [
+        ("accuracy.py", ["--seeds", "1", "--scale", "0.02", "--models", "mlp", "cnn"], "training_accuracy_digits"),
+        ("overhead.py", ["--batch", "2", "--width", "4", "--steps", "2", "--warmup", "1"], "training_overhead"),
+    ],
+)
+def test_the_training_benchmarks_run_and_their_tables_are_made(tables, script, options, question, tmp_path):
+    command = [sys.executable, ROOT / "benchmarks" / "training" / script, *options, "--out", tmp_path]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert len(list(tmp_path.glob(f"{question}.*.json"))) == 1
+    name = question.replace("_", "-")
+    assert "| dense |" in tables.made(name, tmp_path)
+    (saved,) = tables.records(question, tmp_path)
+    if script == "accuracy.py":
+        rows = saved["results"]["rows"]
+        assert [row for row in rows if row["exact"] is False] == []
+        assert len({row["method"] for row in rows}) == 22
