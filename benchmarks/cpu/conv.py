@@ -28,8 +28,8 @@ from sparta.specialize.cpu import PackedConv
 from sparta.specialize.cpu.conv_image import IMAGES
 from sparta.specialize.cpu.conv_implement import conv_tiles
 from sparta.tables import table
-from sparta.testing import block_mask, check, compare, conv_reference
 from sparta.tesa.attribute import TeSA
+from sparta.testing import block_mask, check, compare, conv_reference
 
 # Input channels, output channels, kernel, size of the image.
 LAYERS = (
@@ -154,11 +154,11 @@ def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def show(rows: list[dict[str, Any]]) -> str:
     """Return the summary as a table."""
-    lines = [
-        [f"{r['kernel']}x{r['kernel']}", f"{r['height']}x1" if r["height"] > 1 else "u", r["sparsity"]]
-        + [f"{r['speedup']:.2f}", f"{r['roof_share']:.0%}", r["target"] or ""]
-        for r in rows
-    ]
+    lines = []
+    for row in rows:
+        pattern = f"{row['height']}x1" if row["height"] > 1 else "u"
+        figures = (f"{row['speedup']:.2f}", f"{row['roof_share']:.0%}", row["target"] or "")
+        lines.append([f"{row['kernel']}x{row['kernel']}", pattern, row["sparsity"], *figures])
     heads = ["kernel", "pattern", "sparsity", "speedup", "share of roof", "target"]
     return table(heads, lines, title="times faster than the best dense, geometric mean")
 

@@ -27,8 +27,8 @@ from sparta.specialize.int8 import int8_linear_spec
 from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.tuner import build
 from sparta.tables import table
-from sparta.testing import block_mask, compare
 from sparta.tesa.attribute import TeSA
+from sparta.testing import block_mask, compare
 
 SHAPES = ((768, 768), (768, 3072), (3072, 768))  # (K, N)
 TOKENS = (16, 128, 1024)
@@ -109,11 +109,10 @@ def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def show(rows: list[dict[str, Any]]) -> str:
     """Return the summary as a table."""
-    lines = [
-        [r["tokens"], "x".join(map(str, r["block"])), r["sparsity"], f"{r['int8']:.2f}", f"{r['fp32']:.2f}"]
-        + [r["target"] or ""]
-        for r in rows
-    ]
+    lines = []
+    for row in rows:
+        figures = (f"{row['int8']:.2f}", f"{row['fp32']:.2f}", row["target"] or "")
+        lines.append([row["tokens"], "x".join(map(str, row["block"])), row["sparsity"], *figures])
     heads = ["M", "pattern", "sparsity", "x dense int8", "x dense fp32", "target"]
     return table(heads, lines, title="times faster than dense, geometric mean")
 

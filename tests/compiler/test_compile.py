@@ -119,6 +119,18 @@ def test_a_sum_of_two_layers_is_fused_once(forced):
     assert sum(module.fused.epilogue.residual for module in fast.kernels.values()) == 1
 
 
+def test_what_propagation_finds_is_used_without_breaking_blocks(forced):
+    model = nets.pruned(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)))
+    with torch.no_grad():
+        model[2].weight[:, :3] = 0  # three hidden channels of a block of four are never seen
+        model[2].weight[:, 32:40] = 0  # two whole blocks
+    x = torch.randn(4, 64)
+    fast = compile_model(model, x, tune="off")
+    first = next(layer for layer in fast.report.plan.layers if layer.name == "0")
+    assert first.pattern == "block 4×1"
+    agree(fast(x), model(x).detach())
+
+
 def test_layers_of_any_spelling_are_found(forced):
     class Spelled(nn.Module):
         def __init__(self):

@@ -1,5 +1,7 @@
 """AC/DC, structured, second-order and dynamic pruning: what each is about, beyond ending at its sparsity."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from torch.optim import SGD, Adam
 from create.models import CNN, loss_of, prunable, sparsity, take_steps
 from sparta.create import Manager, modifier_named
 from sparta.create.modifiers.fisher import BlockFisher, GradientFisher
+from sparta.create.modifiers.parameters import refuse_shards
 from sparta.errors import ShapeError, ValueRangeError
 
 STEPS = 4
@@ -312,6 +315,12 @@ def test_a_model_that_returns_its_loss_takes_mappings():
     entry = modifier_named("OBSPruning")(final_sparsity=0.5, end_epoch=0, num_grads=2)
     Manager([entry]).apply(model, data=[{"x": torch.randn(3, 6), "labels": torch.randn(3, 4)}])
     assert int((model.fc.weight == 0).sum()) == 12
+
+
+def test_what_computes_with_whole_weights_refuses_shards():
+    sharded = SimpleNamespace(parameter=SimpleNamespace(placements=()))
+    with pytest.raises(ShapeError, match="OBSPruning with sharded weights"):
+        refuse_shards([sharded], "OBSPruning")
 
 
 def test_bad_counts_of_gradients_are_refused():

@@ -25,8 +25,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("quantization", [False, True])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+CASES = [*((kind, True) for kind in KINDS), (True, False), ("acdc", False), (False, False)]
+
+
+@pytest.mark.parametrize(("kind", "quantization"), CASES, ids=str)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_a_kind_works_at_the_defaults(model, kind, quantization):
     model = model()

@@ -1,5 +1,6 @@
 """N and M steps are N steps, a save, a new process, a load, and M steps, to the last bit, in the middle of pruning."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -122,6 +123,36 @@ def test_a_recipe_in_stages_saves_and_loads_its_state():
     take_steps(twin, twin_optimizer, 6, first=10)
     assert sparsity(twin) == pytest.approx(0.8, abs=0.01)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_modifiers_that_change_modules_and_values_come_back_as_they_were():
+    def begin():
+        model = CNN()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        manager = Manager(
+            [
+                modifier_named("LayerPruning")(layers=["conv2"], start_epoch=1, end_epoch=3),
+                modifier_named("TrainableParams")(params=["fc2.weight"], trainable=False, start_epoch=1, end_epoch=3),
+                modifier_named("SetLearningRate")(learning_rate=0.02, start_epoch=2),
+                modifier_named("GradualParam")(params="fc1.bias", init_val=0, final_val=1, end_epoch=4),
+            ]
+        )
+        manager.attach(model, optimizer, 4)
+        return model, optimizer, manager
+
+    whole, optimizer, manager = begin()
+    take_steps(whole, optimizer, 7)
+    assert not hasattr(whole.conv2, "weight")
+    states = copy.deepcopy((manager.state_dict(), whole.state_dict(), optimizer.state_dict()))
+    resumed = begin()
+    parts = (resumed[2], resumed[0], resumed[1])  # the manager first: it takes the layer out
+    for part, state in zip(parts, states, strict=True):
+        part.load_state_dict(state)
+    assert not resumed[0].fc2.weight.requires_grad
+    take_steps(whole, optimizer, 9, first=7)
+    take_steps(resumed[0], resumed[1], 9, first=7)
+    assert resumed[0].fc2.weight.requires_grad
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed[0].parameters(), strict=True))
 
 
 def test_another_number_of_steps_keeps_the_epoch():

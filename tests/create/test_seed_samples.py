@@ -268,7 +268,11 @@ def test_ones_own_recipe_with_values_for_its_variables(tmp_path):
         initialize(names["MODEL"], names["OPTIMIZER"], 2, recipe=path, distillation=True)
 
 
-def test_the_package_is_reached_without_another_import():
-    code = "import sparta as sparsify; print(sparsify.create.initialize.__name__)"
+def test_the_package_is_reached_without_another_import_and_loads_no_optional_package():
+    code = (
+        "import sys, sparta as sparsify; print(sparsify.create.initialize.__name__); "
+        "import sparta.create.integrations.transformers, sparta.create.integrations.lightning; "
+        "print(sorted({'transformers', 'lightning', 'accelerate', 'matplotlib'} & set(sys.modules)))"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-    assert result.stdout.strip() == "initialize", result.stderr
+    assert result.stdout.split() == ["initialize", "[]"], result.stderr

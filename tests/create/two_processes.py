@@ -14,8 +14,8 @@ from sparta.create import initialize
 
 STEPS = 2
 RUNS = {
-    "ddp": ("magnitude", "acdc", "movement", "mfac", "rigl", "topkast", "obs"),
-    "fsdp": ("magnitude", "acdc", "movement", "topkast"),
+    "ddp": ("magnitude", "movement", "mfac", "obs"),
+    "fsdp": ("magnitude", "acdc", "topkast"),
 }
 
 

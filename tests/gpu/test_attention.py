@@ -176,6 +176,7 @@ def test_a_cuda_graph_captures_and_replays_it(built):
 
 
 def test_tuning_finds_it(built):
+    pytest.importorskip("optuna")
     module, inputs = built
     choice = module.tune(inputs, max_trials=8, max_seconds=20)
     assert "triton-flash" not in choice.refused

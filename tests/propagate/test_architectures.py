@@ -121,11 +121,11 @@ def test_a_depthwise_layer_goes_with_its_neighbours():
 def test_every_granularity_of_a_llama():
     pytest.importorskip("transformers")
     model, inputs = build("llama")
-    for kind in ("neuron", "head", "width", "query", "stream"):
-        small, report = prune_structured(model, inputs, 0.5, granularity=kind)
-        assert {slot.kind for slot in report.slots} == {kind}
-        assert report.parameters_compact < report.parameters
-        assert called(small, inputs)[0].shape == called(model, inputs)[0].shape
+    kinds = {"neuron", "head", "width", "query", "stream"}
+    small, report = prune_structured(model, inputs, 0.5, granularity=sorted(kinds))
+    assert {slot.kind for slot in report.slots} == kinds
+    assert report.parameters_compact < 0.3 * report.parameters
+    assert called(small, inputs)[0].shape == called(model, inputs)[0].shape
 
 
 def test_a_llama_of_billions_on_the_meta_device_needs_no_memory_for_it():

@@ -24,7 +24,7 @@ def mlp():
 @given(random_models(images=True), st.sampled_from([0.3, 0.5, 0.9]))
 def test_any_graph_can_be_pruned_and_equals_the_model_with_those_slices_at_zero(drawn, sparsity):
     model, x = drawn
-    small, report = prune_structured(model, x, sparsity)
+    small, report = prune_structured(model, x, sparsity, allow_empty=True)
     slots = {slot.name: slot for slot in find_slots_of(model, x)}
     with torch.no_grad():
         for pruned in report.slots:
@@ -70,10 +70,12 @@ def test_scores_by_name_and_by_function(mlp):
 def test_the_model_is_left_alone_and_the_report_tells(mlp):
     before = {name: tensor.clone() for name, tensor in mlp.state_dict().items()}
     data = [torch.randn(6, 4) for _ in range(3)]
-    small, report = prune_structured(mlp, torch.randn(5, 4), 0.5, data=data)
+    dims = ({0: torch.export.Dim.DYNAMIC},)
+    small, report = prune_structured(mlp, torch.randn(5, 4), 0.5, data=data, dynamic_shapes=dims)
     assert all(torch.equal(tensor, before[name]) for name, tensor in mlp.state_dict().items())
-    gaps = torch.cat([small(x) - mlp(x) for x in data])
-    outputs = torch.cat([mlp(x) for x in data])
+    with torch.no_grad():
+        gaps = torch.cat([small(x) - mlp(x) for x in data])
+        outputs = torch.cat([mlp(x) for x in data])
     assert report.change == pytest.approx(float(gaps.norm() / outputs.norm()), rel=1e-3)
     assert report.largest == pytest.approx(float(gaps.abs().max()), rel=1e-3)
     assert "3 batches" in str(report)
@@ -127,7 +129,7 @@ def test_coupled_layers_and_a_contradiction():
         ({"sparsity": True}, ValueRangeError, "from 0 to 1"),
         ({"sparsity": {"0": -1}}, ValueRangeError, "'0' is -1"),
         ({"sparsity": {"7": 0.5}}, NameNotFoundError, "'7'"),
-        ({"sparsity": 0.5, "score": "l3"}, NameNotFoundError, "did you mean"),
+        ({"sparsity": 0.5, "score": "l3"}, NameNotFoundError, "unknown score"),
         ({"sparsity": 0.5, "granularity": "chanel"}, NameNotFoundError, "did you mean 'channel'"),
         ({"sparsity": 0.5, "score": "taylor"}, ValueRangeError, "backward"),
         ({"sparsity": 0.5, "score": lambda _, w: w.sum(0)}, ShapeError, "score of"),

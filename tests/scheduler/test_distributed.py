@@ -15,6 +15,7 @@ def test_two_processes_make_the_masks_of_one(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stderr
     lines = dict(line.split(" same=") for line in report.read_text().splitlines())
+    assert lines.pop("export fsdp") == "True rate=True"
     assert lines == {
         f"{name} {kind}": "True rate=True"
         for name in ("levels", "ampere", "ampere 2d", "str", "admm", "admm filters", "probmask")

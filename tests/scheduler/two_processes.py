@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from sparta.scheduler import build_sparse_scheduler
+from sparta.scheduler import BaseScheduler, build_sparse_scheduler
 
 STEPS = 6
 CONFIGS = {
@@ -81,6 +81,21 @@ def train(name, wrap, rank, world):
     return masks, rate
 
 
+def export_after_evaluation():
+    """FSDP2 holds gathered weights after an evaluation; what is exported then is the sharded ones all the same."""
+    scheduler = BaseScheduler()
+    model = fully_shard(scheduler.prepare_sparse_model(network()))
+    x = torch.randn(4, 12, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(x)
+        scheduler.update_sparsity_per_layer(model, 0.5)
+        expected = model(x)
+        model, spec = scheduler.export_sparse_model(model)
+        plain = network()
+        plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+        return torch.equal(plain(x), expected), spec.density == 0.5
+
+
 def work(rank, store, report):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -93,6 +108,10 @@ def work(rank, store, report):
             if rank == 0:
                 with open(report, "a") as file:  # noqa: PTH123
                     file.write(line + "\n")
+    same, exact = export_after_evaluation()
+    if rank == 0:
+        with open(report, "a") as file:  # noqa: PTH123
+            file.write(f"export fsdp same={same} rate={exact}\n")
     dist.destroy_process_group()
 
 

@@ -342,6 +342,22 @@ def test_bad_input_is_named():
     assert bool(Masks(layers)["0.weight"].all())
 
 
+@pytest.mark.parametrize("allocation", [Global(), ERK()], ids=str)
+def test_an_uneven_budget_ends_at_the_pattern_in_every_layer(allocation):
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8))
+    with torch.no_grad():
+        model[0].weight.mul_(100)  # one threshold alone would spare this layer and empty the other
+    layers = find_layers(model)
+    for sparsity in (0.3, 0.5):
+        masks = make_masks(layers, Magnitude(), NM(2, 4), sparsity, allocation)
+        assert sum(int((~mask).sum()) for mask in masks.values()) == round(sparsity * 768)
+        assert all(int((~mask).unflatten(1, (-1, 4)).sum(2).max()) <= 2 for mask in masks.values())
+    for mask in masks.values():
+        NM(2, 4).validate(mask)
+    sparser = make_masks(layers, Magnitude(), NM(2, 4), 0.75, allocation)  # more than the pattern asks for
+    assert sum(int((~mask).sum()) for mask in sparser.values()) == 576
+
+
 def test_two_of_four_is_reached_gradually_and_never_overshot():
     """Each event prunes more of the groups, and what it prunes lies within the final pattern's reach."""
     model = two_layers()

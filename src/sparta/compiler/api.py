@@ -91,8 +91,9 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
 
     Examples
     --------
+    >>> from sparta import Block
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-    >>> Spec.from_pattern(model, sparsity=0.9).apply(model)
+    >>> Spec.from_pattern(model, Block(4, 1), 0.9).apply(model)
     >>> fast = compile_model(model, torch.randn(16, 64), tune="off")
     >>> fast(torch.randn(16, 64)).shape, fast.report.certificate.passed
     (torch.Size([16, 8]), True)

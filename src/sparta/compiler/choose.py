@@ -7,7 +7,7 @@ of one kernel-spec bucket cost alike, so they are measured once and share the re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,7 +109,8 @@ def _measured(
 ) -> Choice:
     stored = choose(spec, session.store)
     if stored.entry is not None:
-        return stored
+        lost = stored.implement == DENSE
+        return replace(stored, reason="dense: nothing was faster (stored)") if lost else stored
     if session.tune == "off":
         return Choice(DENSE, {}, "dense: not tuned, and no stored result", None, stored.refused)
     if session.left <= 0:

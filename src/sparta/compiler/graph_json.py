@@ -113,7 +113,7 @@ def _function(name: str) -> Callable[..., Any]:
         return _OPERATORS[name]
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
-    if namespace in ("aten", "sparta") and packet not in _REFUSED and not packet.startswith("__"):
+    if namespace in ("aten", "sparta") and packet not in _REFUSED:
         found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
         if isinstance(found, torch._ops.OpOverload) and not found._schema.is_mutable:
             return found

@@ -117,12 +117,19 @@ def reduced_program(result: PropagationResult) -> tuple[Program, int]:
 
 
 def _zeroed(result: PropagationResult, name: str, value: Tensor, origin: Origin | None = None) -> Tensor:
-    """Return a tensor with zeros where nothing observes it."""
+    """Return a tensor with zeros where nothing observes it, unless that would break up the blocks it is pruned in."""
     if name not in result.spec or not value.is_floating_point():
         return value
     dead = result.spec[name].states(value.device) == DEAD
     dead = dead if origin is None else origin.take(dead)
-    return torch.where(dead, torch.zeros((), dtype=value.dtype, device=value.device), value)
+    zeroed = torch.where(dead, torch.zeros((), dtype=value.dtype, device=value.device), value)
+    return value if value.dim() >= 2 and _block_height(zeroed) < _block_height(value) else zeroed
+
+
+def _block_height(weight: Tensor) -> int:
+    """Return how many output channels are pruned together; 1 for a weight without zeros, or of all zeros."""
+    height = TeSA.from_zeros(weight).state.block[0]
+    return 1 if height >= weight.shape[0] else height
 
 
 def _breaks_patterns(small: CompactModel, masked: Mapping[str, Tensor]) -> bool:
@@ -131,8 +138,7 @@ def _breaks_patterns(small: CompactModel, masked: Mapping[str, Tensor]) -> bool:
         value = _attribute(small, name)
         if origin.name is None or value.dim() < 2 or value.shape == masked[origin.name].shape:
             continue
-        blocks = [TeSA.from_zeros(tensor).state.block for tensor in (masked[origin.name], value)]
-        if blocks[1][0] < blocks[0][0] < masked[origin.name].shape[0]:
+        if _block_height(value) < _block_height(masked[origin.name]):
             return True
     return False
 

@@ -15,6 +15,7 @@ from sparta.compiler.plan import LayerPlan, Plan
 from sparta.compiler.verify import Certificate
 from sparta.compiler.whole import GIVEN, REDUCED
 from sparta.errors import MissingPackageError, message
+from sparta.specialize.implement import implements_of
 from sparta.specialize.tuner import DENSE
 from sparta.tables import table
 
@@ -210,7 +211,12 @@ def advice(layer: LayerPlan) -> str:
             "prune in blocks of 4 output channels (sparta.Block(4, 1)), which CPU kernels run about twice as fast"
         )
     text = "to win: " + ", or ".join(hints) if hints else ""
-    refused = [f"{name}: {why}" for name, why in layer.first.refused.items() if " not on " not in why]
+    others = {implement.name for implement in implements_of(layer.op)} - {DENSE}
+    # The C++ kernels are what most layers on a CPU run; of the others people want to hear only if nothing is left.
+    told = {
+        name: why for name, why in layer.first.refused.items() if name == "cpu" or others <= set(layer.first.refused)
+    }
+    refused = [f"{name}: {why}" for name, why in told.items() if " not on " not in why]
     return "; ".join([*filter(None, [text]), *refused])
 
 

@@ -142,6 +142,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - one argument a choice of the user, i
         generator=torch.Generator().manual_seed(seed),
         include=include,
         ignore=ignore,
+        scaler=scaler,
+        accumulation_steps=accumulation_steps,
     )
     return manager, optimizer if scaler is None else scaler
 

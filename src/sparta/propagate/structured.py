@@ -134,7 +134,7 @@ class PruningReport:
         return self.table()
 
 
-def prune_structured(
+def prune_structured(  # noqa: PLR0913 - all but three have defaults
     model: nn.Module,
     example_inputs: Any,  # noqa: ANN401 - as `propagate` takes them
     sparsity: float | Mapping[str, float],
@@ -142,6 +142,7 @@ def prune_structured(
     score: str | Score = "l2",
     granularity: str | Sequence[str] = "auto",
     data: Iterable[Any] | None = None,
+    dynamic_shapes: Any = None,  # noqa: ANN401 - what torch.export takes
     round_to: int = 1,
     allow_empty: bool = False,
 ) -> tuple[CompactModel, PruningReport]:
@@ -164,6 +165,8 @@ def prune_structured(
         between linear layers), several of them, or ``"auto"``: channels, neurons and heads.
     data
         Batches on which the change is measured, each as `example_inputs`; by default the example alone.
+    dynamic_shapes
+        Dims that may change their size, as in :func:`torch.export.export`; batches of other sizes need it.
     round_to
         Remove fewer groups, so that widths are multiples of this.
     allow_empty
@@ -185,7 +188,7 @@ def prune_structured(
     """
     check_round_to(round_to)
     kinds = _kinds(granularity)
-    result = propagate(model, example_inputs)
+    result = propagate(model, example_inputs, dynamic_shapes=dynamic_shapes)
     slots = [slot for slot in find_slots(result.facts, result.captured.graph) if slot.kind in kinds]
     wanted = _sparsities(slots, sparsity)
     chosen = _chosen(score)

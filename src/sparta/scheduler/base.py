@@ -21,7 +21,7 @@ from sparta.scheduler.export import export_onnx, unwrapped
 from sparta.scheduler.fake_sparse import FakeSparse, FakeSparseBase
 from sparta.scheduler.fuse import fuse_batch_norms
 from sparta.scheduler.generators import MaskGenerator, NormalMaskGenerator
-from sparta.scheduler.prepared import PreparedLayer, excluded, plain_copy, prepare, refuse_prepared, restore
+from sparta.scheduler.prepared import PreparedLayer, excluded, plain_copy, prepare, refuse_prepared, reshard, restore
 from sparta.scheduler.registry import register_scheduler
 from sparta.sparsify import erk_densities, find_layers
 from sparta.tesa import names
@@ -310,6 +310,7 @@ class BaseScheduler:
                 raise ValueRangeError(
                     message("this is not the model that was prepared", "it or a wrapper of it", "pass that one")
                 )
+            reshard(modules)
 
 
 @register_scheduler("STRScheduler")

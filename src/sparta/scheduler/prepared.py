@@ -8,7 +8,7 @@ again, so that what is left is the plain model with zeros in it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +29,7 @@ __all__ = [
     "plain_state_dict",
     "prepare",
     "refuse_prepared",
+    "reshard",
     "restore",
 ]
 
@@ -119,6 +120,13 @@ def refuse_prepared(model: nn.Module) -> None:
         raise ValueRangeError(
             message("the model is already prepared", "a plain model", "export it first, or use the scheduler it has")
         )
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Let go of gathered weights: FSDP2 may hold them after an evaluation, and what is written there would be lost."""
+    for module in modules:
+        if hasattr(module, "reshard") and hasattr(module, "unshard"):
+            module.reshard()  # type: ignore[operator]
 
 
 def restore(layers: Sequence[PreparedLayer]) -> None:

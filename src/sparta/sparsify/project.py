@@ -66,6 +66,8 @@ def make_masks(
         if not isinstance(pattern, GroupQuota):
             raise ValueRangeError(message(f"no sparsity for {pattern}", "a number in [0, 1]", "N:M has one of its own"))
         return {name: patterns[name].project(scores[name]) for name in scores}
+    allocation = allocation or Uniform()
+    limits = {} if isinstance(allocation, Uniform) else _limits(layers, patterns, sparsity)
     candidates = [
         Candidate(
             layer.name,
@@ -73,14 +75,30 @@ def make_masks(
             unit_count(patterns[layer.name], layer.shape),
             unit_scores(patterns[layer.name], scores[layer.name]),
             spread[layer.name],
+            limits.get(layer.name, 1.0),
         )
         for layer in layers
     ]
-    counts = (allocation or Uniform()).counts(candidates, sparsity)
+    counts = allocation.counts(candidates, sparsity)
     return {
         c.name: project(patterns[c.name], scores[c.name], count, c.shape, c.shards)
         for c, count in zip(candidates, counts, strict=True)
     }
+
+
+def _limits(layers: Sequence[Layer], patterns: Mapping[str, Pattern], sparsity: float) -> dict[str, float]:
+    """Return how far N:M prunes each layer by itself, unless the network is to be sparser than that.
+
+    Without this an uneven budget would take from one layer what another lacks to reach its pattern.
+    """
+    own = {}
+    for layer in layers:
+        pattern = patterns[layer.name]
+        if isinstance(pattern, GroupQuota):
+            own[layer.name] = 1 - pattern.capacity(layer.shape)
+    total = sum(layer.parameter.numel() for layer in layers)
+    reach = sum(own.get(layer.name, 1.0) * layer.parameter.numel() for layer in layers)
+    return own if sparsity * total <= reach + 0.5 else {}
 
 
 def project(pattern: Pattern, score: Tensor, count: int, shape: Sequence[int], shards: Shards) -> Tensor:

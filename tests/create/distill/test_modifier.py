@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import sparta
 from create.distill.nets import HARDNESS, TEMPERATURE, batch, blended_gradients, distilled, gradients, same, student
 from sparta.create import quantize
 from sparta.create.distill import soft_target_loss
@@ -77,6 +78,28 @@ class TestWithoutAChangeInTheScript:
         inputs, targets = batch()
         scaler.scale(cross_entropy(model(inputs), targets)).backward()
         assert same(gradients(model), [g * 1024 for g in expected], atol=1e-2)
+        scaler.unscale_(optimizer)
+        assert same(gradients(model), expected, atol=1e-5)
+
+    def test_initialize_tells_the_run_of_scaler_and_accumulation(self):
+        model, teacher, batches = student(0), student(1), [batch(0), batch(1)]
+        expected = blended_gradients(copy.deepcopy(model), teacher, batches, scale=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        variables = {"num_epochs": 2, "hardness": HARDNESS, "temperature": TEMPERATURE}
+        _, scaler = sparta.create.initialize(
+            model,
+            optimizer,
+            8,
+            pruning=False,
+            quantization=False,
+            distillation=True,
+            distillation_teacher=teacher,
+            scaler=torch.amp.GradScaler("cpu", init_scale=64.0),
+            recipe_variables=variables,
+            accumulation_steps=2,
+        )
+        for inputs, targets in batches:
+            scaler.scale(cross_entropy(model(inputs), targets) / 2).backward()
         scaler.unscale_(optimizer)
         assert same(gradients(model), expected, atol=1e-5)
 
@@ -367,6 +390,16 @@ class TestTeacher:
     def test_what_is_not_a_teacher_is_refused_with_the_fix(self, teacher, text):
         with pytest.raises(ValueRangeError, match=text):
             distilled(student(), teacher)
+
+    def test_a_student_that_cannot_be_copied_needs_a_teacher(self):
+        class Single(nn.Linear):
+            def __deepcopy__(self, memo):
+                raise AssertionError("one of a kind")
+
+        model = Single(6, 4)
+        distilled(model, "self")
+        with pytest.raises(ValueRangeError, match="pass a teacher"):
+            model(batch()[0])
 
     def test_the_student_itself_is_refused_as_its_teacher(self):
         model = student()

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from create.quantize.nets import train
+from create.quantize.nets import NETS, train
 from sparta.create import quantize
 from sparta.errors import MissingPackageError, ValueRangeError
 
@@ -24,9 +24,9 @@ def _quiet():
     logger.setLevel(level)
 
 
-@pytest.mark.parametrize("scheme", ["default", "tensorrt"])
-def test_the_runtime_agrees_within_a_quantum(net, scheme, tmp_path):
-    make, batch_of = net
+@pytest.mark.parametrize(("name", "scheme"), [("cnn", "default"), ("transformer", "tensorrt")])
+def test_the_runtime_agrees_within_a_quantum(name, scheme, tmp_path):
+    make, batch_of = NETS[name]
     model = make()
     quantize.prepare(model, scheme)
     train(model, batch_of, torch.optim.SGD(model.parameters(), lr=0.1), 3)

@@ -1,4 +1,4 @@
-"""Run by a test: quantization-aware training under DDP, each process with data of its own."""
+"""Run by a test: quantization-aware training under DDP and FSDP2, each process with data of its own."""
 
 import sys
 
@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sparta.create import quantize
@@ -13,23 +14,42 @@ from sparta.create.manager import Manager
 from sparta.create.modifiers import modifier_named
 
 
-def worker(rank, store):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def trained(wrap, rank):
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
+    model = wrap(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = Manager([modifier_named("Quantization")(start_epoch=0.5)])
-    manager.attach(model, optimizer, 4)
+    manager = Manager([modifier_named("Quantization")(start_epoch=0.5), modifier_named("Distillation")()])
+    manager.attach(model, optimizer, 4, teacher=nn.Linear(6, 3))
     for step in range(6):
         optimizer.zero_grad()
         inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)) * (1 + rank)
         model(inputs).square().mean().backward()
         optimizer.step()
-    ranges = torch.stack([r.reshape(2, -1)[:, 0] for r in quantize.quantization_state(model)["ranges"].values()])
-    gathered = [torch.empty_like(ranges) for _ in range(2)]
-    dist.all_gather(gathered, ranges)
-    if rank == 0 and torch.equal(*gathered) and gathered[0].isfinite().all():
+    return model, manager
+
+
+def sharded(model):
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def worker(rank, store):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    found = []
+    for wrap in (DistributedDataParallel, sharded):
+        model, manager = trained(wrap, rank)
+        ranges = torch.cat([r.reshape(-1) for r in quantize.quantization_state(model)["ranges"].values()])
+        gathered = [torch.empty_like(ranges) for _ in range(2)]
+        dist.all_gather(gathered, ranges)
+        assert torch.equal(*gathered), "both processes have the same ranges"
+        assert gathered[0].isfinite().all()
+        assert manager.distillation_modifiers[0].idle() == ""
+        assert manager.spec()["0.weight"].scale.cells.numel() == 8
+        found.append(gathered[0])
+    assert torch.allclose(*found, atol=1e-5), "sharded or not"
+    if rank == 0:
         print("ranges agree")  # noqa: T201 - read by the test
     dist.destroy_process_group()
 

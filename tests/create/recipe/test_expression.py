@@ -31,14 +31,14 @@ def grown(inner):
 trees = st.recursive(leaves, grown, max_leaves=8)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(trees)
 def test_what_is_printed_parses_to_the_same_tree(tree):
     expression = Expression(tree)
     assert parse(str(expression)) == expression
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(trees)
 def test_the_value_is_the_one_python_gives(tree):
     names = {name: function for name, (function, _, _) in FUNCTIONS.items()}

@@ -195,8 +195,27 @@ def test_the_op_keeps_its_promises_to_pytorch():
     mask = torch.rand(1, 20, 20) < 0.5
     lists = attention_lists(mask, (16, 16))
     inputs = [x.requires_grad_() for x in draw((1, 2), (1, 1), 20, 20, 8, 8)]
-    arguments = (*inputs, list(lists.tensors), torch.zeros(2, dtype=torch.int32), str(SMALL), lists.unclean, 1)
+    arguments = (
+        *inputs,
+        list(lists.tensors),
+        torch.zeros(2, dtype=torch.int32),
+        str(SMALL),
+        lists.unclean,
+        lists.longest,
+    )
     torch.library.opcheck(flash_attention, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_torch_compile_takes_it_whole():
+    mask = torch.rand(20, 20) < 0.5
+    leaves = [x.requires_grad_() for x in draw((1, 2), (1, 1), 20, 20, 8, 8)]
+    kernel = TritonFlash().build(attention_spec(mask, *leaves), {"tile": str(SMALL)})
+    packed = kernel.pack(mask)
+    compiled = torch.compile(lambda *xs: kernel.run(packed, *xs), fullgraph=True, backend="aot_eager")
+    y, eager = compiled(*leaves), kernel.run(packed, *leaves)
+    assert torch.equal(y, eager)
+    for a, b in zip(torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(eager.sum(), leaves), strict=True):
+        assert torch.equal(a, b)
 
 
 # ---------------------------------------------------------------------- choosing

@@ -149,6 +149,15 @@ def test_the_op_keeps_its_promises_to_pytorch():
     torch.library.opcheck(ragged_linear, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+def test_torch_compile_takes_it_whole():
+    tokens, ids, parameters = torch.randn(9, K).requires_grad_(), torch.randint(0, 2, (9, 2)), experts_of(2)
+    kernel = TritonRagged().build(moe_spec(tokens, ids, parameters[::2]), {"tile": str(PLAIN)})
+    compiled = torch.compile(lambda x: kernel.run((), x, ids, None, *parameters), fullgraph=True, backend="aot_eager")
+    y, eager = compiled(tokens), kernel.run((), tokens, ids, None, *parameters)
+    assert torch.equal(y, eager)
+    assert torch.equal(*(torch.autograd.grad(x.sum(), tokens)[0] for x in (y, eager)))
+
+
 def test_tokens_in_another_dtype_say_what_is_allowed():
     with pytest.raises(ValueRangeError, match="as the weights"):
         run(PLAIN, torch.randn(3, K).half(), torch.zeros(3, 1, dtype=torch.int64), None, experts_of(2))

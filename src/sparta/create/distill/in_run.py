@@ -51,8 +51,7 @@ def loss_factor(run: Run) -> float | Tensor:
     >>> loss_factor(Run(model, torch.optim.SGD(model.parameters(), lr=0.1)))
     1.0
     """
-    scaler = getattr(run, "scaler", None)
-    share = 1.0 / getattr(run, "accumulation_steps", 1)
+    scaler, share = run.scaler, 1.0 / run.accumulation_steps
     if scaler is None or not getattr(scaler, "is_enabled", lambda: True)():
         return share
     scale = getattr(scaler, "_scale", None)  # a tensor on the device: `get_scale` would wait for it

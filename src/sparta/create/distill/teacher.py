@@ -47,7 +47,16 @@ def frozen_copy(model: nn.Module) -> nn.Module:
     >>> copy.training, copy.weight.requires_grad
     (False, False)
     """
-    copy = deepcopy(unwrapped(model))
+    try:
+        copy = deepcopy(unwrapped(model))
+    except Exception as error:
+        raise ValueRangeError(
+            message(
+                f"the model cannot be copied to be its own teacher ({type(error).__name__}: {error})",
+                "models that copy.deepcopy takes",
+                "pass a teacher; a sharded model has to be copied before it is sharded",
+            )
+        ) from error
     restore(copy)
     return copy.eval().requires_grad_(requires_grad=False)
 

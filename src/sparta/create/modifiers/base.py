@@ -57,6 +57,9 @@ class Run:
         Seeded; the only source of chance.
     include, ignore
         Names, globs or ``re:`` patterns that limit what ``__ALL_PRUNABLE__`` means.
+    scaler, accumulation_steps
+        What the script's loss is multiplied by before ``backward``: the scale of a gradient scaler, and one over the
+        number of batches whose gradients are summed.
 
     Examples
     --------
@@ -78,6 +81,8 @@ class Run:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
     include: Sequence[str] | str | None = None
     ignore: Sequence[str] | str | None = None
+    scaler: Any = None
+    accumulation_steps: int = 1
 
 
 class Modifier(BaseModel):

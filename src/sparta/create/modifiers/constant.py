@@ -6,6 +6,8 @@ zero later is not lost.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from sparta.create.modifiers.base import Run, modifier
 from sparta.create.modifiers.masked import MaskedModifier
 from sparta.sparsify.shards import local
@@ -33,6 +35,7 @@ class ConstantPruningModifier(MaskedModifier):
     """
 
     leave_enabled: bool = False
+    mask_type: Literal["unstructured"] = "unstructured"
 
     def update_ready(self, epoch: float) -> bool:
         """Return whether it starts or ends now."""

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from sparta.create.quantize.fake_quantize import Quantizer, to_integers
 from sparta.create.quantize.fold import conv_norm_pairs, fold_factor, folded_bias
-from sparta.create.quantize.layers import QuantizedLayer, kind_of
+from sparta.create.quantize.layers import QuantizedLayer
 from sparta.create.quantize.prepare import is_quantized, quantized_layers, quantizers, restore, unwrapped
 from sparta.create.quantize.scheme import QuantizationArgs
 from sparta.errors import FileFormatError, ValueRangeError, message
 from sparta.files import load_tensors, save_tensors
-from sparta.sparsify.shards import whole
+from sparta.sparsify.shards import local, whole
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.spec import Spec
 
@@ -235,8 +235,7 @@ def load_exported(path: str | os.PathLike[str], model: nn.Module) -> Exported:
 
 def _integer_weight(layer: QuantizedLayer, name: str, quantizer: Quantizer) -> IntegerWeight:
     weight: Any = layer._parameters[name]
-    kind: Any = kind_of(_plain_view(layer))
-    values = whole(weight.detach(), weight).float()
+    values = whole(local(weight.detach()), weight).float()
     if layer.folded_norm:
         values = values * fold_factor(layer.folded_norm[0], layer, values.dim())
     quantizer(values)  # the range of a weight that is still observed is that of the weight as it is now
@@ -245,14 +244,7 @@ def _integer_weight(layer: QuantizedLayer, name: str, quantizer: Quantizer) -> I
     if quantizer.axis is not None:
         shape = [-1 if dim == quantizer.axis else 1 for dim in range(values.dim())]
         scale, zero_point = scale.reshape(shape), zero_point.reshape(shape)
-    return IntegerWeight(integers, scale.clone(), zero_point.clone(), kind.channel_axis, quantizer.args)
-
-
-def _plain_view(layer: QuantizedLayer) -> nn.Module:
-    """Return an object of the plain class with the layer's attributes, to ask what kind it is."""
-    view = layer.plain_class.__new__(layer.plain_class)
-    view.__dict__.update(layer.__dict__)
-    return view
+    return IntegerWeight(integers, scale.clone(), zero_point.clone(), layer.layer_kind.channel_axis, quantizer.args)
 
 
 def _activation_grid(quantizer: Quantizer) -> ActivationGrid:

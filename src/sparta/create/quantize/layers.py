@@ -80,6 +80,7 @@ class QuantizedLayer(nn.Module):
 
     plain_class: type[nn.Module]
     scheme: Scheme
+    layer_kind: LayerKind
     folded_norm: tuple[nn.Module, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's own
@@ -202,7 +203,7 @@ def switch_on(module: nn.Module, kind: LayerKind, scheme: Scheme, norm: nn.Modul
     made: Any = module
     made.__class__ = _quantized_class(type(module))
     made._rounded = None
-    made.scheme = scheme
+    made.scheme, made.layer_kind = scheme, kind
     made.__dict__["folded_norm"] = (norm,) if norm is not None else ()  # seen, but not a submodule
     device = next(module.parameters(recurse=False)).device
     if scheme.weights is not None:
@@ -225,5 +226,5 @@ def switch_off(module: QuantizedLayer) -> None:
     for name, child in list(module._modules.items()):
         if name.endswith("_quantizer") and isinstance(child, Quantizer):
             del module._modules[name]
-    for name in ("_rounded", "scheme", "folded_norm"):
+    for name in ("_rounded", "scheme", "layer_kind", "folded_norm"):
         module.__dict__.pop(name, None)

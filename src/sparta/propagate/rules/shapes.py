@@ -261,7 +261,7 @@ def like_axes(op: Op, axes: Axes) -> None:
 _MADE: dict[object, Callable[[Op], float | None]] = {
     **{op: lambda _: 0.0 for op in (_aten.zeros.default, _aten.new_zeros.default)},
     **{op: lambda _: 1.0 for op in (_aten.ones.default, _aten.new_ones.default)},
-    **{op: _LIKE[_aten.full_like.default] for op in (_aten.full.default, _aten.new_full.default)},
+    **dict.fromkeys((_aten.full.default, _aten.new_full.default), _LIKE[_aten.full_like.default]),
 }
 
 

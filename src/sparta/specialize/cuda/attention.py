@@ -34,8 +34,6 @@ _WIDEST = 256  # of heads: wider ones do not fit on chip
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 _FOLDED_ROWS = 64  # so many queries of several heads are put into one tile
 _TRIED = 6
-_MOST_SPLITS = 64
-_INTERPRETED_PROCESSORS = 4
 
 # Tiles and their speed on full tiles, relative to each other, by bytes of a row of keys; few queries have their own.
 _MANY_QUERIES = {
@@ -43,8 +41,13 @@ _MANY_QUERIES = {
     256: (((128, 64, 2, 4), 1.0), ((64, 64, 3, 4), 0.95), ((128, 64, 3, 8), 0.93), ((32, 32, 3, 4), 0.4),
           ((16, 32, 3, 2), 0.2)),
     512: (((128, 64, 2, 8), 1.0), ((64, 64, 2, 4), 0.8), ((64, 32, 2, 4), 0.6), ((32, 32, 2, 4), 0.35)),
-    1024: (((64, 32, 1, 4), 1.0), ((32, 32, 1, 4), 0.7), ((16, 16, 1, 4), 0.4)),
 }  # fmt: skip
+# Float32 is multiplied without the matrix units, in unrolled code that must stay short.
+_MANY_FLOAT32 = {
+    256: (((64, 32, 1, 4), 1.0), ((32, 32, 1, 4), 0.8), ((16, 16, 1, 4), 0.5)),
+    512: (((32, 32, 1, 4), 1.0), ((16, 16, 1, 4), 0.6)),
+    1024: (((16, 32, 1, 4), 1.0), ((16, 16, 1, 4), 0.8)),
+}
 _FEW_QUERIES = ((64, 3, 4), (128, 2, 4), (32, 4, 2), (16, 4, 2))
 
 
@@ -79,8 +82,7 @@ class _FlashKernel(AttentionKernel):
         batches, _, queries, width = q.shape
         q = q.reshape(batches, heads // fold, fold * queries, width)
         groups = self._group_table((*whole, heads // fold), q.device)
-        splits = _splits(q, self._tile, lists)
-        o, _ = flash_attention(q, k, v, tensors, groups, str(self._tile), lists.unclean, splits)
+        o, _ = flash_attention(q, k, v, tensors, groups, str(self._tile), lists.unclean, lists.longest)
         attended: Tensor = o.reshape(*lead, queries, v.shape[-1])
         return attended
 
@@ -138,7 +140,7 @@ class _FlashSeqlenKernel(SeqlenAttentionKernel):
         del packed
         q, k, v, lengths = present(*inputs)
         where = lengths.to(device=q.device, dtype=torch.int32, non_blocking=True)
-        o: Tensor = flash_attention(q, k, v, [], where, self._tile, 0, 1)[0]
+        o: Tensor = flash_attention(q, k, v, [], where, self._tile, 0, 0)[0]
         return o
 
 
@@ -218,10 +220,14 @@ def _folded(spec: KernelSpec) -> int:
     return ratio if ratio > 1 and ratio * q.shape[-2] <= _FOLDED_ROWS and not own_masks else 1
 
 
+def _table(spec: KernelSpec) -> tuple[tuple[tuple[int, int, int, int], float], ...]:
+    """Return the tiles for many queries, and their speeds, by dtype and the bytes of a row of keys or values."""
+    table = _MANY_FLOAT32 if str(spec["q"].format) == "fp32" else _MANY_QUERIES
+    return next(tiles for size, tiles in table.items() if _row_bytes(spec) <= size)
+
+
 def _row_bytes(spec: KernelSpec) -> int:
-    """Return the bytes of a padded row of keys or values, as the tables of tiles have them."""
-    widest = max(spec["q"].shape[-1], spec["v"].shape[-1]) * _ITEMSIZE[str(spec["q"].format)]
-    return next(size for size in _MANY_QUERIES if widest <= size)
+    return max(spec["q"].shape[-1], spec["v"].shape[-1]) * _ITEMSIZE[str(spec["q"].format)]
 
 
 def _tiles(spec: KernelSpec) -> list[AttentionTile]:
@@ -232,14 +238,13 @@ def _tiles(spec: KernelSpec) -> list[AttentionTile]:
         own = [AttentionTile(few, keys, stages, warps, tma) for keys, stages, warps in _FEW_QUERIES]
         fits = [tile for tile in own if tile.keys * _row_bytes(spec) <= 128 * 256]
         return sorted(fits, key=lambda tile: _covered(mask, tile) * (1 + 8 / tile.keys))
-    table = _MANY_QUERIES[_row_bytes(spec)]
-    cost = {AttentionTile(*cut, tma): _covered(mask, AttentionTile(*cut)) / speed for cut, speed in table}
+    cost = {AttentionTile(*cut, tma): _covered(mask, AttentionTile(*cut)) / speed for cut, speed in _table(spec)}
     return sorted(cost, key=lambda tile: cost[tile])[:_TRIED]
 
 
 def _seqlen_tiles(spec: KernelSpec) -> list[AttentionTile]:
     tma = int(_bulk_copies())
-    return [AttentionTile(*cut, tma) for cut, _ in _MANY_QUERIES[_row_bytes(spec)]][:_TRIED]
+    return [AttentionTile(*cut, tma) for cut, _ in _table(spec)][:_TRIED]
 
 
 def _covered(mask: TeSA, tile: AttentionTile) -> float:
@@ -247,21 +252,6 @@ def _covered(mask: TeSA, tile: AttentionTile) -> float:
     block = (min(tile.queries, max(1, rows)), min(tile.keys, max(1, columns)))
     kept = mask.kept_blocks((*[1] * (len(mask.shape) - 2), *block))
     return float(kept.float().mean()) if kept.numel() else 0.0
-
-
-def _splits(q: Tensor, tile: AttentionTile, lists: AttentionLists) -> int:
-    """Return among how many programs a list is split, so that few queries still fill the device."""
-    programs = q.shape[0] * q.shape[1] * -(-q.shape[2] // tile.queries)
-    processors = _processors(q.device)
-    if not programs or programs >= processors:
-        return 1
-    return max(1, min(-(-2 * processors // programs), lists.longest // 2, _MOST_SPLITS))
-
-
-@functools.lru_cache(maxsize=64)
-def _processors(device: torch.device) -> int:
-    on_cuda = device.type == "cuda"
-    return torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else _INTERPRETED_PROCESSORS
 
 
 def _bulk_copies() -> bool:

@@ -22,6 +22,8 @@ __all__ = ["flash_attention"]
 
 _LOG2E = 1.4426950408889634
 _JOINED_ROWS = 16
+_MOST_SPLITS = 64
+_INTERPRETED_PROCESSORS = 4
 _NO_LISTS: Sequence[Tensor | None] = [None] * 5
 
 
@@ -43,7 +45,7 @@ def flash_attention(
     where: Tensor,
     tile: str,
     unclean: int,
-    splits: int,
+    longest: int,
 ) -> tuple[Tensor, Tensor]:
     """Return attention (B, H, M, F), and the base 2 logarithm of the sums behind it (B, H, M).
 
@@ -60,8 +62,8 @@ def flash_attention(
         The text of an :class:`~sparta.specialize.cuda.attention_tile.AttentionTile`.
     unclean
         What must be kept away in partly live tiles; as in the lists.
-    splits
-        How many programs share the list of a tile of queries.
+    longest
+        The length of the longest list; where few queries leave the device idle, programs share lists of that length.
     """
     from sparta.specialize.cuda.flash_forward import INTERPRETED, flash_forward, join_splits
 
@@ -71,10 +73,11 @@ def flash_attention(
         return o, lse
     q, k, v = _rows(q), _rows(k), _rows(v)
     sizes, tma = _sizes(q, v), bool(cut.tma) and _copyable(k) and _copyable(v)
+    q_tiles = -(-queries // cut.queries)
+    splits = _splits(batches * heads * q_tiles, longest, q.device)
     parts, part_lse = o, lse
     if splits > 1:
         parts, part_lse = o.new_empty(splits, *o.shape, dtype=torch.float32), lse.new_empty(splits, *lse.shape)
-    q_tiles = -(-queries // cut.queries)
     bounds, entries, _, _, patterns = lists or _NO_LISTS
     with _on(q):
         _start(
@@ -104,9 +107,9 @@ def _(
     where: Tensor,
     tile: str,
     unclean: int,
-    splits: int,
+    longest: int,
 ) -> tuple[Tensor, Tensor]:
-    del k, lists, where, tile, unclean, splits
+    del k, lists, where, tile, unclean, longest
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -130,26 +133,25 @@ def flash_attention_backward(
     if not (q.numel() and k.numel()):
         return grad_q.zero_(), grad_k.zero_(), grad_v.zero_()
     sizes, delta, lines = _sizes(q, v), torch.empty_like(lse), lse.numel()
-    rows, cols = _pieces(cut, sizes, q.element_size())
+    piece = _piece(cut, sizes, q.element_size())
     q_tiles, k_tiles = -(-queries // cut.queries), -(-keys // cut.keys)
     query_bounds, query_entries, key_bounds, key_entries, patterns = lists or _NO_LISTS
     shared = (
         patterns, where, where, _LOG2E / math.sqrt(sizes.e), 1.0 / math.sqrt(sizes.e), heads, kv_heads, queries, keys,
     )  # fmt: skip
-    rest = (
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], cut.queries, cut.keys, rows, cols, *sizes, bool(lists),
-        unclean, _precision(q), INTERPRETED,
-    )  # fmt: skip
-    smaller = AttentionTile(rows, cols, stages=2 if q.element_size() < 4 else 1, warps=4)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], cut.queries, cut.keys)
+    rest = (*sizes, bool(lists), unclean, _precision(q), INTERPRETED)
     with _on(q):
         flash_delta[(-(-lines // _JOINED_ROWS),)](o, grad, delta, lines, width, _JOINED_ROWS, sizes.padded_f)
         _start(
-            flash_backward_q, (batches * heads * q_tiles * (cut.queries // rows),), smaller,
-            q, k, v, grad, lse, delta, grad_q, query_bounds, query_entries, *shared, q_tiles, *rest,
+            flash_backward_q, (batches * heads * q_tiles * (cut.queries // piece.queries),), piece,
+            q, k, v, grad, lse, delta, grad_q, query_bounds, query_entries, *shared, q_tiles, *strides,
+            piece.queries, piece.keys, *rest,
         )  # fmt: skip
         _start(
-            flash_backward_kv, (batches * kv_heads * k_tiles * (cut.keys // cols),), smaller,
-            q, k, v, grad, lse, delta, grad_k, grad_v, key_bounds, key_entries, *shared, k_tiles, *rest,
+            flash_backward_kv, (batches * kv_heads * k_tiles * (cut.keys // piece.keys),), piece,
+            q, k, v, grad, lse, delta, grad_k, grad_v, key_bounds, key_entries, *shared, k_tiles, *strides,
+            piece.queries, piece.keys, *rest,
         )  # fmt: skip
     return grad_q, grad_k, grad_v
 
@@ -202,6 +204,20 @@ def _start(kernel: Any, grid: tuple[int], tile: AttentionTile, *arguments: Any) 
         raise ValueRangeError(message(f"{tile} needs more than the GPU has: {error}")) from error
 
 
+def _splits(programs: int, longest: int, device: torch.device) -> int:
+    """Return among how many programs a list is split, so that few queries still fill the device."""
+    processors = _processors(device)
+    if programs >= processors:
+        return 1
+    return max(1, min(-(-2 * processors // programs), longest // 2, _MOST_SPLITS))
+
+
+@functools.lru_cache(maxsize=64)
+def _processors(device: torch.device) -> int:
+    on_cuda = device.type == "cuda"
+    return torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else _INTERPRETED_PROCESSORS
+
+
 def _on(x: Tensor) -> torch.cuda.device:
     """Return a context in which the device of x is current; nothing on the CPU."""
     return torch.cuda.device(x.device if x.is_cuda else -1)
@@ -221,10 +237,13 @@ def _padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def _pieces(tile: AttentionTile, sizes: _Sizes, itemsize: int) -> tuple[int, int]:
-    """Return the piece of a tile (queries, keys) whose gradients fit on chip."""
-    room = 64 if max(sizes.padded_e, sizes.padded_f) * itemsize <= 256 else 32
-    return min(room, tile.queries), min(room, tile.keys)
+def _piece(tile: AttentionTile, sizes: _Sizes, itemsize: int) -> AttentionTile:
+    """Return the piece of a tile whose gradients fit on chip."""
+    width = max(sizes.padded_e, sizes.padded_f)
+    room, stages = (64, 2) if width <= 128 else (32, 1)
+    if itemsize > 2:  # float32 is multiplied without the matrix units, in unrolled code that must stay short
+        room, stages = room // 2, 1
+    return AttentionTile(min(room, tile.queries), min(room, tile.keys), stages)
 
 
 def _copyable(x: Tensor) -> bool:

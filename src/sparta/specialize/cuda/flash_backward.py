@@ -40,6 +40,7 @@ def flash_backward_q(
 ):  # fmt: skip
     """Compute the gradient of ROWS queries of a tile."""
     PARTS: tl.constexpr = BM // ROWS
+    STEPS: tl.constexpr = BN // COLS
     program = tl.program_id(0)
     part = program % PARTS
     rank = (program // PARTS) % q_tiles
@@ -66,30 +67,30 @@ def flash_backward_q(
     v += batch.to(tl.int64) * v_b + kv_head.to(tl.int64) * v_h
     total = tl.zeros((ROWS, BE), tl.float32)
     column = tl.arange(0, COLS)
-    for entry in range(begin, end):
+    for walked in range(begin * STEPS, end * STEPS):
+        entry, step = walked // STEPS, walked % STEPS
         met = entry
         if LISTED:
             met = tl.load(entries + 2 * entry)
-        for step in tl.static_range(BN // COLS):
-            key = met * BN + step * COLS
-            k_tile = load_tile(k, key, key_end, k_n, COLS, E, BE, False)
-            v_tile = load_tile(v, key, key_end, v_n, COLS, F, BF, False)
-            weight = tl.exp2(pair(q_tile, k_tile.T, None, PRECISION, UPCAST) * scale - level[:, None])
-            change = pair(grad_tile, v_tile.T, None, PRECISION, UPCAST)
-            if entry >= whole:
-                if LISTED:
-                    pattern = patterns + tl.load(entries + 2 * entry + 1).to(tl.int64) * (BM * BN)
-                    place = (part * ROWS + tl.arange(0, ROWS))[:, None] * BN + (step * COLS + column)[None, :]
-                    kept = tl.load(pattern + place) != 0
-                else:
-                    kept = ((key + column < key_end)[None, :]) & ((row < query_end)[:, None])
-                weight = tl.where(kept, weight, 0.0)
-                if CLEAN:
-                    change = tl.where(kept, change, 0.0)
-                if CLEAN & 1:
-                    k_tile = clean(k_tile, kept, 0)
-            change = weight * (change - share[:, None])
-            total = pair(change.to(k_tile.dtype), k_tile, total, PRECISION, UPCAST)
+        key = met * BN + step * COLS
+        k_tile = load_tile(k, key, key_end, k_n, COLS, E, BE, False)
+        v_tile = load_tile(v, key, key_end, v_n, COLS, F, BF, False)
+        weight = tl.exp2(pair(q_tile, k_tile.T, None, PRECISION, UPCAST) * scale - level[:, None])
+        change = pair(grad_tile, v_tile.T, None, PRECISION, UPCAST)
+        if entry >= whole:
+            if LISTED:
+                pattern = patterns + tl.load(entries + 2 * entry + 1).to(tl.int64) * (BM * BN)
+                place = (part * ROWS + tl.arange(0, ROWS))[:, None] * BN + (step * COLS + column)[None, :]
+                kept = tl.load(pattern + place) != 0
+            else:
+                kept = ((key + column < key_end)[None, :]) & ((row < query_end)[:, None])
+            weight = tl.where(kept, weight, 0.0)
+            if CLEAN:
+                change = tl.where(kept, change, 0.0)
+            if CLEAN & 1:
+                k_tile = clean(k_tile, kept, 0)
+        change = weight * (change - share[:, None])
+        total = pair(change.to(k_tile.dtype), k_tile, total, PRECISION, UPCAST)
     channel = tl.arange(0, BE)
     tl.store(
         grad_q + line[:, None] * E + channel[None, :],
@@ -108,6 +109,7 @@ def flash_backward_kv(
 ):  # fmt: skip
     """Compute the gradients of COLS keys and values of a tile, summed over the heads that share them."""
     PARTS: tl.constexpr = BN // COLS
+    STEPS: tl.constexpr = BM // ROWS
     program = tl.program_id(0)
     part = program % PARTS
     tile = (program // PARTS) % k_tiles
@@ -139,35 +141,35 @@ def flash_backward_kv(
         q_base = q + batch.to(tl.int64) * q_b + head_in.to(tl.int64) * q_h
         grad_base = grad + head.to(tl.int64) * M * F
         line = head.to(tl.int64) * M
-        for entry in range(begin, end):
+        for walked in range(begin * STEPS, end * STEPS):
+            entry, step = walked // STEPS, walked % STEPS
             met = entry
             if LISTED:
                 met = tl.load(entries + 2 * entry)
-            for step in tl.static_range(BM // ROWS):
-                query = met * BM + step * ROWS
-                inside = query + column < query_end
-                q_tile = load_tile(q_base, query, query_end, q_m, ROWS, E, BE, False)
-                grad_tile = load_tile(grad_base, query, query_end, F, ROWS, F, BF, False)
-                level = tl.load(lse + line + query + column, mask=inside, other=float("inf"))
-                share = tl.load(delta + line + query + column, mask=inside, other=0.0)
-                weight = tl.exp2(pair(k_tile, q_tile.T, None, PRECISION, UPCAST) * scale - level[None, :])
-                change = pair(v_tile, grad_tile.T, None, PRECISION, UPCAST)
-                if entry >= whole:
-                    if LISTED:
-                        pattern = patterns + tl.load(entries + 2 * entry + 1).to(tl.int64) * (BM * BN)
-                        place = (step * ROWS + column)[None, :] * BN + (part * COLS + tl.arange(0, COLS))[:, None]
-                        kept = tl.load(pattern + place) != 0
-                    else:
-                        kept = (inside[None, :]) & ((row < key_end)[:, None])
-                    weight = tl.where(kept, weight, 0.0)
-                    if CLEAN:
-                        change = tl.where(kept, change, 0.0)
-                    if CLEAN & 2:
-                        q_tile = clean(q_tile, kept, 0)
-                        grad_tile = clean(grad_tile, kept, 0)
-                total_v = pair(weight.to(grad_tile.dtype), grad_tile, total_v, PRECISION, UPCAST)
-                change = weight * (change - share[None, :])
-                total_k = pair(change.to(q_tile.dtype), q_tile, total_k, PRECISION, UPCAST)
+            query = met * BM + step * ROWS
+            inside = query + column < query_end
+            q_tile = load_tile(q_base, query, query_end, q_m, ROWS, E, BE, False)
+            grad_tile = load_tile(grad_base, query, query_end, F, ROWS, F, BF, False)
+            level = tl.load(lse + line + query + column, mask=inside, other=float("inf"))
+            share = tl.load(delta + line + query + column, mask=inside, other=0.0)
+            weight = tl.exp2(pair(k_tile, q_tile.T, None, PRECISION, UPCAST) * scale - level[None, :])
+            change = pair(v_tile, grad_tile.T, None, PRECISION, UPCAST)
+            if entry >= whole:
+                if LISTED:
+                    pattern = patterns + tl.load(entries + 2 * entry + 1).to(tl.int64) * (BM * BN)
+                    place = (step * ROWS + column)[None, :] * BN + (part * COLS + tl.arange(0, COLS))[:, None]
+                    kept = tl.load(pattern + place) != 0
+                else:
+                    kept = (inside[None, :]) & ((row < key_end)[:, None])
+                weight = tl.where(kept, weight, 0.0)
+                if CLEAN:
+                    change = tl.where(kept, change, 0.0)
+                if CLEAN & 2:
+                    q_tile = clean(q_tile, kept, 0)
+                    grad_tile = clean(grad_tile, kept, 0)
+            total_v = pair(weight.to(grad_tile.dtype), grad_tile, total_v, PRECISION, UPCAST)
+            change = weight * (change - share[None, :])
+            total_k = pair(change.to(q_tile.dtype), q_tile, total_k, PRECISION, UPCAST)
     line = kv_head.to(tl.int64) * N + row
     tl.store(
         grad_k + line[:, None] * E + tl.arange(0, BE)[None, :],

@@ -104,10 +104,9 @@ def _tiles(spec: KernelSpec) -> list[RaggedTile]:
     if rows <= 64:
         return [RaggedTile(64, 64, 64, 4, 4, 3, tma), RaggedTile(64, 128, 64, 4, 4, 2, tma), RaggedTile(32, 128, 64, 4, 4, 3, tma)]  # fmt: skip  # noqa: E501
     return [
-        RaggedTile(128, 256, 64, 3, 8, 0, tma, 1, tma),
-        RaggedTile(128, 128, 64, 3, 4, 0, tma, 1, tma),
         RaggedTile(128, 256, 64, 3, 8, 0, tma, 1),
+        RaggedTile(128, 128, 64, 3, 4, 2, tma, 1, tma),
+        RaggedTile(128, 256, 64, 4, 8, 0, tma, 0, tma),
+        RaggedTile(128, 256, 64, 4, 8, 0, tma, 1),
         RaggedTile(128, 128, 64, 3, 4, 0, tma, 1),
-        RaggedTile(128, 256, 64, 4, 8, 1, tma, 1, tma),
-        RaggedTile(64, 256, 64, 4, 8, 0, tma, 0, tma),
     ]

@@ -21,7 +21,8 @@ __all__ = ["Routes", "ragged_forward", "ragged_linear", "ragged_product_of", "ro
 
 _ONE_HOT = 16384  # elements of the table in which a program sorts its rows
 _JOINED = 1024
-_MOVED_ROWS = 8
+_MOVED_ROWS = 4
+_MOVED = 512
 _INTERPRETED_PROCESSORS = 3
 
 
@@ -46,9 +47,8 @@ class Routes(NamedTuple):
 def routes(ids: Tensor, experts: int) -> Routes:
     """Return the routes of ids (T, k), without waiting for the device.
 
-    >>> import os
-    >>> os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available() or True
-    True
+    >>> routes(torch.tensor([[1], [0], [1]], device="cuda"), 2).order.tolist()  # doctest: +SKIP
+    [1, 0, 2]
     """
     from sparta.specialize.cuda.ragged import count_routes, place_routes
 
@@ -249,7 +249,7 @@ def _sorted(found: Routes, x: Tensor, visits: int, rows: int, tile: RaggedTile) 
 
     depth = x.shape[1]
     moved = x.new_empty(rows, depth)
-    lanes = min(_JOINED, _power(depth))
+    lanes = min(_MOVED, _power(depth))
     sort_rows[(-(-rows // _MOVED_ROWS), -(-depth // lanes))](
         x, found.order, moved, rows, visits, depth, x.stride(0), _MOVED_ROWS, lanes
     )

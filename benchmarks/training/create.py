@@ -1,0 +1,340 @@
+"""What does one call of `sparta.create.initialize` cost in accuracy? Its recipes beside dense, on real data, several seeds.
+
+Run with ``python benchmarks/training/create.py`` for scikit-learn's digits; with ``--data FOLDER`` for MNIST (see
+``data.py``) and, where the folder has ``fashion.npz`` with the same four arrays, Fashion-MNIST; ``--device cuda`` for a
+GPU; ``--quick`` to try it on a CPU. Every method starts from the same dense model, trained before, and trains for the
+20 epochs of the default recipe with the same optimizer; "dense" goes on for as long, so nobody gains from training
+longer. Only ``sparsity`` and what a row names differ from the defaults. Accuracies are those of the finished model on
+test images that nothing was chosen by, in 8-bit arithmetic where it is quantized; zeros are counted and held to what
+was asked for. ``gmp`` is ``magnitude`` under another name; it stands for ranking each layer alone here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import multiprocessing
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from record import save
+from sparta.create import initialize
+from sparta.sparsify import find_layers
+from sparta.tables import table
+from training.accuracy import MODELS, accuracy, batches, gathered
+from training.data import FILES, Images, load
+
+BATCH = {"digits": 64, "mnist": 1000, "fashion": 500}
+SAMPLES = 16  # images of a fresh batch for second-order pruning
+TRANSFER = "other data"
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the comparison: arguments for `initialize`, and variables for its recipe besides the sparsity."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    start: str = "dense"
+
+
+DENSE = (
+    Method("dense", {"pruning": False, "quantization": False}),
+    Method("dense, quantized", {"pruning": False}),
+    Method("dense, from other data", {"pruning": False, "quantization": False}, start=TRANSFER),
+)
+SPARSE = (
+    Method("default recipe: magnitude, quantized", {}),
+    Method("the same, distilled", {"distillation": True}),
+    Method("magnitude", {"quantization": False}),
+    Method("magnitude, distilled", {"quantization": False, "distillation": True}),
+    Method("gmp, layer by layer", {"pruning": "gmp", "quantization": False}, {"global_sparsity": False}),
+    *(
+        Method(kind, {"pruning": kind, "quantization": False})
+        for kind in ("acdc", "movement", "obs", "mfac", "rigl", "topkast")
+    ),
+    Method("constant, from other data", {"pruning": "constant", "quantization": False}, start=TRANSFER),
+)
+OTHER = {"mnist": "fashion", "fashion": "mnist"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is trained, and where."""
+
+    folder: Path | None
+    device: str
+    epochs: int = 20
+    dense_epochs: int = 10
+    images: int | None = None
+    only: str = ""
+    threads: int | None = None
+
+
+@dataclass(frozen=True, order=True)
+class Job:
+    """What one process does in one go: all methods for a seed, a network, a data set and a sparsity."""
+
+    seed: int
+    model: str
+    data: str
+    percent: int  # 0: the dense methods
+
+
+# ---------------------------------------------------------------------- data
+
+
+def names_of_data(folder: Path | None) -> list[str]:
+    """Return the data sets that there are."""
+    if folder is None:
+        return ["digits"]
+    return ["mnist", "fashion"] if (folder / "fashion.npz").exists() else ["mnist"]
+
+
+@functools.cache
+def images(name: str, plan: Plan) -> Images:
+    """Return a data set, cut short if the plan says so."""
+    data = fashion(plan) if name == "fashion" else load(plan.folder, plan.device)
+    return replace(data, train_images=data.train_images[: plan.images], train_labels=data.train_labels[: plan.images])
+
+
+def fashion(plan: Plan) -> Images:
+    """Return Fashion-MNIST, each image by the mean and the spread of all."""
+    assert plan.folder is not None
+    with np.load(plan.folder / "fashion.npz", allow_pickle=False) as file:
+        found = {key: torch.from_numpy(file[key]).to(plan.device) for key in FILES}
+    pixels = found["train_images"].float()
+    mean, spread = pixels.mean(), pixels.std()
+    ready = {key: (found[key].float() - mean).div(spread).unsqueeze(1) for key in ("train_images", "test_images")}
+    labels = {key: found[key].long() for key in ("train_labels", "test_labels")}
+    return Images("fashion", **ready, **labels)
+
+
+def batch_size(data: Images) -> int:
+    """Return the size of a batch: about 60 steps an epoch."""
+    count = len(data.train_labels)
+    return min(BATCH[data.name], max(1, count // 60)) if data.name != "digits" else BATCH["digits"]
+
+
+# ---------------------------------------------------------------------- training
+
+
+def train(model: nn.Module, data: Images, epochs: int, seed: int, arguments: Mapping[str, Any]) -> nn.Module:
+    """Train as any script would, with one call of `initialize` before it; return the finished model."""
+    size = batch_size(data)
+    steps_per_epoch = len(data.train_labels) // size
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=True)
+    torch.manual_seed(seed)
+    model.train()
+    manager, optimizer = initialize(model, optimizer, steps_per_epoch, seed=seed, **arguments)
+    for inputs, labels in batches(data, size, epochs * steps_per_epoch, 1000 + seed):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    assert manager.max_epochs == epochs, (manager.max_epochs, epochs)
+    manager.finalize()
+    return model.eval()
+
+
+def fresh_loss(model: nn.Module, data: Images, seed: int) -> Callable[[], Tensor]:
+    """Return a function that returns the loss of some images drawn by chance."""
+    device = data.train_labels.device
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def loss() -> Tensor:
+        chosen = torch.randint(len(data.train_labels), (SAMPLES,), generator=generator, device=device)
+        return nn.functional.cross_entropy(model(data.train_images[chosen]), data.train_labels[chosen])
+
+    return loss
+
+
+def start_of(job: Job, data: Images, plan: Plan) -> nn.Module:
+    """Return the dense model that the methods start from."""
+    torch.manual_seed(job.seed)
+    model = MODELS[job.model](data.train_images.shape[-1]).to(plan.device)
+    dense = {**DENSE[0].arguments, "recipe_variables": {"num_epochs": plan.dense_epochs}}
+    return train(model, data, plan.dense_epochs, job.seed, dense)
+
+
+def transferred(job: Job, plan: Plan) -> nn.Module:
+    """Return what is fine-tuned: the model of the other data set, sparse as the job wants it."""
+    data = images(OTHER[job.data], plan)
+    model = start_of(job, data, plan)
+    if not job.percent:
+        return model
+    variables = {"num_epochs": plan.epochs, "sparsity": job.percent / 100}
+    return train(model, data, plan.epochs, job.seed, {"quantization": False, "recipe_variables": variables})
+
+
+def arguments_of(method: Method, job: Job, plan: Plan) -> dict[str, Any]:
+    """Return the arguments of `initialize`."""
+    variables = {"num_epochs": plan.epochs, **method.variables}
+    if job.percent and method.start == "dense":
+        variables["sparsity"] = job.percent / 100
+    return {**method.arguments, "recipe_variables": variables}
+
+
+def work(job: Job, plan: Plan) -> list[dict[str, Any]]:
+    """Train the dense model, then every method from it."""
+    if plan.threads:
+        torch.set_num_threads(plan.threads)
+    data = images(job.data, plan)
+    chosen = [
+        method
+        for method in (SPARSE if job.percent else DENSE)
+        if plan.only in method.name and (method.start == "dense" or job.data in OTHER)
+    ]
+    starts: dict[str, nn.Module] = {}
+    rows = []
+    for method in chosen:
+        began = time.perf_counter()
+        if method.start not in starts:
+            starts[method.start] = start_of(job, data, plan) if method.start == "dense" else transferred(job, plan)
+        model = copy.deepcopy(starts[method.start])
+        arguments = arguments_of(method, job, plan)
+        if method.name == "obs":
+            arguments["loss_closure"] = fresh_loss(model, data, job.seed)
+        model = train(model, data, plan.epochs, job.seed, arguments)
+        row = {
+            "model": job.model,
+            "method": method.name,
+            "seed": job.seed,
+            **measured(model, data, job.percent),
+            "seconds": time.perf_counter() - began,
+        }
+        rows.append(row)
+        print(
+            f"{job.data} {job.model} seed {job.seed} {method.name:38} sparsity {row['sparsity']:.4f} "
+            f"accuracy {row['accuracy']:.2f} ({row['seconds']:.1f} s)",
+            flush=True,
+        )
+    return rows
+
+
+def measured(model: nn.Module, data: Images, percent: int) -> dict[str, Any]:
+    """Return the accuracy of a finished model, and its zeros, counted."""
+    weights = [layer.parameter.detach() for layer in find_layers(model)]
+    zeros = sum(int((weight == 0).sum()) for weight in weights)
+    sparsity = zeros / sum(weight.numel() for weight in weights)
+    return {
+        "asked": percent / 100 if percent else None,
+        "sparsity": sparsity,
+        "exact": abs(sparsity - percent / 100) < 1e-3 if percent else None,
+        "accuracy": accuracy(model, data),
+    }
+
+
+# ---------------------------------------------------------------------- the whole
+
+
+def results(done: Mapping[Job, list[dict[str, Any]]], data: str, plan: Plan, seconds: float) -> dict[str, Any]:
+    """Return what is saved for one data set, of the seeds that are complete."""
+    rows = [row for job in sorted(done) if job.data == data for row in done[job]]
+    found = images(data, plan)
+    grouped = gathered(rows)
+    return {
+        "data": data,
+        "seeds": min((len(row["accuracies"]) for row in grouped), default=0),
+        "epochs": plan.epochs,
+        "dense_epochs": plan.dense_epochs,
+        "batch": batch_size(found),
+        "train_images": len(found.train_labels),
+        "test_images": len(found.test_labels),
+        "seconds": seconds,
+        "rows": [row for model in MODELS for row in grouped if row["model"] == model],
+    }
+
+
+def finished(jobs: list[Job], plan: Plan, at_a_time: int) -> Iterable[tuple[Job, list[dict[str, Any]]]]:
+    """Yield jobs and their rows as they are done, first seeds first."""
+    if at_a_time == 1:
+        for job in jobs:
+            yield job, work(job, plan)
+        return
+    with ProcessPoolExecutor(at_a_time, multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(work, job, plan): job for job in jobs}
+        for done in as_completed(running):
+            yield running[done], done.result()
+
+
+def options_given() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder with MNIST and Fashion-MNIST; without it the digits")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--percents", nargs="+", type=int, default=[80, 90, 95], help="sparsities")
+    parser.add_argument("--jobs", type=int, help="trainings at a time; by default 12 on a GPU, 1 on a CPU")
+    parser.add_argument("--threads", type=int, help="CPU threads of each job; by default 1 if there are several")
+    parser.add_argument("--quick", action="store_true", help="one seed, 80 %%, 6 epochs, 6,000 images; not for tables")
+    parser.add_argument("--epochs", type=int, help="other than the 20 of the default recipe")
+    parser.add_argument("--only", default="", help="methods whose name contains this; not saved")
+    parser.add_argument("--out", type=Path, help="folder for the JSON instead of benchmarks/results")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train everything, print the tables and save them, first whenever a seed is complete."""
+    options = options_given()
+    at_a_time = options.jobs or (12 if options.device.startswith("cuda") else 1)
+    threads = options.threads or (1 if at_a_time > 1 else None)
+    plan = Plan(options.data, options.device, only=options.only, threads=threads)
+    seeds, percents = range(options.seeds), options.percents
+    if options.quick:
+        seeds, percents, plan = range(1), [80], replace(plan, epochs=6, dense_epochs=3, images=6000)
+    if options.epochs:
+        plan = replace(plan, epochs=options.epochs)
+    names = names_of_data(plan.folder)
+    jobs = [
+        Job(seed, model, name, percent)
+        for seed in seeds
+        for model in reversed(options.models)  # the slowest first
+        for percent in [*percents, 0]
+        for name in names
+    ]
+    device = torch.cuda.get_device_name() if options.device.startswith("cuda") else f"{platform.machine()} cpu"
+    began = time.perf_counter()
+    done: dict[Job, list[dict[str, Any]]] = {}
+    for job, rows in finished(jobs, plan, at_a_time):
+        done[job] = rows
+        complete = {seed for seed in seeds if all(other in done for other in jobs if other.seed == seed)}
+        if job.seed in complete and not options.only:
+            whole = {other: rows for other, rows in done.items() if other.seed in complete}
+            for name in names:
+                found = results(whole, name, plan, time.perf_counter() - began)
+                save(f"create_accuracy_{name}", device, found, folder=options.out)
+    for name in names:
+        show(results(done, name, plan, time.perf_counter() - began))
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """Print the table of one data set."""
+    print(f"{found['data']}, {found['seeds']} seeds, {found['seconds']:.0f} s")
+    print(
+        table(
+            ["model", "method", "asked", "sparsity", "exact", "accuracy", "spread"],
+            [
+                [row["model"], row["method"], row["asked"], f"{row['sparsity']:.4f}", row["exact"]]
+                + [f"{row[key]:.2f}" for key in ("accuracy", "spread")]
+                for row in found["rows"]
+            ],
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
