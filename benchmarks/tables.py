@@ -94,7 +94,7 @@ def source(record: Record) -> str:
 
 # ---------------------------------------------------------------------- the tables
 
-_HEADINGS = {"digits": "digits (8 × 8, 1,797 images)", "mnist": "MNIST"}
+_HEADINGS = {"digits": "digits (8 × 8, 1,797 images)", "mnist": "MNIST", "fashion": "Fashion-MNIST"}
 _NETWORKS = {"mlp": "MLP", "cnn": "CNN"}
 
 
@@ -135,6 +135,37 @@ def _accuracy(row: Record, dense: Record) -> str:
 
 renderer("training-accuracy-mnist", "training_accuracy_mnist")(_accuracies)
 renderer("training-accuracy-digits", "training_accuracy_digits")(_accuracies)
+
+
+def _created(found: Sequence[Record]) -> str:
+    """Return the accuracies of recipes, a row a method, a column a network and sparsity."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        cells = {(row["method"], row["model"], row["asked"]): row for row in results["rows"]}
+        methods, networks, asked = (dict.fromkeys(key[place] for key in cells) for place in range(3))
+        columns = [(network, share) for network in networks for share in asked]
+        heads = [f"{_NETWORKS[network]}, {100 * (share or 0):g} %" for network, share in columns]
+        rows = [[method, *(_created_cell(cells.get((method, *column))) for column in columns)] for method in methods]
+        title = (
+            f"{_HEADINGS[results['data']]}, {results['train_images']:,} images to train with and "
+            f"{results['test_images']:,} to test: accuracy in percent by network and sparsity, mean of "
+            f"{results['seeds']} seeds ± their standard deviation. {results['dense_epochs']} epochs dense, then "
+            f"{results['epochs']} of each row."
+        )
+        parts.append(f"{title} {source(record)}\n\n{markdown(['', *heads], rows)}")
+    return "\n\n".join(parts)
+
+
+def _created_cell(row: Record | None) -> str:
+    if row is None:
+        return ""
+    mark = f" ({100 * row['sparsity']:.1f} % zeros)" if row["exact"] is False else ""
+    return f"{row['accuracy']:.2f} ± {row['spread']:.2f}{mark}"
+
+
+renderer("create-accuracy-mnist", "create_accuracy_mnist")(_created)
+renderer("create-accuracy-fashion", "create_accuracy_fashion")(_created)
 
 
 @renderer("training-overhead", "training_overhead")

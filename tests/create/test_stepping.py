@@ -309,3 +309,19 @@ def test_names_are_those_of_the_bare_model(model, wrap):
     weight = prunable(model)[name]
     assert int((weight == 0).sum()) == weight.numel() // 2
     assert list(manager.spec()) == [name]
+
+
+def test_a_recipe_counted_in_steps_runs():
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recipe = """
+    modifiers:
+      - EpochRange: {start_epoch: 0.0, end_epoch: 2.0}
+      - MagnitudePruning: {init_sparsity: 0.0, final_sparsity: 0.5, start_epoch: 0.0, end_epoch: 6 steps, update_frequency: 1 steps}
+    """
+    manager, optimizer = initialize(model, optimizer, 4, recipe=recipe)
+    for _ in range(7):
+        optimizer.zero_grad()
+        model(torch.randn(3, 16)).square().mean().backward()
+        optimizer.step()
+    assert (model.weight == 0).sum() == 128

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sparta.create.clock import optimizer_steps
 from sparta.create.logs import Logger
 from sparta.create.manager import Manager
+from sparta.create.modifiers.base import Modifier
 from sparta.create.recipe.recipe import Recipe
 from sparta.create.scaler import check_scaler
 from sparta.create.template import as_switch, recipe_for
@@ -127,8 +128,9 @@ def initialize(  # noqa: PLR0913, PLR0917 - one argument a choice of the user, i
         made = recipe_for(
             pruning, quantization, lr, distillation, recipe_variables, model, include=include, ignore=ignore
         )
-    teacher = _teacher(made, distillation_teacher, asked=as_switch(distillation, "distillation"))
-    manager = Manager(made.modifiers(), made)
+    modifiers = made.modifiers(steps)
+    teacher = _teacher(modifiers, distillation_teacher, asked=as_switch(distillation, "distillation"))
+    manager = Manager(modifiers, made)
     for logger in loggers:
         manager.add_logger(logger)
     manager.attach(
@@ -158,14 +160,14 @@ def _own_recipe(given: Recipe | str | PathLike[str] | None, variables: Any) -> R
     else:
         made = Recipe.load(given)
     if variables is not None:
-        if not isinstance(variables, Mapping):
+        if not isinstance(variables, (Mapping, str)):
             variables = variables.model_dump(exclude_unset=True)
         made = made.override(variables)
     return made
 
 
-def _teacher(made: Recipe, given: nn.Module | str | None, *, asked: bool) -> Any:  # noqa: ANN401
-    distils = any(entry.kind == "distillation" for entry in made.modifiers())
+def _teacher(modifiers: Sequence[Modifier], given: nn.Module | str | None, *, asked: bool) -> Any:  # noqa: ANN401
+    distils = any(entry.kind == "distillation" for entry in modifiers)
     if isinstance(given, str) and given != "self":
         raise ValueRangeError(
             message(f"distillation_teacher is {given!r}", "a module, or 'self'", "load the teacher and pass the module")

@@ -34,7 +34,7 @@ PRUNING_KINDS = {
     "acdc": "phases of dense and of pruned training by turns",
     "movement": "gradual, what moves away from zero stays; layer by layer",
     "obs": "gradual, by second-order saliency, the survivors updated; needs a loss closure or data",
-    "mfac": "gradual, by a matrix-free second-order saliency; needs a loss closure or data",
+    "mfac": "gradual, by a matrix-free second-order saliency, from fresh gradients or those of the training itself",
     "structured": "gradual, whole filters or channels",
     "rigl": "dynamic: sparse from the start, the smallest weights dropped and others grown by gradient",
     "topkast": "dynamic: a sparse forward pass and a denser backward pass",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, fx
@@ -300,13 +301,23 @@ class Axes:
         root = self.find(self.of(node, dim))
         found: dict[str, Tensor] = {}
         join = self._join(node, root)
-        for axis, mask, writer in self._live:
-            if self.find(axis) == root and self._is_source(writer, root) and bool((mask & where).any()):
+        for mask, writer in self._writers.get(root, []):
+            if bool((mask & where).any()):
                 reason = f"{join} joins it with {place(writer)}" if join else f"live in {place(writer)}"
                 found[reason] = found.get(reason, torch.zeros_like(where)) | (mask & where)
         for axis, mask, reason in self._needs:
             if self.find(axis) == root and bool((mask & where).any()):
                 found[reason] = found.get(reason, torch.zeros_like(where)) | (mask & where)
+        return found
+
+    @cached_property
+    def _writers(self) -> dict[int, list[tuple[Tensor, fx.Node]]]:
+        """For each axis the nodes that write something live to it, instead of passing it on."""
+        found: dict[int, list[tuple[Tensor, fx.Node]]] = {}
+        for axis, mask, node in self._live:
+            root = self.find(axis)
+            if self._is_source(node, root):
+                found.setdefault(root, []).append((mask, node))
         return found
 
     def _is_source(self, node: fx.Node, root: int) -> bool:

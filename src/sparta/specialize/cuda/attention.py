@@ -95,8 +95,9 @@ class _FlashKernel(AttentionKernel):
         """Return which mask each head of each batch has: int32 (B * H,)."""
         key = (lead, device)
         if key not in self._groups:
-            numbers = torch.arange(math.prod(self._mask_lead), dtype=torch.int32, device=device)
-            self._groups[key] = numbers.reshape(self._mask_lead).expand(lead).reshape(-1).contiguous()
+            numbers = torch.arange(math.prod(self._mask_lead), dtype=torch.int32).reshape(self._mask_lead)
+            # Made on the CPU: the copy is done when it returns, so that any stream may read the table.
+            self._groups[key] = numbers.expand(lead).reshape(-1).contiguous().to(device)
         return self._groups[key]
 
 
