@@ -9,7 +9,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 .PHONY: help demo test lint docs bench format clean
 
 help:
-	@echo "make demo    run the product's main job on a small model"
+	@echo "make demo    run the whole job on real data: train, sparsify, compile, save, load, measure"
 	@echo "make test    lint, types, tests, doctests, docs, examples: all that CI runs"
 	@echo "make lint    formatting, lint rules and types only"
 	@echo "make docs    build the documentation into docs/_build"
@@ -23,9 +23,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/python examples/specify.py
-	$(BIN)/python examples/propagate_and_compact.py
-	$(BIN)/python examples/faster_linear.py
+	$(BIN)/python examples/whole_job.py
 
 test: lint
 	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --cov --cov-report term
@@ -42,6 +40,14 @@ docs: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/tesa_costs.py
 	$(BIN)/python benchmarks/cpu/layers.py
+	$(BIN)/python benchmarks/cpu/conv.py
+	$(BIN)/python benchmarks/cpu/int8.py
+	$(BIN)/python benchmarks/cpu/peers.py
+	$(BIN)/python benchmarks/propagate/architectures.py
+	$(BIN)/python benchmarks/compiler/models.py
+	$(BIN)/python benchmarks/training/accuracy.py
+	$(BIN)/python benchmarks/training/overhead.py
+	$(BIN)/python benchmarks/tables.py
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import sparta
-from sparta.compiler import compile_model, load
 
 
 class Block(nn.Module):
@@ -38,7 +37,7 @@ def main() -> None:
     sparta.Spec.from_pattern(model, sparta.Block(4, 1), 0.9, include=["*.up.weight", "*.down.weight"]).apply(model)
     x = torch.randn(64, 256)
 
-    fast = compile_model(model, x, budget_s=60)
+    fast = sparta.compile(model, x, budget_s=60)
     print(fast.report)
 
     with torch.no_grad():
@@ -50,7 +49,7 @@ def main() -> None:
         fast.save(path)
         dense = sum(p.numel() * p.element_size() for p in model.parameters())
         print(f"saved {path.stat().st_size / 2**20:.2f} MiB; the dense weights are {dense / 2**20:.2f} MiB")
-        print(f"loaded, it returns the same: {torch.equal(load(path)(x), fast(x))}")
+        print(f"loaded, it returns the same: {torch.equal(sparta.load(path)(x), fast(x))}")
 
 
 if __name__ == "__main__":

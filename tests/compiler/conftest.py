@@ -1,5 +1,7 @@
 """How tests choose kernels without timing anything."""
 
+from contextlib import contextmanager
+
 import pytest
 
 from sparta.specialize.implement import implement_named
@@ -16,10 +18,19 @@ def chosen(spec, name="cpu"):
     return Choice(name, params, f"{name}: forced", Entry(name, params, 1.0, 2.0))
 
 
+@contextmanager
+def forcing(name="cpu"):
+    """Let every layer that has zeros run one implement, as if it had been tuned; use with tune='off'."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sparta.compiler.choose.choose", lambda spec, store=None: chosen(spec, name))
+        yield
+
+
 @pytest.fixture
-def forced(monkeypatch):
-    """Let every layer that has zeros run the C++ kernels, as if they had been tuned; use with tune='off'."""
-    monkeypatch.setattr("sparta.compiler.choose.choose", lambda spec, store=None: chosen(spec))
+def forced():
+    """Let every layer that has zeros run the C++ kernels."""
+    with forcing():
+        yield
 
 
 @pytest.fixture

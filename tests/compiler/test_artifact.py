@@ -9,18 +9,26 @@ import pytest
 import torch
 from torch import fx, nn
 
+import sparta
 from compiler import nets
-from sparta.compiler import compile_model, load
+from compiler.conftest import forcing
 from sparta.compiler.graph_json import graph_from_json, graph_to_json
 from sparta.errors import FileFormatError
 from sparta.files import load_tensors, save_tensors
 
 
-@pytest.fixture
-def saved(forced, tmp_path):
-    """Return a compiled model with its inputs, and the path that it was saved to."""
+@pytest.fixture(scope="module")
+def compiled():
+    """Return a compiled model and its inputs, which no test may change."""
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = compile_model(model, x, tune="off")
+    with forcing():
+        return sparta.compile(model, x, tune="off"), x
+
+
+@pytest.fixture
+def saved(compiled, tmp_path):
+    """Return a compiled model with its inputs, and the path that it was saved to."""
+    fast, x = compiled
     fast.save(tmp_path / "model.sparta")
     return fast, x, tmp_path / "model.sparta"
 
@@ -35,7 +43,7 @@ def rewritten(path, change):
 
 def test_what_is_loaded_is_what_was_saved(saved):
     fast, x, path = saved
-    again = load(path)
+    again = sparta.load(path)
     assert torch.equal(again(x), fast(x))
     assert set(again.kernels) == set(fast.kernels)
     assert again.report.to_dict() == fast.report.to_dict()
@@ -43,12 +51,12 @@ def test_what_is_loaded_is_what_was_saved(saved):
     assert again.report.certificate == fast.report.certificate
     assert again.provenance == fast.provenance
     again.save(path)
-    assert torch.equal(load(path)(x), fast(x))
+    assert torch.equal(sparta.load(path)(x), fast(x))
 
 
 def test_weights_are_stored_without_their_zeros(forced, tmp_path):
     model, x = nets.pruned(nets.Mlp(256, 256), sparsity=0.95), torch.randn(6, 256)
-    compile_model(model, x, tune="off").save(tmp_path / "model.sparta")
+    sparta.compile(model, x, tune="off").save(tmp_path / "model.sparta")
     dense = sum(p.numel() * 4 for p in model.parameters())
     assert (tmp_path / "model.sparta").stat().st_size < 0.35 * dense
 
@@ -62,16 +70,16 @@ def test_weights_are_stored_without_their_zeros(forced, tmp_path):
 )
 def test_models_of_all_kinds_come_back(forced, tmp_path, model, inputs):
     model, inputs = nets.pruned(model()), inputs()
-    fast = compile_model(model, inputs, tune="off")
+    fast = sparta.compile(model, inputs, tune="off")
     fast.save(tmp_path / "model.sparta")
-    one, two = fast(**inputs), load(tmp_path / "model.sparta")(**inputs)
+    one, two = fast(**inputs), sparta.load(tmp_path / "model.sparta")(**inputs)
     torch.testing.assert_close(one, two, rtol=0, atol=0)
 
 
 def test_dynamic_sizes_come_back(forced, tmp_path):
     model = nets.pruned(nets.Attention())
     batch, length = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("length", min=2, max=64)
-    fast = compile_model(
+    fast = sparta.compile(
         model,
         {"x": torch.randn(3, 7, 32)},
         tune="off",
@@ -79,7 +87,7 @@ def test_dynamic_sizes_come_back(forced, tmp_path):
         more_inputs=[{"x": torch.randn(2, 40, 32)}],
     )
     fast.save(tmp_path / "model.sparta")
-    again = load(tmp_path / "model.sparta")
+    again = sparta.load(tmp_path / "model.sparta")
     x = torch.randn(5, 11, 32)
     torch.testing.assert_close(again(x), fast(x), rtol=0, atol=0)
     assert all(len(module.choices) == 2 for module in again.kernels.values())
@@ -91,8 +99,8 @@ def test_a_fresh_process_loads_without_the_models_code(saved, tmp_path):
 
     save_file({"x": x}, tmp_path / "x.safetensors")
     code = (
-        "import sys; from safetensors.torch import load_file, save_file; from sparta.compiler import load; "
-        "x = load_file(sys.argv[2])['x']; save_file({'y': load(sys.argv[1])(x)}, sys.argv[3]); "
+        "import sys; from safetensors.torch import load_file, save_file; import sparta; "
+        "x = load_file(sys.argv[2])['x']; save_file({'y': sparta.load(sys.argv[1])(x)}, sys.argv[3]); "
         "assert 'compiler.nets' not in sys.modules"
     )
     command = [sys.executable, "-c", code, str(path), str(tmp_path / "x.safetensors"), str(tmp_path / "y.safetensors")]
@@ -103,7 +111,7 @@ def test_a_fresh_process_loads_without_the_models_code(saved, tmp_path):
 
 def test_kernels_can_be_tuned_for_another_machine(saved, own_stores):
     fast, x, path = saved
-    again = load(path, retune=True)
+    again = sparta.load(path, retune=True)
     torch.testing.assert_close(again(x), fast(x), rtol=1e-4, atol=1e-5)
     assert any(own_stores[1].iterdir())
 
@@ -117,7 +125,7 @@ def test_another_machine_is_noted(saved):
     def elsewhere(_tensors, payload):
         payload["provenance"]["machine"] = "a machine far away"
 
-    again = load(rewritten(path, elsewhere))
+    again = sparta.load(rewritten(path, elsewhere))
     assert "retune=True" in str(again.report)
 
 
@@ -132,7 +140,7 @@ def test_kernels_that_do_not_fit_are_chosen_anew(saved, config):
 
     rewritten(path, change)
     with pytest.warns(UserWarning, match="does not run here"):
-        again = load(path)
+        again = sparta.load(path)
     torch.testing.assert_close(again(x), fast(x), rtol=1e-4, atol=1e-5)
     assert "does not run here" in str(again.report)
 
@@ -145,7 +153,7 @@ def test_a_truncated_file_is_refused(saved, keep):
     _, _, path = saved
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(FileFormatError, match=path.name):
-        load(path)
+        sparta.load(path)
 
 
 def test_an_edited_file_is_refused(saved):
@@ -154,7 +162,7 @@ def test_an_edited_file_is_refused(saved):
     data[-3] ^= 1
     path.write_bytes(data)
     with pytest.raises(FileFormatError, match="checksum"):
-        load(path)
+        sparta.load(path)
 
 
 def test_newer_and_foreign_files_are_refused(saved, tmp_path):
@@ -162,12 +170,12 @@ def test_newer_and_foreign_files_are_refused(saved, tmp_path):
     tensors, payload = load_tensors(path, "model", 1)
     save_tensors(tmp_path / "newer", "model", 2, tensors, payload)
     with pytest.raises(FileFormatError, match="upgrade"):
-        load(tmp_path / "newer")
+        sparta.load(tmp_path / "newer")
     save_tensors(tmp_path / "other", "spec", 1, tensors, payload)
     with pytest.raises(FileFormatError, match="a sparta spec file"):
-        load(tmp_path / "other")
+        sparta.load(tmp_path / "other")
     with pytest.raises(FileFormatError, match="cannot read"):
-        load(tmp_path / "missing")
+        sparta.load(tmp_path / "missing")
 
 
 def _without(*path):
@@ -221,7 +229,7 @@ def test_a_file_that_does_not_fit_together_is_refused(saved, change):
     _, _, path = saved
     rewritten(path, change)
     with pytest.raises(FileFormatError, match=path.name):
-        load(path)
+        sparta.load(path)
 
 
 # ---------------------------------------------------------------------- graphs
@@ -269,7 +277,7 @@ def test_structures_that_cannot_be_written_are_named(tmp_path):
         def forward(self, x):
             return Box(x + 1)
 
-    fast = compile_model(Boxed(), torch.zeros(2), tune="off")
+    fast = sparta.compile(Boxed(), torch.zeros(2), tune="off")
     assert torch.equal(fast(torch.zeros(2)).value, torch.ones(2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,11 +1,10 @@
-"""`torch.compile(model, backend=...)`: the same numbers, our kernels, and no stale weights."""
+"""`torch.compile(model, backend="sparta")`: the same numbers, our kernels, and no stale weights."""
 
 import pytest
 import torch
 
 from compiler import nets
 from sparta.compiler import backend
-from sparta.compiler.backend import sparta_backend
 
 
 @pytest.fixture
@@ -26,7 +25,7 @@ def compiled_models(forced, monkeypatch):
 
 def test_a_model_runs_with_our_kernels_at_any_size(compiled_models):
     model = nets.pruned(nets.Mlp())
-    fast = torch.compile(model, backend=sparta_backend, options={"tune": "off"})
+    fast = torch.compile(model, backend="sparta", options={"tune": "off"})
     with torch.no_grad():
         for rows in (6, 3, 9, 3):
             x = torch.randn(rows, 32)
@@ -38,7 +37,7 @@ def test_a_model_runs_with_our_kernels_at_any_size(compiled_models):
 
 def test_buffers_are_fixed_too(compiled_models):
     model, x = nets.pruned(nets.Cnn()), torch.randn(2, 3, 16, 16)
-    fast = torch.compile(model, backend=sparta_backend, options={"tune": "off"})
+    fast = torch.compile(model, backend="sparta", options={"tune": "off"})
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
     assert "BatchNorms were folded" in str(compiled_models[0].report)
@@ -46,7 +45,7 @@ def test_buffers_are_fixed_too(compiled_models):
 
 def test_changed_weights_are_seen(compiled_models):
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = torch.compile(model, backend=sparta_backend, options={"tune": "off"})
+    fast = torch.compile(model, backend="sparta", options={"tune": "off"})
     with torch.no_grad():
         fast(x)
         model.first.weight.mul_(2)
@@ -55,7 +54,7 @@ def test_changed_weights_are_seen(compiled_models):
 
 def test_training_runs_as_it_is_and_says_so(compiled_models):
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = torch.compile(model, backend=sparta_backend)
+    fast = torch.compile(model, backend="sparta")
     with pytest.warns(UserWarning, match="no_grad"):
         fast(x).sum().backward()
     assert model.first.weight.grad is not None
@@ -64,7 +63,7 @@ def test_training_runs_as_it_is_and_says_so(compiled_models):
 
 def test_wrong_options_are_named():
     torch._dynamo.reset()
-    fast = torch.compile(nets.Mlp(), backend=sparta_backend, options={"tun": "off"})
+    fast = torch.compile(nets.Mlp(), backend="sparta", options={"tun": "off"})
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="did you mean 'tune'"), torch.no_grad():
         fast(torch.randn(6, 32))
     torch._dynamo.reset()

@@ -14,7 +14,7 @@ from torch import nn
 import sparta
 from compiler import nets
 from compiler.conftest import chosen as chosen_for
-from sparta.compiler import Report, compile_model
+from sparta.compiler import Report
 from sparta.errors import CheckError, MissingPackageError, NameNotFoundError, ShapeError, ValueRangeError
 from sparta.specialize.implement import Kernel
 
@@ -52,7 +52,7 @@ def test_random_sparse_models_compute_the_same(pattern, sparsity, sizes, seed):
     x = torch.randn(rows, width)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sparta.compiler.choose.choose", lambda spec, store=None: chosen_for(spec))
-        fast = compile_model(model, x, tune="off")
+        fast = sparta.compile(model, x, tune="off")
     for inputs in (x, torch.randn(rows, width)):
         agree(fast(inputs), model(inputs).detach())
     assert fast.report.certificate.passed
@@ -61,7 +61,7 @@ def test_random_sparse_models_compute_the_same(pattern, sparsity, sizes, seed):
 @pytest.mark.parametrize("tune", ["off", "quick"])
 def test_a_fully_dense_model_stays_dense_and_says_why(tune):
     model, x = nets.Mlp(), torch.randn(4, 32)
-    fast = compile_model(model, x, tune=tune)
+    fast = sparta.compile(model, x, tune=tune)
     agree(fast(x), model(x).detach())
     assert not fast.report.plan.sparse
     assert all("no zeros" in layer.first.reason for layer in fast.report.plan.layers)
@@ -73,14 +73,14 @@ def test_a_model_without_layers_compiles():
         def forward(self, x):
             return x.softmax(-1)
 
-    fast = compile_model(Nothing(), torch.randn(3, 4))
+    fast = sparta.compile(Nothing(), torch.randn(3, 4))
     assert "no layer" in str(fast.report)
     agree(fast(torch.ones(3, 4)), torch.full((3, 4), 0.25))
 
 
 def test_epilogues_are_fused(forced):
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = compile_model(model, x, tune="off")
+    fast = sparta.compile(model, x, tune="off")
     fused = {name: str(module.fused.epilogue) for name, module in fast.kernels.items()}
     assert fused == {
         "first.weight_kernel": "bias+relu",
@@ -94,7 +94,7 @@ def test_epilogues_are_fused(forced):
 
 def test_convolutions_run_with_batch_norms_folded(forced):
     model, x = nets.pruned(nets.Cnn()), torch.randn(2, 3, 16, 16)
-    fast = compile_model(model, x, tune="off")
+    fast = sparta.compile(model, x, tune="off")
     targets = {str(node.target) for node in fast.graph.graph.nodes}
     assert not any("batch_norm" in target for target in targets)
     assert {layer.op for layer in fast.report.plan.sparse} == {"conv2d", "linear"}
@@ -112,7 +112,7 @@ def test_a_sum_of_two_layers_is_fused_once(forced):
             return self.a(x) + self.b(x), self.a(self.b(x))
 
     model, x = nets.pruned(Two()), torch.randn(3, 16)
-    fast = compile_model(model, x, tune="off")
+    fast = sparta.compile(model, x, tune="off")
     for one, two in zip(fast(x), model(x), strict=True):
         agree(one, two.detach())
     assert len(fast.kernels) == 4
@@ -125,7 +125,7 @@ def test_what_propagation_finds_is_used_without_breaking_blocks(forced):
         model[2].weight[:, :3] = 0  # three hidden channels of a block of four are never seen
         model[2].weight[:, 32:40] = 0  # two whole blocks
     x = torch.randn(4, 64)
-    fast = compile_model(model, x, tune="off")
+    fast = sparta.compile(model, x, tune="off")
     first = next(layer for layer in fast.report.plan.layers if layer.name == "0")
     assert first.pattern == "block 4×1"
     agree(fast(x), model(x).detach())
@@ -147,7 +147,7 @@ def test_layers_of_any_spelling_are_found(forced):
             weight[::2, ::2] = 0
             weight[1::2, 1::2] = 0
     x = torch.randn(5, 16)
-    fast = compile_model(model, x, tune="off")
+    fast = sparta.compile(model, x, tune="off")
     assert len(fast.report.plan.sparse) == 2
     agree(fast(x), model(x).detach())
 
@@ -158,7 +158,7 @@ def test_layers_of_any_spelling_are_found(forced):
 def test_it_is_called_as_the_original_is(forced):
     model = nets.pruned(nets.Attention())
     x, mask = torch.randn(2, 6, 32), torch.ones(6, 6, dtype=torch.bool).tril()
-    fast = compile_model(model, {"x": x, "mask": mask, "scale": 0.5}, tune="off")
+    fast = sparta.compile(model, {"x": x, "mask": mask, "scale": 0.5}, tune="off")
     expected = model(x, mask, scale=0.5)
     for found in (fast(x, mask, scale=0.5), fast(scale=0.5, x=x, mask=mask), fast(x, scale=0.5, mask=mask)):
         assert list(found) == ["hidden", "pair"]
@@ -183,7 +183,7 @@ def test_batch_and_sequence_may_change(forced):
     batch, length = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("length", min=2, max=64)
     shapes = {"x": {0: batch, 1: length}}
     x = torch.randn(3, 7, 32)
-    fast = compile_model(
+    fast = sparta.compile(
         model, {"x": x}, tune="off", dynamic_shapes=shapes, more_inputs=[{"x": torch.randn(2, 40, 32)}]
     )
     assert all(len(layer.choices) == 2 for layer in fast.report.plan.layers)
@@ -194,7 +194,7 @@ def test_batch_and_sequence_may_change(forced):
 
 def test_results_carry_no_gradient_and_training_is_refused(forced):
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32, requires_grad=True)
-    fast = compile_model(model, x.detach(), tune="off")
+    fast = sparta.compile(model, x.detach(), tune="off")
     assert not fast(x).requires_grad
     assert not fast.training
     with pytest.raises(ValueRangeError, match="train the original"):
@@ -205,7 +205,7 @@ def test_results_carry_no_gradient_and_training_is_refused(forced):
 def test_the_original_is_left_alone(forced):
     model, x = nets.pruned(nets.Cnn()).train(), torch.randn(2, 3, 16, 16)
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    fast = compile_model(model, x, tune="off")
+    fast = sparta.compile(model, x, tune="off")
     assert model.training
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     expected = fast(x)
@@ -220,7 +220,7 @@ def test_the_original_is_left_alone(forced):
 
 def test_copies_and_state_dicts(forced):
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = compile_model(model, x, tune="off")
+    fast = sparta.compile(model, x, tune="off")
     expected = fast(x)
     twin = copy.deepcopy(fast)
     with torch.no_grad():
@@ -240,23 +240,23 @@ def test_copies_and_state_dicts(forced):
 
 def test_another_dtype(forced):
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = compile_model(model, x, tune="off", dtype=torch.bfloat16)
+    fast = sparta.compile(model, x, tune="off", dtype=torch.bfloat16)
     assert fast(x).dtype == torch.bfloat16
     assert fast.report.certificate.dtype == "bfloat16"
     torch.testing.assert_close(fast(x).float(), model(x).detach(), rtol=0.1, atol=0.1)
     assert next(model.parameters()).dtype == torch.float32
-    wide = compile_model(model, x, tune="off")
+    wide = sparta.compile(model, x, tune="off")
     with pytest.warns(UserWarning, match="Dense runs instead"):
         wide.double()
     torch.testing.assert_close(wide(x.double()).float(), model(x).detach(), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueRangeError, match="floating-point"):
-        compile_model(model, x, dtype=torch.int8)
+        sparta.compile(model, x, dtype=torch.int8)
 
 
 def test_torch_compile_reaches_the_kernels(forced):
     torch._dynamo.reset()
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = compile_model(model, x, tune="off")
+    fast = sparta.compile(model, x, tune="off")
     again = torch.compile(fast.graph, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         agree(again(x)[0], fast(x))
@@ -264,7 +264,7 @@ def test_torch_compile_reaches_the_kernels(forced):
 
 
 def test_it_cannot_be_pickled(forced):
-    fast = compile_model(nets.pruned(nets.Mlp()), torch.randn(6, 32), tune="off")
+    fast = sparta.compile(nets.pruned(nets.Mlp()), torch.randn(6, 32), tune="off")
     with pytest.raises(ValueRangeError, match="save"):
         pickle.dumps(fast)
 
@@ -272,7 +272,7 @@ def test_it_cannot_be_pickled(forced):
 def test_threads_share_a_compiled_model(forced):
     model = nets.pruned(nets.Mlp())
     inputs = [torch.randn(6, 32) for _ in range(8)]
-    fast = compile_model(model, inputs[0], tune="off")
+    fast = sparta.compile(model, inputs[0], tune="off")
     expected = [fast(x) for x in inputs]
     found = [None] * len(inputs)
 
@@ -293,19 +293,19 @@ def test_threads_share_a_compiled_model(forced):
 def test_tuning_is_remembered(own_stores, monkeypatch):
     model, x = nets.pruned(nets.Mlp(64, 64), sparsity=0.9), torch.randn(16, 64)
     lines = []
-    first = compile_model(model, x, progress=lines.append)
+    first = sparta.compile(model, x, progress=lines.append)
     assert any("layer 1/3" in line for line in lines)
     assert first.report.totals.first_compile_seconds is None
     assert first.report.speedup > 0
     monkeypatch.setattr("sparta.compiler.choose.tune_kernel", lambda *_a, **_k: pytest.fail("tuned twice"))
-    second = compile_model(model, x)
+    second = sparta.compile(model, x)
     assert second.report.totals.first_compile_seconds == pytest.approx(first.report.totals.compile_seconds, abs=5)
     agree(second(x), model(x).detach())
 
 
 def test_a_spent_budget_leaves_layers_dense_and_says_so(own_stores):
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = compile_model(model, x, budget_s=1e-9)
+    fast = sparta.compile(model, x, budget_s=1e-9)
     assert {layer.first.reason for layer in fast.report.plan.layers} == {
         "dense: the budget was spent before this layer"
     }
@@ -319,7 +319,7 @@ def test_an_interrupt_keeps_the_best_so_far(own_stores, monkeypatch):
 
     monkeypatch.setattr("sparta.compiler.choose.tune_kernel", interrupt)
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = compile_model(model, x)
+    fast = sparta.compile(model, x)
     assert "interrupted" in str(fast.report)
     agree(fast(x), model(x).detach())
 
@@ -341,7 +341,7 @@ def test_kernels_that_lose_in_the_whole_are_left_out(forced, own_stores, monkeyp
     monkeypatch.setattr(Contest, "_call", call)
     monkeypatch.setattr(Contest, "given", property(lambda self: lambda: 10.0, lambda self, value: None), raising=False)
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = compile_model(model, x)
+    fast = sparta.compile(model, x)
     assert set(fast.kernels) == {"first.weight_kernel", "last.weight_kernel"}
     assert "not in the whole model" in str(fast.report)
     agree(fast(x), model(x).detach())
@@ -350,13 +350,13 @@ def test_kernels_that_lose_in_the_whole_are_left_out(forced, own_stores, monkeyp
 def test_wrong_arguments():
     model, x = nets.Mlp(), torch.randn(6, 32)
     with pytest.raises(NameNotFoundError, match="did you mean 'quick'"):
-        compile_model(model, x, tune="quik")
+        sparta.compile(model, x, tune="quik")
     with pytest.raises(ValueRangeError, match="budget_s"):
-        compile_model(model, x, budget_s=0)
+        sparta.compile(model, x, budget_s=0)
     with pytest.raises(ValueRangeError, match="target"):
-        compile_model(model, x, target="tpu9")
+        sparta.compile(model, x, target="tpu9")
     with pytest.raises(ValueRangeError, match="Module"):
-        compile_model(torch.relu, x)
+        sparta.compile(torch.relu, x)
 
 
 # ---------------------------------------------------------------------- the report
@@ -364,7 +364,7 @@ def test_wrong_arguments():
 
 def test_the_report_is_data(forced):
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = compile_model(model, x, tune="off")
+    fast = sparta.compile(model, x, tune="off")
     report = fast.report
     again = Report.from_dict(json.loads(json.dumps(report.to_dict())))
     assert again.to_dict() == report.to_dict()
@@ -422,11 +422,11 @@ def test_a_kernel_with_wrong_numbers_is_replaced(forced, monkeypatch):
 
     monkeypatch.setattr(kernels, "build", build)
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = compile_model(model, x, tune="off")
+    fast = sparta.compile(model, x, tune="off")
     agree(fast(x), model(x).detach())
     assert set(fast.kernels) == {"second.weight_kernel", "last.weight_kernel"}
     assert "wrong numbers" in str(fast.report)
-    trusting = compile_model(model, x, tune="off", verify=False)
+    trusting = sparta.compile(model, x, tune="off", verify=False)
     assert len(trusting.kernels) == 3
     assert "not verified" in str(trusting.report)
 
@@ -437,4 +437,4 @@ def test_a_model_that_is_no_function_is_refused():
             return x + torch.rand(x.shape)
 
     with pytest.raises(CheckError, match="randomness"):
-        compile_model(Random(), torch.randn(3, 4), tune="off")
+        sparta.compile(Random(), torch.randn(3, 4), tune="off")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import sparta
 from compiler import nets
-from sparta.compiler import compile_model, load
 from sparta.specialize.implement import implement_named
 from sparta.specialize.store import TuningStore
 
@@ -25,14 +25,14 @@ def agree(fast, model, x):
 
 def test_killed_while_saving_leaves_the_old_artifact_whole(forced, tmp_path):
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = compile_model(model, x, tune="off")
+    fast = sparta.compile(model, x, tune="off")
     path = tmp_path / "model.sparta"
     fast.save(path)
     # The process stops for good in the middle of writing the second version: its data is there, its name is not.
     code = (
-        "import os, sys, time; from sparta import files; from sparta.compiler import load; "
+        "import os, sys, time; import sparta; "
         "os.fsync = lambda handle: (print('writing', flush=True), time.sleep(60)); "
-        "load(sys.argv[1]).save(sys.argv[1])"
+        "sparta.load(sys.argv[1]).save(sys.argv[1])"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline().strip() == "writing"
@@ -40,12 +40,12 @@ def test_killed_while_saving_leaves_the_old_artifact_whole(forced, tmp_path):
     process.wait(timeout=30)
     process.stdout.close()
     assert len(list(tmp_path.iterdir())) == 2  # the half-written file, under another name
-    assert torch.equal(load(path)(x), fast(x))
+    assert torch.equal(sparta.load(path)(x), fast(x))
 
 
 def test_no_space_left_leaves_the_old_artifact_whole(forced, tmp_path, monkeypatch):
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = compile_model(model, x, tune="off")
+    fast = sparta.compile(model, x, tune="off")
     path = tmp_path / "model.sparta"
     fast.save(path)
 
@@ -57,7 +57,7 @@ def test_no_space_left_leaves_the_old_artifact_whole(forced, tmp_path, monkeypat
         fast.save(path)
     monkeypatch.undo()
     assert [file.name for file in tmp_path.iterdir()] == ["model.sparta"]
-    assert torch.equal(load(path)(x), fast(x))
+    assert torch.equal(sparta.load(path)(x), fast(x))
 
 
 def test_a_cache_folder_that_cannot_be_used_costs_only_time(tmp_path, monkeypatch):
@@ -65,7 +65,7 @@ def test_a_cache_folder_that_cannot_be_used_costs_only_time(tmp_path, monkeypatc
     blocked.write_text("")
     monkeypatch.setenv("SPARTA_CACHE", str(blocked / "cache"))
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = compile_model(model, x, budget_s=20)
+    fast = sparta.compile(model, x, budget_s=20)
     agree(fast, model, x)
     assert "cannot be kept" in str(fast.report)
 
@@ -77,7 +77,7 @@ def test_no_compiler_leaves_layers_to_what_there_is(own_stores, monkeypatch):
         implement = type(implement_named("cpu", op))
         monkeypatch.setattr(implement, "supports", lambda self, spec: Support.no("no C++ compiler was found"))
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = compile_model(model, x, budget_s=20)
+    fast = sparta.compile(model, x, budget_s=20)
     agree(fast, model, x)
     assert all(layer.first.implement != "cpu" for layer in fast.report.plan.layers)
     assert any(layer.sparse for layer in fast.report.plan.layers) or "no C++ compiler" in str(fast.report)
@@ -91,7 +91,7 @@ def test_a_compiler_that_fails_leaves_layers_to_what_there_is(own_stores, monkey
 
     monkeypatch.setattr(type(implement_named("cpu", "linear")), "build", fail)
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = compile_model(model, x, budget_s=20)
+    fast = sparta.compile(model, x, budget_s=20)
     agree(fast, model, x)
     assert all(layer.first.implement != "cpu" for layer in fast.report.plan.layers)
 
@@ -102,7 +102,7 @@ def test_a_layer_that_cannot_be_measured_does_not_end_the_compilation(own_stores
 
     monkeypatch.setattr("sparta.compiler.choose.tune_kernel", fail)
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = compile_model(model, x)
+    fast = sparta.compile(model, x)
     agree(fast, model, x)
     assert "out of memory" in str(fast.report)
 
@@ -116,7 +116,7 @@ def test_inductor_that_fails_leaves_eager(own_stores, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", broken)
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = compile_model(model, x, inductor=True, budget_s=20)
+    fast = sparta.compile(model, x, inductor=True, budget_s=20)
     agree(fast, model, x)
     assert fast.report.plan.whole.host == "eager"
     assert "no working compiler" in str(fast.report)
@@ -124,12 +124,12 @@ def test_inductor_that_fails_leaves_eager(own_stores, monkeypatch):
 
 def test_a_damaged_memory_is_forgotten(own_stores):
     model, x = nets.pruned(nets.Mlp(), sparsity=0.5), torch.randn(6, 32)
-    compile_model(model, x, budget_s=20)
+    sparta.compile(model, x, budget_s=20)
     files = list(own_stores[0].glob("*.json"))
     assert files
     for file in files:
         file.write_text("{")
-    fast = compile_model(model, x, budget_s=20)
+    fast = sparta.compile(model, x, budget_s=20)
     assert fast.report.totals.first_compile_seconds is None
     agree(fast, model, x)
 
@@ -140,7 +140,7 @@ def _compile_into(cache, seed):
     model = nets.pruned(nets.Mlp())
     torch.manual_seed(seed)
     x = torch.randn(6, 32)
-    fast = compile_model(model, x, budget_s=60)
+    fast = sparta.compile(model, x, budget_s=60)
     assert torch.allclose(fast(x), model(x), rtol=1e-4, atol=1e-5)
 
 

@@ -7,8 +7,9 @@ import sys
 import pytest
 import torch
 
+import sparta
 from compiler import nets
-from sparta.compiler import compile_model, exchange_reader
+from sparta.compiler import exchange_reader
 from sparta.compiler.interface import REQUEST, request_for, specialise, write_exchange
 from sparta.errors import FileFormatError
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
@@ -68,7 +69,7 @@ def test_requests_that_cannot_be_read_are_refused(request_and_tensors, change, m
 
 def test_an_exchange_file_needs_only_json_and_safetensors(forced, tmp_path):
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = compile_model(model, x, tune="off")
+    fast = sparta.compile(model, x, tune="off")
     path = tmp_path / "model.exchange"
     write_exchange(fast, path)
     code = (
@@ -89,7 +90,7 @@ def test_an_exchange_file_needs_only_json_and_safetensors(forced, tmp_path):
 
 
 def test_other_files_are_refused_by_the_reader(forced, tmp_path):
-    fast = compile_model(nets.pruned(nets.Mlp()), torch.randn(6, 32), tune="off")
+    fast = sparta.compile(nets.pruned(nets.Mlp()), torch.randn(6, 32), tune="off")
     fast.save(tmp_path / "model.sparta")
     with pytest.raises(ValueError, match="not a sparta exchange file"):
         exchange_reader.read_exchange(str(tmp_path / "model.sparta"))

@@ -317,9 +317,9 @@ def test_a_recipe_counted_in_steps_runs():
     recipe = """
     modifiers:
       - EpochRange: {start_epoch: 0.0, end_epoch: 2.0}
-      - MagnitudePruning: {init_sparsity: 0.0, final_sparsity: 0.5, start_epoch: 0.0, end_epoch: 6 steps, update_frequency: 1 steps}
+      - MagnitudePruning: {init_sparsity: 0.0, final_sparsity: 0.5, end_epoch: 6 steps, update_frequency: 1 steps}
     """
-    manager, optimizer = initialize(model, optimizer, 4, recipe=recipe)
+    _, optimizer = initialize(model, optimizer, 4, recipe=recipe)
     for _ in range(7):
         optimizer.zero_grad()
         model(torch.randn(3, 16)).square().mean().backward()
