@@ -55,6 +55,22 @@ class Cnn(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Residual(nn.Module):
+    """A block of a ResNet, with a convolution in its shortcut: the last ReLU comes after the sum."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(width, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+        self.short = nn.Sequential(nn.Conv2d(width, width, 1, 2, bias=False), nn.BatchNorm2d(width))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        y = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+        y += self.short(x)
+        return self.relu(y)
+
+
 def pruned(model, pattern=None, sparsity=0.8, include=None):
     """Prune a model's weights and shake its BatchNorms, so that folding them is no identity."""
     sparta.Spec.from_pattern(model, pattern or sparta.Block(4, 1), sparsity, include=include).apply(model)

@@ -13,8 +13,9 @@ from torch import nn
 
 import sparta
 from compiler import nets
-from compiler.conftest import chosen as chosen_for
+from compiler.conftest import forcing
 from sparta.compiler import Report
+from sparta.compiler.settings import Session
 from sparta.errors import CheckError, MissingPackageError, NameNotFoundError, ShapeError, ValueRangeError
 from sparta.specialize.implement import Kernel
 
@@ -50,8 +51,7 @@ def test_random_sparse_models_compute_the_same(pattern, sparsity, sizes, seed):
             )
             layer.weight.copy_(tesa.apply(layer.weight))
     x = torch.randn(rows, width)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sparta.compiler.choose.choose", lambda spec, store=None: chosen_for(spec))
+    with forcing():
         fast = sparta.compile(model, x, tune="off")
     for inputs in (x, torch.randn(rows, width)):
         agree(fast(inputs), model(inputs).detach())
@@ -100,6 +100,48 @@ def test_convolutions_run_with_batch_norms_folded(forced):
     assert {layer.op for layer in fast.report.plan.sparse} == {"conv2d", "linear"}
     agree(fast(x), model(x).detach())
     assert "4 BatchNorms were folded" in str(fast.report)
+
+
+def test_a_residual_block_is_fused_up_to_its_last_relu(forced):
+    model, x = nets.pruned(nets.Residual()), torch.randn(2, 16, 12, 12)
+    fast = sparta.compile(model, x, tune="off")
+    fused = {name: str(module.fused.epilogue) for name, module in fast.kernels.items()}
+    assert sorted(fused.values()) == ["bias", "bias+relu", "bias+residual"]
+    calls = [str(node.target) for node in fast.graph.graph.nodes if node.op == "call_function"]
+    assert calls == ["aten.relu.default"]  # epilogues end with the residual
+    given = x.clone()
+    agree(fast(x), model(x).detach())
+    assert torch.equal(x, given)
+
+
+def test_a_relu_writes_in_place_only_where_nothing_else_reads(forced):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x):
+            y = self.layer(x) + x
+            return y, torch.relu(y), torch.relu(x)
+
+    model, x = nets.pruned(Twice()), torch.randn(3, 16)
+    fast, given = sparta.compile(model, x, tune="off"), x.clone()
+    for one, two in zip(fast(x), model(x), strict=True):
+        agree(one, two.detach())
+    assert torch.equal(x, given)
+
+
+def test_a_split_weight_competes_saves_and_loads(tmp_path):
+    model, x = nn.Linear(160, 128), torch.randn(12, 160)
+    mask = sparta.testing.block_mask((128, 160), (4, 1), 0.85, seed=0) | (torch.rand(128, 160) < 0.04)
+    with torch.no_grad():
+        model.weight.mul_(mask)
+    with forcing("split"):
+        fast = sparta.compile(model, x, tune="off")
+    assert fast.report.rows()[0]["runs"].startswith("split plan=4x1 by cpu + 1x1 by")
+    agree(fast(x), model(x).detach())
+    fast.save(tmp_path / "model.sparta")
+    assert torch.equal(sparta.load(tmp_path / "model.sparta")(x), fast(x))
 
 
 def test_a_sum_of_two_layers_is_fused_once(forced):
@@ -309,6 +351,35 @@ def test_a_spent_budget_leaves_layers_dense_and_says_so(own_stores):
     assert {layer.first.reason for layer in fast.report.plan.layers} == {
         "dense: the budget was spent before this layer"
     }
+    agree(fast(x), model(x).detach())
+
+
+def test_a_budget_keeps_room_for_what_must_still_come(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("sparta.compiler.settings.time.perf_counter", lambda: now)
+    session = Session(budget_s=100.0, started=0.0)
+    assert session.left == 100.0
+    session.reserve = 10.0
+    assert session.left == 90.0
+    with session.step(1.0):  # the first step compiles a library, which no other one does
+        now = 31.0
+    assert session.left == pytest.approx(100 - 31 - 10 - 30)
+    with session.step(1.0):
+        now = 34.0
+    assert session.left == pytest.approx(100 - 34 - 10 - 2)
+    session.interrupted = True
+    assert session.left == 0.0
+    assert Session().left == float("inf")
+
+
+def test_a_model_too_slow_for_the_budget_is_not_timed_and_says_so(forced, own_stores, monkeypatch):
+    from sparta.compiler.whole import Contest
+
+    monkeypatch.setattr(Contest, "_times", lambda *_args: pytest.fail("timed a model that the budget cannot pay for"))
+    monkeypatch.setattr(Contest, "call_seconds", property(lambda self: 1e6, lambda self, value: None), raising=False)
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    fast = sparta.compile(model, x, budget_s=60)
+    assert "not timed end to end: the budget was spent" in str(fast.report)
     agree(fast(x), model(x).detach())
 
 

@@ -163,18 +163,6 @@ def test_state_dict_round_trip(mask):
     assert same.ready
 
 
-@pytest.mark.parametrize("which", ["input_mask", "output_mask"])
-def test_input_and_output_masks(which):
-    size = (7, K) if which == "input_mask" else (7, N)
-    mask = torch.rand(size) < 0.5
-    layer = SparseLinear(nn.Linear(K, N), **{which: mask})
-    x = torch.randn(2, 7, K)
-    expected = linear_reference(x, layer.weight, layer.bias, **{which: mask})
-    check(layer(x), expected, reduction=K)
-    with pytest.raises(ValueRangeError, match="weight masks"):
-        layer.tune(inputs=(x,))
-
-
 def test_a_whole_model_is_tuned_and_built_from_what_was_tuned(mask):
     def model():
         torch.manual_seed(1)

@@ -144,7 +144,7 @@ def test_tuning_keeps_what_is_right():
         (
             lambda: layer()(torch.randn(3, K), torch.tensor([0, 5, 1])),
             ValueRangeError,
-            "from 0 to 5; allowed: integers",
+            "from 0 to 4, not from 0 to 5",
         ),
         (lambda: layer()(torch.randn(1, K), torch.tensor([-1])), ValueRangeError, "from -1"),
         (lambda: layer()(torch.randn(3, K), torch.tensor([0, 1, 2]), torch.rand(3, 1)), ShapeError, "gates of shape"),

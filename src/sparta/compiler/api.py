@@ -43,6 +43,8 @@ from sparta.version import __version__
 
 __all__ = ["compile_model"]
 
+_CALLS_TO_VERIFY = 6  # the original and the compiled model, each on three inputs
+
 
 def compile_model(  # noqa: PLR0913 - one call says all there is to say about a compilation
     model: nn.Module,
@@ -81,7 +83,8 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     verify
         Compare with the original on fresh inputs before handing over.
     budget_s
-        Seconds for the whole compilation; what is not measured by then stays dense. Ctrl-C has the same effect.
+        Seconds for the whole compilation; what is not measured by then stays dense. Ctrl-C has the same effect. A
+        candidate under way is finished, and compiling the kernels for the first time is not cut short.
     more_inputs
         Further example inputs of other sizes (needs `dynamic_shapes`); kernels are chosen for each.
     inductor
@@ -158,6 +161,10 @@ class _Job:
             with torch.no_grad():
                 return self.model(*args, **kwargs)
 
+        before = self.session.elapsed
+        as_given()
+        call_seconds = self.session.elapsed - before
+        self.session.reserve = _CALLS_TO_VERIFY * len(self.inputs) * call_seconds
         plans = choose_layers(self.groups, self.points, self.session)
         return Contest(
             as_given,
@@ -169,6 +176,7 @@ class _Job:
             self.points,
             self.session,
             inductor=inductor,
+            call_seconds=call_seconds,
         )
 
     def reference(self) -> Callable[..., Any]:

@@ -84,7 +84,7 @@ def choose_layers(groups: Sequence[SubGraph], points: Sequence[Point], session: 
 def _choice(
     group: SubGraph, x: Tensor, residual: Tensor | None, known: dict[str, Choice], session: Session, *, parts: int
 ) -> Choice:
-    if group.tesa.density >= _TOO_DENSE:
+    if group.tesa.density >= _TOO_DENSE and group.scales is None:
         zeros = group.tesa.sparsity
         why = "the weight has no zeros" if not zeros else f"only {zeros:.1%} of the weight is zero"
         return Choice(DENSE, {}, f"dense: {why}")
@@ -116,13 +116,14 @@ def _measured(
     if session.left <= 0:
         why = "interrupted" if session.interrupted else "the budget was spent before this layer"
         return Choice(DENSE, {}, f"dense: {why}", None, stored.refused)
-    trials, seconds = _EFFORT[session.tune]
-    with torch.no_grad():
+    trials, most = _EFFORT[session.tune]
+    seconds = max(0.05, session.share(parts, most))
+    with torch.no_grad(), session.step(seconds):
         problem = group.lowering.problem(spec, group.weight, x, group.bias, residual)
         choice = tune_kernel(
             problem,
             max_trials=trials,
-            max_seconds=max(0.05, session.share(parts, seconds)),
+            max_seconds=seconds,
             seed=session.seed,
             store=session.store,
         )

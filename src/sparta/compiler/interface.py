@@ -34,7 +34,12 @@ __all__ = ["REQUEST", "RESPONSE", "VERSION", "Specialised", "request_for", "spec
 
 REQUEST, RESPONSE = "sparta.subgraph.request", "sparta.subgraph.response"
 VERSION = 1
-_ATEN = {"linear": "aten.linear.default", "conv2d": "aten.conv2d.default", "conv1d": "aten.conv1d.default"}
+_ATEN = {
+    "linear": "aten.linear.default",
+    "quantised_linear": "aten.linear.default",
+    "conv2d": "aten.conv2d.default",
+    "conv1d": "aten.conv1d.default",
+}
 
 
 @dataclass(frozen=True)

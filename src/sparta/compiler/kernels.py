@@ -186,12 +186,13 @@ class KernelModule(nn.Module):
 
 def _moved(spec: KernelSpec, like: Tensor) -> KernelSpec:
     """Return a kernel spec for the device and dtype of a tensor."""
-    same = spec.device == like.device.type and str(spec["weight"].format) == str(
-        TeSA.dense((1,), format=like.dtype).format
-    )
-    if same:
+    now = str(spec["input"].format)
+    if spec.device == like.device.type and now == str(TeSA.dense((1,), format=like.dtype).format):
         return spec
-    operands = {name: tesa.with_format(like.dtype) for name, tesa in spec.operands.items()}
+    # A weight in another format than the activations, such as int8, keeps it.
+    operands = {
+        name: tesa.with_format(like.dtype) if str(tesa.format) == now else tesa for name, tesa in spec.operands.items()
+    }
     return KernelSpec(spec.op, operands, spec.epilogue, spec.attributes, like.device.type)
 
 

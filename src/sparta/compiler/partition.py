@@ -48,6 +48,8 @@ class SubGraph:
         Bias, activation and residual.
     weight, bias
         The tensors, the weight as the operation takes it.
+    scales
+        (N,), of the rows of a weight that lies on an int8 grid; None for one that does not.
     """
 
     name: str
@@ -58,11 +60,13 @@ class SubGraph:
     epilogue: Epilogue
     weight: Tensor
     bias: Tensor | None
+    scales: Tensor | None = None
 
     @cached_property
     def tesa(self) -> TeSA:
-        """What is known of the weight: its zeros are pruned."""
-        return TeSA.from_zeros(self.weight)
+        """What is known of the weight: its zeros are pruned, and its grid if it has one."""
+        known = TeSA.from_zeros(self.weight)
+        return known if self.scales is None else known.with_format("int8", scale=self.scales)
 
     def spec(self, x: Tensor) -> KernelSpec:
         """Return the kernel spec for an activation of this shape and dtype."""

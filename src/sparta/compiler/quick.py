@@ -1,8 +1,8 @@
 """Quick: the same graph with less Python around each call, for models whose layers take microseconds.
 
-Calls of ATen overloads become calls of torch's own functions, and tensors are looked up once. The one idea to know:
-this changes how a graph is called and never what it computes; the graph that is saved and given to Inductor stays the
-plain one.
+Calls of ATen overloads become calls of torch's own functions, tensors are looked up once, and a ReLU that alone reads
+a kernel's result writes in place. The one idea to know: this changes how a graph is called and never what it computes;
+the graph that is saved and given to Inductor stays the plain one.
 """
 
 from __future__ import annotations
@@ -65,5 +65,13 @@ def quickened(module: fx.GraphModule) -> Callable[..., Any]:
             first = node.next if node is first else first
             graph.erase_node(node)
         elif node.op == "call_function" and node.target in _QUICKER:
-            node.target = _QUICKER[node.target]
+            node.target = torch.relu_ if _owns_its_input(node) else _QUICKER[node.target]
     return partial(fx.GraphModule(module, graph).forward, *tensors)
+
+
+def _owns_its_input(node: fx.Node) -> bool:
+    """Whether a ReLU is all that reads a kernel's result, as behind a residual sum: it may then write in place."""
+    if node.target is not _aten.relu.default:
+        return False
+    source = node.args[0]
+    return isinstance(source, fx.Node) and source.op == "call_module" and len(source.users) == 1

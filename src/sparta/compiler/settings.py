@@ -1,14 +1,16 @@
 """Settings of one compilation: how much to measure, until when, and where results are kept and shown.
 
 One :class:`Session` goes through all steps. The one idea to know: the budget is one for the whole compilation; a step
-asks :meth:`Session.left` and does less when little is left, and an interrupt only sets a flag that ends the measuring.
+asks :attr:`Session.left`, from which what verification will take and what steps take beyond their share is already
+taken off, and does less when little is left. An interrupt only sets a flag that ends the measuring.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -58,6 +60,8 @@ class Session:
         Seconds for the whole compilation; None sets no limit.
     show
         Called with a line about what is being tried.
+    reserve
+        Seconds of the budget that are kept for what comes after measuring.
     """
 
     tune: Tune = "quick"
@@ -68,6 +72,8 @@ class Session:
     interrupted: bool = False
     notes: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
+    reserve: float = 0.0
+    _beyond: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.tune not in _TUNES:
@@ -85,7 +91,20 @@ class Session:
         """Seconds that measuring may still take; 0 after an interrupt."""
         if self.interrupted:
             return 0.0
-        return float("inf") if self.budget_s is None else max(0.0, self.budget_s - self.elapsed)
+        if self.budget_s is None:
+            return float("inf")
+        # Compiling the kernels' library comes once; the least overrun is what every step has.
+        overrun = min(self._beyond, default=0.0)
+        return max(0.0, self.budget_s - self.elapsed - self.reserve - overrun)
+
+    @contextmanager
+    def step(self, seconds: float) -> Iterator[None]:
+        """Run one step that was given `seconds`, and learn what it takes beyond them."""
+        before = self.elapsed
+        try:
+            yield
+        finally:
+            self._beyond.append(max(0.0, self.elapsed - before - seconds))
 
     def share(self, parts: int, most: float, of: float = 0.6) -> float:
         """Return the seconds for one of `parts` steps that together may take the share `of` of what is left."""

@@ -157,6 +157,7 @@ def wrong_kernels(kernels: Mapping[SubGraph, KernelModule], points: Sequence[Poi
 
 
 def _kernel_error(group: SubGraph, module: KernelModule, x: Tensor, residual: Tensor | None) -> str:
+    x = group.lowering.on_grid(x, group.anchor.attributes)
     wide = [None if t is None else t.to(torch.float64) for t in (group.bias, residual)]
     with torch.no_grad():
         exact = group.lowering.dense(

@@ -30,6 +30,7 @@ __all__ = ["Contest", "hosted"]
 
 _SECONDS = {"quick": 1.5, "full": 6.0, "off": 1.0}
 _GAIN = 1.01  # what leaving a layer out must bring, so that noise does not choose
+_LEAST_CALLS = 3  # of each variant: two to warm up and one that counts
 _AS_HOPED = 0.6  # the share of the layers' own gains that the whole should show
 GIVEN, REDUCED = "model as given", "reduced graph"
 _ORIGINAL, _SPARSE = "original graph", "sparse"
@@ -55,6 +56,8 @@ class Contest:
         The activations of the sub-graphs at these sizes.
     inductor
         Whether `torch.compile` competes as a host.
+    call_seconds
+        What one call of the model as given takes, about.
     """
 
     given: Call
@@ -66,6 +69,7 @@ class Contest:
     points: Sequence[Point]
     session: Session
     inductor: bool = False
+    call_seconds: float = 0.0
     _kernels: dict[str, KernelModule] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ the pieces
@@ -96,7 +100,7 @@ class Contest:
             return Whole(reason="interrupted: the best layer by layer, not timed end to end")
 
     def _decided(self) -> Whole:
-        if self.session.left <= 0:
+        if not self._affords(2):
             why = "interrupted" if self.session.interrupted else "the budget was spent"
             return Whole(reason=f"not timed end to end: {why}")
         self._leave_out()
@@ -111,6 +115,8 @@ class Contest:
 
     def again(self, base: str, host: str) -> Whole | None:
         """Time a remembered decision once more; None where it does not hold any more."""
+        if not self._affords(2):
+            return Whole(base, host, reason="remembered; not timed again, the budget was spent")
         call = self._call(self.built(base), host=host)
         times = self._times({GIVEN: self.given, _label(base, host, sparse=bool(self.kernels())): call})
         best = next(name for name in times if name != GIVEN)
@@ -129,7 +135,7 @@ class Contest:
             modules[_SPARSE] = combined(self.reduced, self.kernels())
         for name, module in modules.items():
             calls[name] = self._call(module)
-            if self.inductor and name != REDUCED:
+            if self.inductor and name != REDUCED and self.session.left > 0:
                 self.session.show(f"torch.compile of the {name}")
                 try:
                     call = self._call(module, host="inductor")
@@ -146,7 +152,7 @@ class Contest:
         Where the whole gains about what its layers do, only the weakest are questioned.
         """
         names = [plan.name for plan in sorted(self.plans, key=_saved) if plan.sparse]
-        if not names or self.session.left <= 0:
+        if not names or not self._affords(5):  # the contest of the variants must still be possible
             return
         dense, sparse = self.reduced.module(), combined(self.reduced, self.kernels())
         times = self._times({"dense": self._call(dense), "sparse": self._call(sparse)})
@@ -157,7 +163,7 @@ class Contest:
         while True:
             for start in range(0, len(names), size):
                 tests -= 1
-                if tests < 0 or self.session.left <= 0:
+                if tests < 0 or not self._affords(5):
                     return
                 self._try_without(set(names[start : start + size]))
             names = [plan.name for plan in sorted(self.plans, key=_saved) if plan.sparse]
@@ -181,7 +187,7 @@ class Contest:
         """At the sizes beyond the first, keep the kernels only where they win together."""
         for inputs in self.inputs[1:]:
             kernels = self.kernels()
-            if not kernels or self.session.left <= 0:
+            if not kernels or not self._affords(2):
                 return
             sparse, dense = combined(self.reduced, kernels), self.reduced.module()
             times = self._times({"dense": self._call(dense, inputs), "sparse": self._call(sparse, inputs)})
@@ -202,6 +208,10 @@ class Contest:
         """Let these layers run dense."""
         self.plans[:] = [plan.made_dense(note) if plan.sparse and plan.name in names else plan for plan in self.plans]
 
+    def _affords(self, variants: int) -> bool:
+        """Whether what is left of the budget is enough to time this many variants at all."""
+        return self.session.left > _LEAST_CALLS * variants * self.call_seconds
+
     def _call(self, module: fx.GraphModule, inputs: Sequence[Any] | None = None, host: str = "eager") -> Call:
         given = self.inputs[0] if inputs is None else inputs
         run = hosted(module, host)
@@ -213,7 +223,7 @@ class Contest:
         return call
 
     def _times(self, calls: Mapping[str, Call]) -> dict[str, float]:
-        seconds = min(_SECONDS[self.session.tune], max(0.1, 0.5 * self.session.left))
+        seconds = min(_SECONDS[self.session.tune], max(0.02, 0.5 * self.session.left))
         found = compare(calls, warmup=2, iters=50, max_seconds=seconds)
         return {name: timing.median for name, timing in found.timings.items()}
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.nn.operator import KernelOperator, SampleInputs, as_inputs, as_optional_inputs, checked_mask
+from sparta.nn.operator import KernelOperator, SampleInputs, as_inputs, as_optional_inputs, checked_mask, demand
 from sparta.specialize.attention import DenseAttentionKernel, attention_spec, check_attention, repeat_heads
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.seqlen_attention import DenseSeqlenKernel, seqlen_attention_spec
@@ -167,7 +167,7 @@ class SeqlenDynamicSparseAttention(KernelOperator):
     # ------------------------------------------------------------------ for KernelOperator
 
     def _checked(self, q: Tensor, k: Tensor, v: Tensor, seqlens: Tensor | Sequence[int] | None) -> Tensor:
-        """Return the lengths (B,) on the CPU; raises when anything does not fit."""
+        """Return the lengths (B,), where they are; raises when anything does not fit."""
         check_attention(None, q, k, v)
         if q.dim() != 4 or q.shape[-2] != k.shape[-2]:
             given = f"q of shape {tuple(q.shape)} and k of shape {tuple(k.shape)}"
@@ -181,9 +181,7 @@ class SeqlenDynamicSparseAttention(KernelOperator):
             raise ValueRangeError(message("no lengths", f"({q.shape[0]},) integers", fix))
         if tuple(lengths.shape) != (q.shape[0],):
             raise ShapeError(message(f"seqlens of shape {tuple(lengths.shape)}", f"({q.shape[0]},), one a sequence"))
-        # A compiled graph cannot stop to look at numbers.
-        if not torch.compiler.is_compiling() and bool((lengths > q.shape[2]).any()):
-            raise ValueRangeError(message(f"seqlens up to {int(lengths.max())}", f"integers from 0 to {q.shape[2]}"))
+        demand(lengths <= q.shape[2], lengths, f"seqlens must be from 0 to {q.shape[2]}")
         return lengths
 
     def _dense(self) -> DenseSeqlenKernel:
@@ -219,12 +217,11 @@ def _sample(inputs: SampleInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None
 
 
 def _lengths(seqlens: Tensor | Sequence[int]) -> Tensor:
-    """Return lengths as int64 on the CPU."""
+    """Return lengths as int64."""
     lengths = torch.as_tensor(seqlens)
     if lengths.dim() != 1 or lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         given = f"seqlens of shape {tuple(lengths.shape)} and dtype {lengths.dtype}"
         raise ShapeError(message(given, "(B,) integers", "for a mask of the padding, mask.sum(-1)"))
-    lengths = lengths.detach().to("cpu", torch.int64)
-    if not torch.compiler.is_compiling() and bool((lengths < 0).any()):
-        raise ValueRangeError(message(f"seqlens down to {int(lengths.min())}", "integers from 0 to N"))
+    lengths = lengths.detach().to(torch.int64)
+    demand(lengths >= 0, lengths, "seqlens must be from 0 to N")
     return lengths

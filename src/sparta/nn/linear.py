@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.nn.masked_linear import MaskedLinear, check_rows, masked_problem
 from sparta.nn.operator import OperatorBase, SampleInputs, as_inputs
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.linear import LinearKernel, linear_spec
@@ -38,7 +39,7 @@ class SparseLinear(OperatorBase):
         The dense layer; its parameters are shared, and pruned weights are set to zero in place.
     input_mask, weight_mask, output_mask
         Exactly one of them: a bool or 0/1 mask of shape (M, K), (N, K) or (M, N). A TeSA is taken for the weight too.
-        Input and output masks apply to the last two dims of the input and are computed densely.
+        Input and output masks apply to the last two dims of the input or output; any leading dims share them.
 
     Examples
     --------
@@ -70,6 +71,7 @@ class SparseLinear(OperatorBase):
         self.weight = raw_module.weight
         self.register_parameter("bias", raw_module.bias)
         self._state: LinearState | None = None
+        self._masked: MaskedLinear | None = None
         for name in _MASKS:
             self.register_buffer(name, None)
         self.update_mask(input_mask, weight_mask, output_mask)
@@ -102,12 +104,24 @@ class SparseLinear(OperatorBase):
         if self.weight_mask is not None:
             with torch.no_grad():
                 self.weight.masked_fill_(~self.weight_mask, 0)
-        self._state, self.choice = None, None
+        self._reset()
+
+    def _reset(self) -> None:
+        """Run dense: nothing is tuned for the present mask."""
+        self._state, self._masked, self.choice = None, None, None
+
+    @property
+    def _mask_name(self) -> str:
+        return next(name for name in _MASKS if getattr(self, name) is not None)
 
     # ------------------------------------------------------------------ running
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output (..., N) for an input (..., K)."""
+        if self.weight_mask is None:
+            name = self._mask_name
+            check_rows(x, getattr(self, name), name)
+            return self._dense(x) if self._masked is None else self._masked(x, self.weight, self.bias)
         if self._state is None:
             return self._dense(x)
         if x.shape[-1] != self.in_features:
@@ -142,7 +156,8 @@ class SparseLinear(OperatorBase):
         inputs
             ``(x,)``, as they will be in use: the number of rows decides which implement wins. Others run as well.
         backward
-            Whether to choose a kernel for the gradient of the input too.
+            Whether to choose a kernel for the gradient of the input too; with an input or output mask, whether to
+            measure forward and backward together.
         store
             Where results are kept for the next time; None keeps nothing.
         options
@@ -150,29 +165,35 @@ class SparseLinear(OperatorBase):
             :func:`sparta.specialize.tuner.tune_kernel`.
         """
         x = as_inputs(inputs, 1)[0]
-        problem = self._problem(x)
+        problem = self._problem(x, backward=backward)
         choice = tune_kernel(problem, store=store, **options)
+        if self.weight_mask is None:
+            self._install(problem.spec, choice)
+            return choice
         back = tune_kernel(self._backward_problem(x), store=store, **options) if backward else None
         self._install(problem.spec, choice, None if back is None else (self._backward_problem(x).spec, back))
         return choice
 
     def _install(self, spec: KernelSpec, choice: Choice, back: tuple[KernelSpec, Choice] | None = None) -> None:
+        if self.weight_mask is None:
+            self._masked = MaskedLinear(build(spec, choice.config), getattr(self, self._mask_name))
+            self.choice = choice
+            return
         forward = cast("LinearKernel", build(spec, choice.config))
         backward = None if back is None else cast("LinearKernel", build(back[0], back[1].config))
         self._state = LinearState(spec["weight"], forward, backward)
         self.choice = choice
 
     def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
-        del backward  # its kernels are specs of their own, see `_backward_problem`
-        return self._problem(as_inputs(inputs, 1)[0]).spec
+        return self._problem(as_inputs(inputs, 1)[0], backward=backward).spec
 
-    def _problem(self, x: Tensor) -> Problem:
-        if self.weight_mask is None:
-            raise ValueRangeError(
-                message("a layer with an input or output mask", "tuning of weight masks", "it runs densely, masked")
-            )
+    def _problem(self, x: Tensor, *, backward: bool) -> Problem:
         if x.dim() < 1 or x.shape[-1] != self.in_features:
             raise ShapeError(message(f"a sample input of shape {tuple(x.shape)}", f"(..., {self.in_features})"))
+        if self.weight_mask is None:
+            name = self._mask_name
+            return masked_problem(x, self.weight, self.bias, getattr(self, name), name, backward=backward)
+        # The gradient of a sparse weight's layer has a spec of its own, see `_backward_problem`.
         rows = x.detach().reshape(-1, self.in_features)
         bias = None if self.bias is None else self.bias.detach()
         return _problem(rows, self.weight.detach(), bias, self.weight_mask)
@@ -185,16 +206,15 @@ class SparseLinear(OperatorBase):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # noqa: ANN401
         """Load parameters and mask; a mask other than the present one undoes what was tuned for it."""
-        before = self.weight_mask
+        name = self._mask_name
+        before = getattr(self, name).clone()
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if before is not None and before.data_ptr() and self._state is not None:
-            state_mask = self._state.mask(before.device)
-            if not torch.equal(state_mask, cast("Tensor", self.weight_mask)):
-                self._state, self.choice = None, None
+        if self.ready and not torch.equal(before, getattr(self, name).to(before.device)):
+            self._reset()
 
     def extra_repr(self) -> str:
         """Say the sizes, the mask and what runs."""
-        name = next(n for n in _MASKS if getattr(self, n) is not None)
+        name = self._mask_name
         density = getattr(self, name).float().mean().item()
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, {name} density {density:.3g}, {super().extra_repr()}"

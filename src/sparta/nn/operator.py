@@ -18,11 +18,19 @@ from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.specialize.implement import Kernel, search_space
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.store import TuningStore
-from sparta.specialize.tuner import Choice, Problem, build, tune_kernel
+from sparta.specialize.tuner import Choice, Problem, build, choose, tune_kernel
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.mask import as_mask
 
-__all__ = ["KernelOperator", "OperatorBase", "SampleInputs", "as_inputs", "as_optional_inputs", "checked_mask"]
+__all__ = [
+    "KernelOperator",
+    "OperatorBase",
+    "SampleInputs",
+    "as_inputs",
+    "as_optional_inputs",
+    "checked_mask",
+    "demand",
+]
 
 SampleInputs = Sequence[Tensor | None] | Tensor
 """What `tune` and `build` take: the inputs of one call, as they will be in use."""
@@ -63,9 +71,15 @@ class OperatorBase(nn.Module):
         """Return the nested choice over the implements that can run, for inputs like these."""
         return search_space(self._spec(inputs))
 
-    def build(self, config: Mapping[str, Any], sample_inputs: SampleInputs) -> None:
-        """Build the implement and parameters of `config`, as ``tune(...).config`` gave them, without measuring."""
+    def build(self, config: Mapping[str, Any] | None, sample_inputs: SampleInputs) -> None:
+        """Build the implement and parameters of `config`, as ``tune(...).config`` gave them, without measuring.
+
+        None takes what the tuning store has for such inputs, else what the package's table has, else dense.
+        """
         spec = self._spec(sample_inputs)
+        if config is None:
+            self._install(spec, choose(spec, TuningStore()))
+            return
         space = search_space(spec)
         if not space.includes(dict(config)):
             raise ValueRangeError(
@@ -179,6 +193,22 @@ def as_optional_inputs(inputs: SampleInputs, count: int, optional: int) -> tuple
         allowed = f"a tuple of {count} tensors" + (f" and up to {optional} more" if optional else "")
         raise ValueRangeError(message(f"{len(given)} sample inputs", allowed, "inputs=(x,)"))
     return (*given, *[None] * (count + optional - len(given)))
+
+
+def demand(holds: Tensor, numbers: Tensor, what: str) -> None:
+    """Raise unless a condition on the values of an input holds everywhere.
+
+    On a GPU nothing waits for the answer: the device itself stops, so that a kernel never reads what is not there. A
+    compiled graph cannot stop to look at numbers, and does not.
+
+    >>> demand(torch.tensor([True]), torch.tensor([1]), "it must be 1")
+    """
+    if torch.compiler.is_compiling():
+        return
+    if numbers.is_cuda:
+        torch._assert_async(holds.all(), what)
+    elif not bool(holds.all()):
+        raise ValueRangeError(message(f"{what}, not from {int(numbers.min())} to {int(numbers.max())}"))
 
 
 def checked_mask(mask: Tensor | TeSA, name: str) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparta.common.progress import many_view
 from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
 from sparta.nn.operator import OperatorBase
 
@@ -28,7 +29,7 @@ def tune(
     module: nn.Module,
     sample_inputs: Sequence[Any] | Mapping[str, Any] | Tensor,
     *,
-    progress: Callable[[str, Any], None] | None = None,
+    progress: Callable[[str, Any], object] | bool | None = None,
     **options: Any,  # noqa: ANN401 - passed on to each module's `tune`
 ) -> dict[str, dict[str, Any]]:
     """Tune every sparse module of a model on the inputs it gets when the model runs on `sample_inputs`.
@@ -38,7 +39,8 @@ def tune(
     sample_inputs
         Positional inputs, a mapping of keyword inputs, or a single tensor.
     progress
-        Called with the name and the choice of each module as it is done.
+        Called with the name and the choice of each module as it is done. True shows them, and each trial, live in a
+        terminal and as plain lines elsewhere; None, the default, in a terminal only; False shows nothing.
     options
         For each module's ``tune``: ``backward``, ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``store`` ...
 
@@ -56,28 +58,40 @@ def tune(
     ['0']
     """
     configs: dict[str, dict[str, Any]] = {}
-    for name, (operator, inputs) in _seen_inputs(module, sample_inputs).items():
-        choice = operator.tune(inputs, **options)
-        configs[name] = choice.config
-        if progress is not None:
-            progress(name, choice)
-        if choice.result is not None and choice.result.interrupted:
-            break
+    seen = _seen_inputs(module, sample_inputs)
+    with many_view(progress, len(seen)) as view:
+        try:
+            for name, (operator, inputs) in seen.items():
+                show = view.trials(name)
+                choice = operator.tune(inputs, **options, **({} if show is None else {"progress": show}))
+                configs[name] = choice.config
+                view.done(name, choice)
+                if choice.result is not None and choice.result.interrupted:
+                    break
+        except KeyboardInterrupt:
+            # Between two searches, or while one was set up: what was tuned before stays.
+            return configs
     return configs
 
 
 def build(
     module: nn.Module,
     sample_inputs: Sequence[Any] | Mapping[str, Any] | Tensor,
-    configs: Mapping[str, Mapping[str, Any]],
+    configs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Build the sparse modules of a model from the configs that :func:`tune` returned, without measuring."""
+    """Build the sparse modules of a model from the configs that :func:`tune` returned, without measuring.
+
+    Without `configs`, each module takes what the tuning store has for it, else what the package's table has for
+    machines of this kind, else dense.
+    """
     found = operators_of(module)
-    for name in configs:
+    for name in configs or ():
         if name not in found:
             raise NameNotFoundError(did_you_mean(name, found, "sparse module"))
     for name, (operator, inputs) in _seen_inputs(module, sample_inputs).items():
-        if name in configs:
+        if configs is None:
+            operator.build(None, inputs)
+        elif name in configs:
             operator.build(configs[name], inputs)
 
 

@@ -1,4 +1,4 @@
-"""The operation ``batch_matmul``: ``C = op(A) op(B)`` where one of A, B and C is sparse by a fixed mask.
+"""The operation ``batch_matmul``: ``C = op(A) op(B) + bias`` where one of A, B and C is sparse by a fixed mask.
 
 This file holds its conventions, plain dense, and ``blocks``, which multiplies kept tiles only. The one idea to know:
 the sparse matrix may come and go *compressed*, as the flat values ``(..., kept * h * w)`` of the kept blocks of one
@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ShapeError, message
 from sparta.specialize.batches import Batches, broadcast
 from sparta.specialize.block_rows import tile_candidates, tile_guess
 from sparta.specialize.implement import Implement, Kernel, Params, Support, present, register
-from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.tiled_matrix import TiledMatrix, block_places, to_values, to_whole
 from sparta.tesa.attribute import TeSA
 
@@ -64,13 +65,13 @@ class Product:
         fields = {name: spec.attributes[name] for name in ("mode", "transpose_A", "transpose_B", "compressed")}
         return Product(**fields, block=(spec.attributes["block"][0], spec.attributes["block"][1]))
 
-    def spec(self, mask: Tensor, A: Tensor, B: Tensor, *, backward: bool = False) -> KernelSpec:
+    def spec(self, mask: Tensor, A: Tensor, B: Tensor, *, bias: bool = False, backward: bool = False) -> KernelSpec:
         """Return the kernel spec for these operands; leading dims are dynamic, and so is the free dim of each."""
         operands = {name: TeSA.dense(x.shape, format=x.dtype) for name, x in (("A", A), ("B", B))}
         operands = {name: tesa.with_dynamic(*range(tesa.ndim - 2)) for name, tesa in operands.items()}
         operands[self.sparse] = TeSA.from_mask(mask, format=A.dtype)
         attributes = {**asdict(self), "block": list(self.block), "backward": backward}
-        return KernelSpec("batch_matmul", operands, attributes=attributes, device=A.device.type)
+        return KernelSpec("batch_matmul", operands, Epilogue(bias=bias), attributes, A.device.type)
 
     def batch(self, mask_shape: tuple[int, ...], A: Tensor, B: Tensor, kept: int) -> tuple[int, ...]:
         """Return the batch dims of the result; raises when the operands do not fit each other or the mask."""
@@ -106,7 +107,7 @@ class MatmulKernel(Kernel):
 
     @abstractmethod
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
-        """Return C for the inputs A and B, each dense or compressed."""
+        """Return C for the inputs A and B, each dense or compressed, and a bias (N,) if one is passed."""
 
 
 class DenseMatmulKernel(MatmulKernel):
@@ -120,8 +121,8 @@ class DenseMatmulKernel(MatmulKernel):
         return (operand, block_places(operand, self._product.block)) if self._product.compressed else (operand,)
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
-        """Return C for A and B."""
-        A, B = present(*inputs)
+        """Return C for A, B and perhaps a bias."""
+        A, B, bias = _operands(inputs)
         product, mask = self._product, packed[0]
         if product.sparse != "C":
             sparse = A if product.sparse == "A" else B
@@ -129,7 +130,10 @@ class DenseMatmulKernel(MatmulKernel):
                 sparse = to_whole(sparse, packed[1], mask.shape[-2:], product.block)
             sparse = torch.where(mask, sparse, 0.0)
             A, B = (sparse, B) if product.sparse == "A" else (A, sparse)
-        C = (A.mT if product.transpose_A else A) @ (B.mT if product.transpose_B else B)
+        left, right = A.mT if product.transpose_A else A, B if product.transpose_B else B.mT
+        # A shared matrix on the right is what PyTorch's linear is for: no batches of it, and the bias comes for free.
+        C = functional.linear(left, right, bias) if right.dim() == 2 else left @ right.mT
+        C = C if bias is None or right.dim() == 2 else C + bias
         if product.sparse != "C":
             return C
         C = torch.where(mask, C, 0.0)
@@ -168,20 +172,49 @@ class _BlocksKernel(MatmulKernel):
         return self._matrix.tensors(operand.device)
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
-        A, B = present(*inputs)
+        A, B, bias = _operands(inputs)
         product, matrix, rows = self._product, self._matrix, self._matrix.rows
         lead = product.batch((*matrix.mask_lead, *matrix.shape), A, B, matrix.kept)
         batches = Batches(lead, matrix.mask_lead)
         left, right = A.mT if product.transpose_A else A, B if product.transpose_B else B.mT  # (M, K) and (N, K)
         if product.sparse == "C":
-            own = rows.rows_of(packed[1:], batches.fold(left))
-            faced = rows.columns_of(packed[1:], batches.fold(right))
-            return matrix.stored(packed, [x @ y.mT for x, y in zip(own, faced, strict=True)], batches)
+            own = rows.rows_of(packed[1:], _folded(batches, left))
+            faced = rows.columns_of(packed[1:], _folded(batches, right))
+            tiles = [_times(x, y.mT) for x, y in zip(own, faced, strict=True)]
+            if bias is not None:
+                shifts = rows.columns_of(packed[1:], _folded(batches, bias[:, None]))
+                tiles = [tile + shift.mT for tile, shift in zip(tiles, shifts, strict=True)]
+            return matrix.stored(packed, tiles, batches)
         stored, dense = (A, right.mT) if product.sparse == "A" else (B, left.mT)  # the dense one as (K, ...)
         sparse = matrix.bands(packed, stored, batches)
-        faced = rows.columns_of(packed[1:], batches.fold(dense))
-        result = batches.unfold(rows.join(packed[1:], [x @ y for x, y in zip(sparse, faced, strict=True)]))
-        return result if product.sparse == "A" else result.mT
+        faced = rows.columns_of(packed[1:], _folded(batches, dense))
+        result = batches.unfold(rows.join(packed[1:], [_times(x, y) for x, y in zip(sparse, faced, strict=True)]))
+        result = result if product.sparse == "A" else result.mT
+        return result if bias is None else result + bias
+
+
+def _operands(inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return A, B and the bias, which may be left out."""
+    A, B = present(*inputs[:2])
+    return A, B, inputs[2] if len(inputs) > 2 else None
+
+
+def _folded(batches: Batches, x: Tensor) -> Tensor:
+    """Return x as (shared, groups, rows, cols); one matrix that serves a whole batch stays one, with shared = 1."""
+    one_mask = all(size == 1 for size in batches.mask_lead)
+    return x[None, None] if x.dim() == 2 and one_mask else batches.fold(x)
+
+
+def _times(x: Tensor, y: Tensor) -> Tensor:
+    """Return the products of x (S or 1, rows, h, q) and y (S or 1, rows, q, F) as (S, rows, h, F)."""
+    if x.shape[0] == y.shape[0]:
+        return x @ y
+    if x.shape[0] == 1:
+        return _times(y.mT, x.mT).mT
+    # One y for the whole batch: the batch's rows make one taller product each, and y is not copied for every S.
+    shared, rows, height, inner = x.shape
+    taller = x.transpose(0, 1).reshape(rows, shared * height, inner) @ y[0]
+    return taller.reshape(rows, shared, height, y.shape[-1]).transpose(0, 1)
 
 
 @register

@@ -17,5 +17,6 @@ import sparta.specialize.int8_dense
 import sparta.specialize.moe
 import sparta.specialize.seqlen_attention
 import sparta.specialize.softmax
+import sparta.specialize.split
 import sparta.specialize.torch_sparse
 import sparta.specialize.tvm_linear  # noqa: F401

@@ -43,7 +43,7 @@ class SeqlenAttentionKernel(Kernel):
 
     @abstractmethod
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
-        """Return (B, heads, N, F) for q (B, heads, N, E), k, v (B, kv heads, N, ...) and lengths (B,) on the CPU."""
+        """Return (B, heads, N, F) for q (B, heads, N, E), k, v (B, kv heads, N, ...) and lengths (B,) on any device."""
 
 
 def seqlen_attention_spec(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False) -> KernelSpec:
@@ -103,6 +103,7 @@ class _LengthsKernel(SeqlenAttentionKernel):
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         del packed
         q, k, v, lengths = present(*inputs)
+        lengths = lengths.cpu()  # which sequences go together is decided here
         if not len(lengths):
             return _attend(q, repeat_heads(q, k), repeat_heads(q, v), lengths)
         ordered, order = lengths.sort(stable=True)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from sparta.common.tuning import includes
 from sparta.errors import FileFormatError, message
 from sparta.files import write_atomic
 from sparta.specialize.cpu.toolchain import chosen_isa
@@ -103,9 +104,7 @@ def shipped(spec: KernelSpec) -> ShippedEntry | None:
     implement = next((i for i in implements_of(spec.op) if i.name == entry.implement), None)
     if implement is None or implement.version != entry.implement_version or not implement.supports(spec):
         return None
-    space = implement.space(spec)
-    fits = set(space) == set(entry.params) and all(space[name].includes(entry.params[name]) for name in space)
-    return entry if fits else None
+    return entry if includes(dict(implement.space(spec)), dict(entry.params)) else None
 
 
 def write_table(path: Path, kind: str, source: Mapping[str, Any], entries: Iterable[ShippedEntry]) -> int:

@@ -97,6 +97,11 @@ class Lowering(ABC):
 
     # ------------------------------------------------------------------ the same for all
 
+    def on_grid(self, x: Tensor, attributes: Mapping[str, Any]) -> Tensor:
+        """Return an activation that all kernels of the operation take without rounding it: here, as it is."""
+        del attributes
+        return x
+
     def run(
         self, kernel: Kernel, packed: Sequence[Tensor], x: Tensor, bias: Tensor | None, residual: Tensor | None
     ) -> Tensor:
@@ -107,6 +112,7 @@ class Lowering(ABC):
         self, spec: KernelSpec, weight: Tensor, x: Tensor, bias: Tensor | None, residual: Tensor | None
     ) -> Problem:
         """Return what the tuner measures, with the right result in float64."""
+        x = self.on_grid(x, spec.attributes)
         wide = [None if t is None else t.to(torch.float64) for t in (bias, residual)]
         exact = self.dense(weight.to(torch.float64), x.to(torch.float64), wide[0], spec.attributes)
         expected = apply_epilogue(exact, spec.epilogue, wide[1])

@@ -1,0 +1,216 @@
+"""Int8 layers: kernels of 8-bit integers behind the interface of a linear layer in real numbers.
+
+The operation ``quantised_linear`` is ``linear`` with a weight on an int8 grid (the scale of its TeSA) and a grid for its
+input (attributes of the kernel spec). Dense and sparse kernels in fp32 compete with int8 ones, which round the input to
+its grid, sum exactly in integers and rescale in the same pass. The one idea to know: candidates are compared on inputs
+that lie on the grid, where all of them must agree; what rounding the inputs costs is measured on the whole model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sparta.common.tuning import TunableItemCfg
+from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
+from sparta.specialize.cpu.implement import CpuLinear
+from sparta.specialize.dense import DenseLinear
+from sparta.specialize.implement import Implement, Kernel, Params, Support, implement_named, present, register
+from sparta.specialize.int8 import RANGES, int8_linear_spec, requantisation
+from sparta.specialize.kernel_spec import Epilogue, KernelSpec
+from sparta.specialize.linear import LinearKernel, apply_epilogue
+from sparta.tesa.attribute import TeSA
+
+__all__ = ["INT8_IMPLEMENTS", "OP", "InputGrid", "integers_of", "row_scales"]
+
+OP = "quantised_linear"
+INT8_IMPLEMENTS = frozenset({"cpu-int8", "onednn-int8"})
+"""The implements of :data:`OP` that round their inputs; the others compute in real numbers."""
+
+_DTYPES = {"int8": torch.int8, "uint8": torch.uint8}
+
+
+@dataclass(frozen=True)
+class InputGrid:
+    """The grid of a layer's input: ``(integer - zero_point) * scale``.
+
+    >>> InputGrid.covering(0.0, 2.55)
+    InputGrid(scale=0.01, zero_point=0, format='uint8')
+    """
+
+    scale: float
+    zero_point: int = 0
+    format: str = "int8"
+
+    def __post_init__(self) -> None:
+        if self.format not in RANGES:
+            raise NameNotFoundError(did_you_mean(self.format, RANGES, "format of a grid"))
+        low, high = RANGES[self.format]
+        if not (self.scale > 0 and math.isfinite(self.scale) and low <= self.zero_point <= high):
+            given = f"a grid of scale {self.scale} and zero point {self.zero_point} in {self.format}"
+            raise ValueRangeError(message(given, f"a scale above 0, and a zero point of {low} to {high}"))
+
+    @staticmethod
+    def covering(low: float, high: float) -> InputGrid:
+        """Return the grid of 256 steps from `low` to `high`, widened to hold 0 exactly."""
+        low, high = min(0.0, low), max(0.0, high)
+        scale = (high - low) / 255 or 1.0
+        return InputGrid(scale, round(-low / scale), "uint8")
+
+    @staticmethod
+    def of(given: Any) -> InputGrid:  # noqa: ANN401 - a grid in any spelling
+        """Return a grid from a pair (scale, zero point), or from anything with these attributes.
+
+        What has ``args.quant_min`` too, as an exported quantiser's grid does, says by it whether integers have a sign.
+        """
+        if isinstance(given, InputGrid):
+            return given
+        if isinstance(given, Sequence) and not isinstance(given, str):
+            return InputGrid(*given)
+        if not hasattr(given, "scale") or not hasattr(given, "zero_point"):
+            raise ValueRangeError(message(f"the grid {given!r}", "(scale, zero_point) or an object with these"))
+        args = getattr(given, "args", None)
+        low, high = getattr(args, "quant_min", -128), getattr(args, "quant_max", 127)
+        if high - low > 255 or high - low < 254:
+            raise ValueRangeError(message(f"a grid of integers from {low} to {high}", "8 bits"))
+        return InputGrid(float(given.scale), int(given.zero_point), "uint8" if low >= 0 else "int8")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the grid as the attributes of a kernel spec."""
+        return {f"input_{name}": value for name, value in asdict(self).items()}
+
+    @staticmethod
+    def from_dict(attributes: Mapping[str, Any]) -> InputGrid:
+        """Return the grid that attributes of a kernel spec hold."""
+        return InputGrid(**{name: attributes[f"input_{name}"] for name in ("scale", "zero_point", "format")})
+
+    def integers(self, x: Tensor) -> Tensor:
+        """Return x rounded to the grid, as 8-bit integers."""
+        low, high = RANGES[self.format]
+        shifted = (x * (1.0 / self.scale)).round_().add_(self.zero_point)
+        return shifted.clamp_(low, high).to(_DTYPES[self.format])
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Return x rounded to the grid, in its own dtype."""
+        return ((self.integers(x).to(torch.float64) - self.zero_point) * self.scale).to(x.dtype)
+
+
+def row_scales(weight: TeSA) -> Tensor:
+    """Return the scale of each row (N,) of an int8 weight, float64; raises where a row has several."""
+    scales = weight.scale.dense()
+    if bool((scales != scales[:, :1]).any()):
+        raise ValueRangeError(message("a weight with several scales in a row", "one scale an output channel, or one"))
+    return scales[:, 0]
+
+
+def integers_of(weight: Tensor, scales: Tensor) -> Tensor:
+    """Return the integers (N, K), int8, of a weight that lies on its grid; raises where it does not.
+
+    >>> integers_of(torch.tensor([[0.5, -1.0]]), torch.tensor([0.5])).tolist()
+    [[1, -2]]
+    """
+    exact = weight.to(torch.float64) / scales.to(weight.device, torch.float64).unsqueeze(1)
+    whole = exact.round()
+    if bool(((exact - whole).abs() > 1e-3).any()) or bool((whole.abs() > 128).any()):
+        raise ValueRangeError(message("a weight that is not on its int8 grid", fix="export the quantised model again"))
+    return whole.clamp(-128, 127).to(torch.int8)
+
+
+class _Int8Kernel(LinearKernel):
+    """Rounds its input, multiplies integers, and rescales in the same pass."""
+
+    def __init__(self, spec: KernelSpec, kernel: Kernel) -> None:
+        self._grid, self._kernel, self._epilogue = InputGrid.from_dict(spec.attributes), kernel, spec.epilogue
+        self._scales = row_scales(spec["weight"])
+        self._multiplier, _ = requantisation(self._scales, self._grid.scale)
+
+    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
+        return self._kernel.pack(integers_of(operand.detach(), self._scales))
+
+    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
+        (x,), bias, residual = present(inputs[0]), inputs[1], inputs[2]
+        y = self._kernel.run(packed, self._grid.integers(x), self._multiplier, bias)
+        if self._epilogue.activation == "relu":  # the kernel did it
+            return y if residual is None else y + residual
+        return apply_epilogue(y, self._epilogue, residual)
+
+
+class _Int8Linear(Implement):
+    """An implement of ``int8_linear`` behind real numbers."""
+
+    op = OP
+    inner: ClassVar[str]
+
+    def supports(self, spec: KernelSpec) -> Support:
+        """Take int8 weights with one scale a row, on the CPU in fp32."""
+        if spec.device != "cpu" or str(spec["input"].format) != "fp32":
+            return Support.no(
+                f"int8 kernels run on the CPU for fp32 models, not on {spec.device} in {spec['input'].format}"
+            )
+        if str(spec["weight"].format) != "int8":
+            return Support.no(f"the weight is {spec['weight'].format}, not int8")
+        return self._inner.supports(_integer_spec(spec))
+
+    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
+        """Return the parameters of the integer kernel."""
+        return self._inner.space(_integer_spec(spec))
+
+    def default(self, spec: KernelSpec) -> dict[str, Any]:
+        """Return the defaults of the integer kernel."""
+        return self._inner.default(_integer_spec(spec))
+
+    def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
+        """Build the integer kernel."""
+        return _Int8Kernel(spec, self._inner.build(_integer_spec(spec), params))
+
+    @property
+    def _inner(self) -> Implement:
+        return implement_named(self.inner, "int8_linear")
+
+
+def _integer_spec(spec: KernelSpec) -> KernelSpec:
+    """Return the kernel spec of the product in integers."""
+    grid = InputGrid.from_dict(spec.attributes)
+    relu = "relu" if spec.epilogue.activation == "relu" else None
+    return int8_linear_spec(
+        spec["weight"],
+        spec["input"].shape[0],
+        input_format=grid.format,
+        input_zero_point=grid.zero_point,
+        epilogue=Epilogue(bias=spec.epilogue.bias, activation=relu),
+    )
+
+
+@register
+class DenseQuantised(DenseLinear):
+    """PyTorch's linear layer in real numbers."""
+
+    op = OP
+
+
+@register
+class CpuQuantised(CpuLinear):
+    """The C++ kernels in real numbers."""
+
+    op = OP
+
+
+@register
+class CpuInt8(_Int8Linear):
+    """The C++ kernels of 8-bit integers."""
+
+    name = "cpu-int8"
+    inner = "cpu-int8"
+
+
+@register
+class OneDnnInt8(_Int8Linear):
+    """oneDNN's dense product of 8-bit integers."""
+
+    name = "onednn-int8"
+    inner = "onednn"

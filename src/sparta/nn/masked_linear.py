@@ -1,0 +1,82 @@
+"""A linear layer whose input or output is masked, as a product with one sparse matrix: what SparseLinear runs for it.
+
+``x W^T + bias`` with a masked x is the ``batch_matmul`` of mode ``sdd``, with a masked result of mode ``dds``. The one
+idea to know: the mask is fixed and the values are not, so what is kept here is the index of the mask, in buffers that
+move with the module and are not saved; gradients are autograd's, through the kernel.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from sparta.errors import ShapeError, message
+from sparta.specialize.batch_matmul import Product
+from sparta.specialize.implement import Kernel
+from sparta.specialize.tuner import Problem
+from sparta.testing.references import linear_reference
+
+__all__ = ["MaskedLinear", "check_rows", "masked_problem"]
+
+_MODES = {"input_mask": "sdd", "output_mask": "dds"}
+
+
+class MaskedLinear(nn.Module):
+    """A built kernel with the index of its mask.
+
+    Parameters
+    ----------
+    kernel
+        Of the operation ``batch_matmul``, built for this mask.
+    mask
+        (M, K) of the input or (M, N) of the output.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sparta.specialize.batch_matmul import DenseMatmulKernel
+    >>> layer = MaskedLinear(DenseMatmulKernel(Product("sdd", transpose_B=True)), torch.eye(2, dtype=torch.bool))
+    >>> layer(torch.ones(2, 2), torch.ones(3, 2), None).tolist()
+    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+    """
+
+    def __init__(self, kernel: Kernel, mask: Tensor) -> None:
+        super().__init__()
+        self._kernel = kernel
+        packed = kernel.pack(mask)
+        self._names = [f"_packed_{number}" for number in range(len(packed))]
+        for name, tensor in zip(self._names, packed, strict=True):
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return (..., M, N) for x (..., M, K), the weight (N, K) and the bias (N,)."""
+        return self._kernel.run([getattr(self, name) for name in self._names], x, weight, bias)
+
+
+def check_rows(x: Tensor, mask: Tensor, name: str) -> None:
+    """Raise unless the last dims of an input are those that its layer's mask is for.
+
+    >>> import torch
+    >>> check_rows(torch.ones(5, 4, 3), torch.ones(4, 3, dtype=torch.bool), "input_mask")
+    """
+    rows, cols = mask.shape
+    if x.dim() < 2 or x.shape[-2] != rows or (name == "input_mask" and x.shape[-1] != cols):
+        allowed = f"(..., {rows}, {cols})" if name == "input_mask" else f"(..., {rows}, K)"
+        raise ShapeError(message(f"an input of shape {tuple(x.shape)}", allowed, f"the {name} says which"))
+
+
+def masked_problem(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor, name: str, *, backward: bool
+) -> Problem:
+    """Return what is to be measured for an input (..., M, K) and a mask that is called `name`.
+
+    >>> import torch
+    >>> mask = torch.eye(4, dtype=torch.bool)
+    >>> masked_problem(torch.ones(4, 4), torch.ones(2, 4), None, mask, "input_mask", backward=False).spec.op
+    'batch_matmul'
+    """
+    check_rows(x, mask, name)
+    product = Product(_MODES[name], transpose_B=True)
+    spec = product.spec(mask, x, weight, bias=bias is not None, backward=backward)
+    inputs = tuple(None if t is None else t.detach() for t in (x, weight, bias))
+    expected = linear_reference(x.detach(), weight.detach(), inputs[2], **{name: mask})
+    return Problem(spec, mask, inputs, expected, max(1, x.shape[-1]), backward)

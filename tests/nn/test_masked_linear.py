@@ -1,0 +1,166 @@
+"""SparseLinear with an input or output mask: whatever kernel runs, results and gradients are those of masked dense."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from sparta.errors import ShapeError
+from sparta.nn import SparseLinear, build, tune
+from sparta.nn.tuning import operators_of
+from sparta.testing import block_mask, check, linear_reference
+
+M, K, N = 40, 48, 36
+WHICH = ["input_mask", "output_mask"]
+
+
+def made(which, mask=None, *, tile=(16, 16), bias=True, lead=()):
+    mask = block_mask((M, K if which == "input_mask" else N), (4, 4), 0.7, seed=2) if mask is None else mask
+    layer = SparseLinear(nn.Linear(K, N, bias=bias), **{which: mask})
+    if tile is not None:
+        layer.build({"_name": "blocks", "tile": tile}, torch.randn(*lead, M, K))
+    return layer, mask
+
+
+def gradients(layer, x):
+    x = x.detach().clone().requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    (y * torch.arange(y.numel(), dtype=y.dtype).reshape(y.shape).cos()).sum().backward()
+    return y, [x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+def exact(layer, x, which, mask):
+    x = x.detach().double().requires_grad_()
+    weight = layer.weight.detach().double().requires_grad_()
+    bias = None if layer.bias is None else layer.bias.detach().double().requires_grad_()
+    y = linear_reference(x, weight, bias, **{which: mask})
+    (y * torch.arange(y.numel(), dtype=y.dtype).reshape(y.shape).cos()).sum().backward()
+    return y.detach(), [t.grad for t in (x, weight, bias) if t is not None]
+
+
+@pytest.mark.parametrize("which", WHICH)
+@pytest.mark.parametrize("tile", [None, (16, 16), (32, 32)], ids=["untuned", "16", "32"])
+@pytest.mark.parametrize("lead", [(), (3,), (2, 1, 3), (0,)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_results_and_gradients_are_those_of_the_masked_dense_layer(which, tile, lead, bias):
+    layer, mask = made(which, tile=tile, bias=bias)
+    x = torch.randn(*lead, M, K)
+    y, grads = gradients(layer, x)
+    truth, expected = exact(layer, x, which, mask)
+    assert y.shape == (*lead, M, N)
+    for got, right in zip([y, *grads], [truth, *expected], strict=True):
+        assert got.shape == right.shape
+        if got.numel():
+            check(got, right, reduction=M * K * 6)
+
+
+@given(
+    which=st.sampled_from(WHICH),
+    rows=st.integers(1, 40),
+    density=st.sampled_from([0.0, 0.02, 0.3, 0.98]),
+    batch=st.sampled_from([(), (2,)]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_mask_and_number_of_rows(which, rows, density, batch, seed):
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(rows, K if which == "input_mask" else N, generator=generator) < density
+    layer = SparseLinear(nn.Linear(K, N), **{which: mask})
+    x = torch.randn(*batch, rows, K, generator=generator)
+    tiles = [s["tile"] for s in layer.get_search_space(x).samples() if s["_name"] == "blocks"]
+    if not tiles:  # nothing is pruned
+        return
+    layer.build({"_name": "blocks", "tile": tiles[seed % len(tiles)]}, x)
+    check(layer(x), linear_reference(x, layer.weight, layer.bias, **{which: mask}), reduction=K)
+    if which == "output_mask":
+        assert bool((layer(x)[..., ~mask] == 0).all())
+
+
+@pytest.mark.parametrize("which", WHICH)
+def test_what_is_pruned_has_no_influence_and_no_gradient(which):
+    layer, mask = made(which)
+    x = torch.randn(M, K)
+    y, grads = gradients(layer, x)
+    if which == "input_mask":
+        assert torch.equal(grads[0][~mask], torch.zeros(int((~mask).sum())))
+        spoilt = torch.where(mask, x, torch.nan)
+        assert torch.equal(layer(spoilt), y)
+    else:
+        assert torch.equal(y[~mask], torch.zeros(int((~mask).sum())))
+
+
+@pytest.mark.parametrize("which", WHICH)
+@pytest.mark.parametrize("backward", [True, False])
+def test_it_is_tuned_like_any_other(which, backward):
+    layer, mask = made(which, tile=None)
+    x = torch.randn(2, M, K)
+    choice = layer.tune(inputs=(x,), max_trials=3, backward=backward)
+    assert layer.ready
+    assert {trial.params["_name"] for trial in choice.result.trials} == {"dense", "blocks"}
+    assert all(trial.state == "complete" for trial in choice.result.trials)
+    check(layer(x), linear_reference(x, layer.weight, layer.bias, **{which: mask}), reduction=K)
+
+
+@pytest.mark.parametrize("which", WHICH)
+def test_copies_state_and_new_masks(which):
+    layer, mask = made(which)
+    x = torch.randn(M, K)
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.weight.zero_()
+    check(layer(x), linear_reference(x, layer.weight, layer.bias, **{which: mask}), reduction=K)
+    assert set(layer.state_dict()) == {"weight", "bias", which}
+    same, _ = made(which)
+    same.load_state_dict(layer.state_dict())
+    assert same.ready
+    other, _ = made(which, ~mask)
+    other.load_state_dict(layer.state_dict())
+    assert not other.ready
+    check(other(x), linear_reference(x, layer.weight, layer.bias, **{which: mask}), reduction=K)
+    layer.update_mask(**{which: ~mask})
+    assert not layer.ready
+    check(layer(x), linear_reference(x, layer.weight, layer.bias, **{which: ~mask}), reduction=K)
+
+
+@pytest.mark.parametrize("which", WHICH)
+def test_other_dtypes_follow_the_module(which):
+    layer, mask = made(which)
+    layer.to(torch.float64)
+    x = torch.randn(M, K, dtype=torch.float64)
+    check(layer(x), linear_reference(x, layer.weight, layer.bias, **{which: mask}), reduction=K)
+
+
+@pytest.mark.parametrize("which", WHICH)
+def test_torch_compile_takes_it_whole(which):
+    layer, mask = made(which)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(M, K, requires_grad=True)
+    y = compiled(x)
+    check(y, linear_reference(x, layer.weight, layer.bias, **{which: mask}), reduction=K)
+    y.sum().backward()
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("which", WHICH)
+def test_a_model_with_it_is_tuned_and_built(which):
+    model = nn.Sequential(made(which, tile=None)[0])
+    assert list(operators_of(model)) == ["0"]
+    x = torch.randn(M, K)
+    configs = tune(model, x, max_trials=2)
+    build(model, x, configs)
+    assert list(operators_of(model)) == ["0"]  # what runs inside is no operator of its own
+
+
+@pytest.mark.parametrize("tile", [None, (16, 16)], ids=["untuned", "built"])
+@pytest.mark.parametrize("which", WHICH)
+@pytest.mark.parametrize("shape", [(M + 1, K), (K,), (2, M - 1, K)])
+def test_inputs_that_the_mask_is_not_for_are_refused(which, shape, tile):
+    layer, _ = made(which, tile=tile)
+    with pytest.raises(ShapeError, match=f"an input of shape.*{which}"):
+        layer(torch.randn(shape))
+    with pytest.raises(ShapeError, match="input of shape"):
+        layer.tune(inputs=(torch.randn(shape),))
