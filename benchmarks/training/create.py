@@ -36,7 +36,6 @@ from sparta.tables import table
 from training.accuracy import MODELS, accuracy, batches, gathered
 from training.data import FILES, Images, load
 
-BATCH = {"digits": 64, "mnist": 1000, "fashion": 500}
 SAMPLES = 16  # images of a fresh batch for second-order pruning
 TRANSFER = "other data"
 
@@ -79,6 +78,7 @@ class Plan:
     device: str
     epochs: int = 20
     dense_epochs: int = 10
+    steps: int = 30
     images: int | None = None
     only: tuple[str, ...] = ()
     threads: int | None = None
@@ -122,19 +122,14 @@ def fashion(plan: Plan) -> Images:
     return Images("fashion", **ready, **labels)
 
 
-def batch_size(data: Images) -> int:
-    """Return the size of a batch: about 60 steps an epoch."""
-    count = len(data.train_labels)
-    return min(BATCH[data.name], max(1, count // 60)) if data.name != "digits" else BATCH["digits"]
-
-
 # ---------------------------------------------------------------------- training
 
 
-def train(model: nn.Module, data: Images, epochs: int, seed: int, arguments: Mapping[str, Any]) -> nn.Module:
+def train(
+    model: nn.Module, data: Images, steps_per_epoch: int, epochs: int, seed: int, arguments: Mapping[str, Any]
+) -> nn.Module:
     """Train as any script would, with one call of `initialize` before it; return the finished model."""
-    size = batch_size(data)
-    steps_per_epoch = len(data.train_labels) // size
+    size = len(data.train_labels) // steps_per_epoch
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=True)
     torch.manual_seed(seed)
     model.train()
@@ -164,7 +159,7 @@ def start_of(job: Job, data: Images, plan: Plan) -> nn.Module:
     torch.manual_seed(job.seed)
     model = MODELS[job.model](data.train_images.shape[-1]).to(plan.device)
     dense = {**DENSE[0].arguments, "recipe_variables": {"num_epochs": plan.dense_epochs}}
-    return train(model, data, plan.dense_epochs, job.seed, dense)
+    return train(model, data, plan.steps, plan.dense_epochs, job.seed, dense)
 
 
 def transferred(job: Job, plan: Plan) -> nn.Module:
@@ -174,7 +169,7 @@ def transferred(job: Job, plan: Plan) -> nn.Module:
     if not job.percent:
         return model
     variables = {"num_epochs": plan.epochs, "sparsity": job.percent / 100}
-    return train(model, data, plan.epochs, job.seed, {"quantization": False, "recipe_variables": variables})
+    return train(model, data, plan.steps, plan.epochs, job.seed, {"quantization": False, "recipe_variables": variables})
 
 
 def arguments_of(method: Method, job: Job, plan: Plan) -> dict[str, Any]:
@@ -206,7 +201,7 @@ def work(job: Job, plan: Plan) -> list[dict[str, Any]]:
         arguments = arguments_of(method, job, plan)
         if method.name == "obs":
             arguments["loss_closure"] = fresh_loss(model, data, job.seed)
-        model = train(model, data, plan.epochs, job.seed, arguments)
+        model = train(model, data, plan.steps, plan.epochs, job.seed, arguments)
         row = {
             "model": job.model,
             "method": method.name,
@@ -249,7 +244,8 @@ def results(done: Mapping[Job, list[dict[str, Any]]], data: str, plan: Plan, sec
         "seeds": min((len(row["accuracies"]) for row in grouped), default=0),
         "epochs": plan.epochs,
         "dense_epochs": plan.dense_epochs,
-        "batch": batch_size(found),
+        "steps_per_epoch": plan.steps,
+        "batch": len(found.train_labels) // plan.steps,
         "train_images": len(found.train_labels),
         "test_images": len(found.test_labels),
         "seconds": seconds,
@@ -280,6 +276,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, help="trainings at a time; by default 12 on a GPU, 1 on a CPU")
     parser.add_argument("--threads", type=int, help="CPU threads of each job; by default 1 if there are several")
     parser.add_argument("--quick", action="store_true", help="one seed, 80 %%, 10 epochs, 6,000 images; not for tables")
+    parser.add_argument("--steps", type=int, default=30, help="steps of an epoch, in batches as large as that takes")
     parser.add_argument("--epochs", type=int, help="other than the 20 of the default recipe")
     parser.add_argument(
         "--only", nargs="+", default=[], help="methods whose names contain one of these; saved only with --out"
@@ -293,7 +290,7 @@ def main() -> None:
     options = options_given()
     at_a_time = options.jobs or (12 if options.device.startswith("cuda") else 1)
     threads = options.threads or (1 if at_a_time > 1 else None)
-    plan = Plan(options.data, options.device, only=tuple(options.only), threads=threads)
+    plan = Plan(options.data, options.device, steps=options.steps, only=tuple(options.only), threads=threads)
     seeds, percents = range(options.seeds), options.percents
     if options.quick:
         seeds, percents, plan = range(1), [80], replace(plan, epochs=10, dense_epochs=5, images=6000)

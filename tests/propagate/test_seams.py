@@ -81,3 +81,26 @@ def test_a_weight_that_is_used_twice_stays_whole():
     small = propagate(model, x).compact(seams=0.1)
     assert shapes(small) == {"fc.weight": (8, 8)}
     torch.testing.assert_close(small(x), model(x))
+
+
+class Bottleneck(nn.Module):
+    """Constant channels go into a new bias of the layer behind them, which has rows without a live weight too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(4, 8, 1, bias=False), nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 4, 1, bias=False)
+
+    def forward(self, x):
+        return x + self.second(torch.relu(self.norm(self.first(x))))
+
+
+def test_a_bias_that_was_made_for_constants_is_added_behind_the_seam():
+    model, x = Bottleneck().eval(), torch.randn(2, 4, 5, 5)
+    with torch.no_grad():
+        model.norm.bias.fill_(0.5)
+        model.first.weight[:3] = 0  # constant channels: relu of the norm's shift
+        model.second.weight[1:3, 3:] = 0  # rows that only the constants reach
+    small = propagate(model, x).compact(seams=0.01)
+    torch.testing.assert_close(small(x), model(x))
+    assert shapes(small)["second.weight"][1] == 5

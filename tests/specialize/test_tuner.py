@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import FileFormatError, NameNotFoundError, SpartaError, ValueRangeError
 from sparta.specialize import implement as registry
+from sparta.specialize import tuner
+from sparta.specialize.confirm import Pairs
 from sparta.specialize.implement import Implement, Support, implements_of, register, search_space, supported
 from sparta.specialize.linear import LinearKernel, linear_spec
 from sparta.specialize.store import Entry, TuningStore, device_name, key_of
@@ -116,6 +119,92 @@ def test_an_interrupt_keeps_the_best_so_far(problem, candidate, tmp_path):
     assert choice.result.interrupted
     assert choice.implement == "candidate"
     assert len(store) == 0  # a search that was cut short is not the last word
+
+
+def test_candidates_are_compiled_side_by_side_and_timed_alone(problem, candidate, monkeypatch):
+    monkeypatch.setattr(tuner.os, "cpu_count", lambda: 4)
+    together, compiling, overlaps = threading.Barrier(2, timeout=60), [0], []
+
+    class Watched(Cheat):
+        def run(self, packed, *inputs):
+            overlaps.append(compiling[0])
+            return super().run(packed, *inputs)
+
+    def build_kernel(size):
+        if len(overlaps) == 0:  # later it is built once more, alone, to be confirmed
+            compiling[0] += 1
+            together.wait()  # breaks, and prunes both, unless they meet
+            compiling[0] -= 1
+        return Watched(problem.expected.float())
+
+    candidate(build_kernel)
+    choice = tune_kernel(problem)
+    assert choice.implement == "candidate"
+    assert [trial.state for trial in choice.result.trials] == ["complete"] * 3
+    assert set(overlaps) == {0}
+
+
+def test_what_compiles_at_its_first_run_is_run_once_before_it_is_timed(problem, candidate, monkeypatch):
+    threads = []
+
+    class Lazy(Cheat):
+        def run(self, packed, *inputs):
+            threads.append(threading.current_thread())
+            return super().run(packed, *inputs)
+
+    candidate(lambda size: Lazy(problem.expected.float()))
+    monkeypatch.setattr(tuner.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(type(registry.implement_named("candidate", "linear")), "first_run_compiles", True)
+    assert tune_kernel(problem).implement == "candidate"
+    assert [thread is threading.main_thread() for thread in threads[:3]] == [False, False, True]
+    assert all(thread is threading.main_thread() for thread in threads[2:])
+
+
+def test_an_interrupt_of_the_longer_run_keeps_the_best_so_far(problem, candidate, tmp_path, monkeypatch):
+    def interrupted(dense, other):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuner, "confirm", interrupted)
+    candidate(lambda size: Cheat(problem.expected.float()))
+    store = TuningStore(tmp_path)
+    choice = tune_kernel(problem, store=store)
+    assert choice.result.interrupted
+    assert choice.implement == "candidate"
+    assert "interrupted" in choice.reason
+    assert len(store) == 0
+
+
+@pytest.mark.parametrize("gain", [0.99, 1.02, 1.04])
+def test_the_longer_run_has_the_last_word(problem, candidate, tmp_path, monkeypatch, gain):
+    monkeypatch.setattr(tuner, "confirm", lambda dense, other: Pairs(((gain, 1.0),) * 20))
+    candidate(lambda size: Cheat(problem.expected.float()))
+    choice = tune_kernel(problem, store=TuningStore(tmp_path))
+    assert choice.implement == ("candidate" if gain > 1.03 else "dense")
+    assert f"{gain:.2f}x" in choice.reason
+    assert TuningStore(tmp_path).get(problem.spec).speedup == pytest.approx(gain if gain > 1.03 else 1.0)
+
+
+def test_the_runner_up_wins_where_the_first_was_only_lucky(problem, candidate, monkeypatch):
+    asked = []
+
+    def second_only(dense, other):
+        asked.append(other)
+        return Pairs(((1.0 if len(asked) == 1 else 2.0, 1.0),) * 20)
+
+    monkeypatch.setattr(tuner, "confirm", second_only)
+    candidate(lambda size: Cheat(problem.expected.float()))
+    choice = tune_kernel(problem)
+    assert choice.implement == "candidate"
+    assert len(asked) == 2
+
+
+def test_a_candidate_that_fails_only_in_the_longer_run_is_passed_over(problem, candidate, monkeypatch):
+    def breaks(dense, other):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(tuner, "confirm", breaks)
+    candidate(lambda size: Cheat(problem.expected.float()))
+    assert tune_kernel(problem).implement == "dense"
 
 
 def test_refusals_carry_their_reason(problem, candidate):

@@ -11,7 +11,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from sparta.compiler.calibrate import Calibration, rounding_kernels, simulated
 from sparta.compiler.choose import Point, choose_layers, points_of
 from sparta.compiler.fold import fold_batch_norms
 from sparta.compiler.graph_json import graph_text
@@ -31,7 +32,7 @@ from sparta.compiler.program import Program, original_program, reduced_program
 from sparta.compiler.report import Report, Totals
 from sparta.compiler.settings import Session, Show, Tune, shown
 from sparta.compiler.signature import Signature
-from sparta.compiler.verify import Certificate, verify, wrong_kernels
+from sparta.compiler.verify import Certificate, relative_error, verify, wrong_kernels
 from sparta.compiler.whole import Contest, hosted
 from sparta.errors import CheckError, SpartaError, ValueRangeError, message
 from sparta.propagate.api import propagate
@@ -58,6 +59,7 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     verify: bool = True,
     budget_s: float | None = None,
     more_inputs: Sequence[Any] = (),
+    activations: Mapping[str, Any] | None = None,
     inductor: bool | None = None,
     progress: Show | bool | None = None,
 ) -> CompiledModel:
@@ -87,6 +89,9 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
         candidate under way is finished, and compiling the kernels for the first time is not cut short.
     more_inputs
         Further example inputs of other sizes (needs `dynamic_shapes`); kernels are chosen for each.
+    activations
+        Grids of the inputs of layers with int8 weights in the spec, by ``"layer.input"``: (scale, zero point), or what
+        :func:`sparta.create.quantize.export` returned. Those that are not given follow from the example inputs.
     inductor
         Whether `torch.compile` competes as a host; None decides by `tune`.
     progress
@@ -108,6 +113,7 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
         raise ValueRangeError(message(f"a {type(given).__name__}", "a torch.nn.Module"))
     given, (example_inputs, *more_inputs) = _moved(given, [example_inputs, *more_inputs], target, dtype)
     job = _Job.started(given, example_inputs, spec, dynamic_shapes, more_inputs, session, cast=dtype is not None)
+    job = job.calibrated(activations or {})
     with _evaluating(given):
         contest = job.contest(inductor=competes)
         whole, earlier = _decided(contest, session)
@@ -152,6 +158,12 @@ class _Job:
             groups = tuple(partition(reduced, reduced.values(inputs[0])))
             points = tuple(points_of(reduced, groups, inputs))
         return cls(model, result, signature, original, reduced, groups, inputs, points, session)
+
+    def calibrated(self, activations: Mapping[str, Any]) -> _Job:
+        """Return the job with its int8 layers as such."""
+        known = Calibration(self.result.facts.given, activations, self.session.note)
+        groups, points = known.quantised(self.reduced, self.groups, self.points)
+        return replace(self, groups=tuple(groups), points=tuple(points))
 
     def contest(self, *, inductor: bool) -> Contest:
         """Choose layer by layer, and return what competes for the whole."""
@@ -249,11 +261,18 @@ def _verified(job: _Job, contest: Contest, whole: Whole, *, check: bool) -> tupl
     """Check against the original, and replace what is wrong until it agrees."""
     if not check:
         return whole, Certificate((), "", 0.0, 0.0, 0.0, 0, passed=False)
-    reference = job.reference()
+    original = job.reference()
     while True:
         job.session.show("verifying against the original")
+        rounding = rounding_kernels(contest.kernels()) if whole.base != "original" else {}
+        reference = simulated(job.reduced, rounding) if rounding else original
+        compiled = hosted(contest.built(whole.base), whole.host)
         try:
-            certificate = verify(reference, hosted(contest.built(whole.base), whole.host), job.inputs)
+            certificate = verify(reference, compiled, job.inputs, rounding=bool(rounding))
+            if rounding:
+                loss = relative_error(original, compiled, job.inputs[0])
+                layers = f"{len(rounding)} layers round their inputs to 8 bits"
+                job.session.note(f"{layers}, which changes the outputs by {loss:.2g} of their norm on the example")
         except (CheckError, RuntimeError) as error:
             whole = _less(job, contest, whole, error)
         else:

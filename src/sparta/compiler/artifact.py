@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sparta.compiler.graph_json import graph_from_json, graph_to_json
+from sparta.compiler.int8 import OP, integers_of, row_scales
 from sparta.compiler.kernels import Fused, KernelModule
 from sparta.compiler.lower import lowering_of
 from sparta.compiler.module import CompiledModel
@@ -134,11 +135,13 @@ def _loaded(
 
 def _kernel_fields(name: str, module: KernelModule, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return what a kernel module is, as JSON values, with its tensors put among the others."""
-    tensors[f"live/{name}"] = module.live
+    integers = module.fused.op == OP and module.live.dtype == torch.float32
+    tensors[f"live/{name}"] = _integers(module) if integers else module.live
     if module.bias is not None:
         tensors[f"bias/{name}"] = module.bias
     return {
         "op": module.fused.op,
+        "integers": integers,
         "weight": _tesa_fields(f"mask/{name}", module.fused.weight, tensors),
         "attributes": dict(module.fused.attributes),
         "epilogue": vars(module.fused.epilogue).copy(),
@@ -151,6 +154,11 @@ def _kernel_fields(name: str, module: KernelModule, tensors: dict[str, Tensor]) 
             for size, (spec, choice) in module.choices.items()
         },
     }
+
+
+def _integers(module: KernelModule) -> Tensor:
+    """Return the live weights of an int8 layer as integers."""
+    return integers_of(module.weight(), row_scales(module.fused.weight))[module.fused.weight.mask(module.live.device)]
 
 
 def _kernel(
@@ -172,6 +180,9 @@ def _kernel(
     live = tensors[f"live/{name}"].to(where)
     if live.dim() != 1 or live.numel() != fused.weight.count("live"):
         raise FileFormatError(message(f"{live.numel()} live weights of {name}", f"{fused.weight.count('live')}"))
+    if fields.get("integers"):
+        rows = fused.weight.mask(where).nonzero()[:, 0]
+        live = live.float() * row_scales(fused.weight).float().to(where)[rows]
     bias = tensors[f"bias/{name}"].to(where) if fused.epilogue.bias else None
     lowering = lowering_of(fused.op)
     choices: dict[int, tuple[KernelSpec, Choice]] = {}

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import fx
+from torch import fx, nn
 
-from sparta.compiler.kernels import KernelModule
 from sparta.compiler.partition import SubGraph
 from sparta.compiler.program import Program, assemble, drop_unused
 
 __all__ = ["combined", "module_name"]
 
 
-def combined(program: Program, kernels: Mapping[SubGraph, KernelModule]) -> fx.GraphModule:
+def combined(program: Program, kernels: Mapping[SubGraph, nn.Module]) -> fx.GraphModule:
     """Return the program with kernel modules in the places of these sub-graphs."""
     graph, copies = program.copy()
-    modules: dict[str, KernelModule] = {}
+    modules: dict[str, nn.Module] = {}
     for group, module in kernels.items():
         name = module_name(group)
         modules[name] = module

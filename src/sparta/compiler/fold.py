@@ -47,7 +47,7 @@ def fold_batch_norms(program: Program, shapes: dict[fx.Node, Tensor]) -> tuple[P
             folded += 1
     drop_unused(graph)
     used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-    return Program(graph, {name: tensors[name] for name in tensors if name in used}), folded
+    return Program(graph, {name: tensors[name] for name in tensors if name in used}, program.origins), folded
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Int8 layers: kernels of 8-bit integers behind the interface of a linear layer in real numbers.
 
-The operation ``quantised_linear`` is ``linear`` with a weight on an int8 grid (the scale of its TeSA) and a grid for its
-input (attributes of the kernel spec). Dense and sparse kernels in fp32 compete with int8 ones, which round the input to
-its grid, sum exactly in integers and rescale in the same pass. The one idea to know: candidates are compared on inputs
-that lie on the grid, where all of them must agree; what rounding the inputs costs is measured on the whole model.
+The operation ``quantised_linear`` is ``linear`` with a weight on an int8 grid (the scale of its TeSA) and a grid for
+its input (attributes of the kernel spec). Kernels in fp32, dense and sparse, compete with int8 ones, which round the
+input to its grid, sum exactly in integers and rescale in the same pass. The one idea to know: candidates are compared
+on inputs that lie on the grid, where all must agree; what rounding the inputs costs is measured on the whole model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparta.common.tuning import TunableItemCfg
-from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
+from sparta.errors import NameNotFoundError, SpartaError, ValueRangeError, did_you_mean, message
 from sparta.specialize.cpu.implement import CpuLinear
 from sparta.specialize.dense import DenseLinear
 from sparta.specialize.implement import Implement, Kernel, Params, Support, implement_named, present, register
@@ -39,8 +39,8 @@ _DTYPES = {"int8": torch.int8, "uint8": torch.uint8}
 class InputGrid:
     """The grid of a layer's input: ``(integer - zero_point) * scale``.
 
-    >>> InputGrid.covering(0.0, 2.55)
-    InputGrid(scale=0.01, zero_point=0, format='uint8')
+    >>> InputGrid.covering(0.0, 510.0)
+    InputGrid(scale=2.0, zero_point=0, format='uint8')
     """
 
     scale: float
@@ -154,7 +154,10 @@ class _Int8Linear(Implement):
             )
         if str(spec["weight"].format) != "int8":
             return Support.no(f"the weight is {spec['weight'].format}, not int8")
-        return self._inner.supports(_integer_spec(spec))
+        try:
+            return self._inner.supports(_integer_spec(spec))
+        except SpartaError as error:
+            return Support.no(str(error))
 
     def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
         """Return the parameters of the integer kernel."""

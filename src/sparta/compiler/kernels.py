@@ -107,7 +107,7 @@ class KernelModule(nn.Module):
     def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Run the kernel for this size."""
         lowering = self.fused.lowering
-        kernel, packed = self._nearest(lowering.size(x)) if len(self._built) > 1 else self._built[0][1:]
+        kernel, packed = self._nearest(lowering.size(x))[1:] if len(self._built) > 1 else self._built[0][1:]
         return lowering.run(kernel, packed, x, self.bias, residual)
 
     def weight(self) -> Tensor:
@@ -146,11 +146,14 @@ class KernelModule(nn.Module):
             built.append((size, kernel, packed))
         self._built = built
 
-    def _nearest(self, size: int) -> tuple[Kernel, Sequence[Tensor]]:
+    def choice_for(self, x: Tensor) -> Choice:
+        """Return what was chosen for an activation of this size."""
+        return self.choices[self._nearest(self.fused.lowering.size(x))[0]][1]
+
+    def _nearest(self, size: int) -> tuple[int, Kernel, Sequence[Tensor]]:
         """Return the kernel of the nearest size that was measured; sizes are compared by their ratio."""
         size = max(1, size)
-        _, kernel, packed = min(self._built, key=lambda each: max(each[0], size) / max(1, min(each[0], size)))
-        return kernel, packed
+        return min(self._built, key=lambda each: max(each[0], size) / max(1, min(each[0], size)))
 
     # ------------------------------------------------------------------ nn.Module's ways to change it
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,10 +46,18 @@ class Program:
         ``placeholder`` nodes take the flat inputs, ``get_attr`` nodes name tensors, all else calls functions.
     tensors
         The tensors by the names that the graph uses.
+    origins
+        Where tensors came from, by name, in a program that was cut; others are the model's own.
     """
 
     graph: fx.Graph
     tensors: Mapping[str, Tensor]
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+
+    def source(self, name: str) -> str:
+        """Return the name that a tensor had in the model as given."""
+        origin = self.origins.get(name)
+        return name if origin is None or origin.name is None else origin.name
 
     def module(self) -> fx.GraphModule:
         """Return the program as it stands, to run."""
@@ -113,7 +121,7 @@ def reduced_program(result: PropagationResult) -> tuple[Program, int]:
         value = _attribute(small, name)
         tensors[name] = value if origin.name is None else _zeroed(result, origin.name, value, origin)
     graph = _flat(small.graph)
-    return Program(graph, _owned(graph, tensors, small)), cut
+    return Program(graph, _owned(graph, tensors, small), dict(small.mapping)), cut
 
 
 def _zeroed(result: PropagationResult, name: str, value: Tensor, origin: Origin | None = None) -> Tensor:

@@ -23,12 +23,14 @@ from sparta.errors import CheckError, SpartaError, message
 from sparta.specialize.linear import apply_epilogue
 from sparta.testing.checks import check
 
-__all__ = ["TOLERANCES", "Certificate", "fresh_inputs", "verify", "wrong_kernels"]
+__all__ = ["TOLERANCES", "Certificate", "fresh_inputs", "relative_error", "verify", "wrong_kernels"]
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """The largest relative error (norm of the difference over norm of the output) that passes, by dtype."""
 
 _ELEMENT = 30.0
+_QUANTUM = 1 / 255  # of a grid of 8 bits, over its range
+_QUANTA = 5.0  # an input on the edge between two quanta may be rounded either way, and so may what follows from it
 _SEEDS = (0, 1)
 
 
@@ -106,7 +108,13 @@ def fresh_inputs(inputs: Sequence[Any], seed: int) -> list[Any]:
     return [other(leaf) for leaf in inputs]
 
 
-def verify(reference: Callable[..., Any], compiled: Callable[..., Any], sizes: Sequence[Sequence[Any]]) -> Certificate:
+def verify(
+    reference: Callable[..., Any],
+    compiled: Callable[..., Any],
+    sizes: Sequence[Sequence[Any]],
+    *,
+    rounding: bool = False,
+) -> Certificate:
     """Compare two callables of flat inputs; raises :class:`CheckError` where they do not agree.
 
     Parameters
@@ -115,6 +123,8 @@ def verify(reference: Callable[..., Any], compiled: Callable[..., Any], sizes: S
         The masked dense model.
     sizes
         Flat example inputs, for each size that was measured.
+    rounding
+        Whether both round activations to 8 bits; they may then differ by a few quanta.
 
     Examples
     --------
@@ -134,12 +144,28 @@ def verify(reference: Callable[..., Any], compiled: Callable[..., Any], sizes: S
                 if not isinstance(expected, Tensor):
                     _same_value(expected, actual)
                     continue
-                relative, single = _difference(expected, actual)
+                relative, single = _difference(expected, actual, rounding=rounding)
                 error, worst = max(error, relative), max(worst, single)
                 coarsest = max(coarsest, expected.dtype, key=lambda dtype: TOLERANCES.get(dtype, 0.0))
-    allowed = TOLERANCES.get(coarsest, 0.0)
-    name = str(coarsest).removeprefix("torch.")
+    allowed = _allowed(coarsest, rounding=rounding)
+    name = str(coarsest).removeprefix("torch.") + " with int8 layers" * rounding
     return Certificate(_SEEDS, name, allowed, error, worst, outputs, passed=True)
+
+
+def relative_error(reference: Callable[..., Any], compiled: Callable[..., Any], inputs: Sequence[Any]) -> float:
+    """Return the largest norm of a difference over the norm of the output, of two callables of flat inputs.
+
+    >>> relative_error(torch.relu, lambda x: 1.5 * x, [torch.ones(3)])
+    0.5
+    """
+    with torch.no_grad():
+        pairs = zip(pytree.tree_leaves(reference(*inputs)), pytree.tree_leaves(compiled(*inputs)), strict=True)
+        errors = [
+            float((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+            for expected, actual in pairs
+            if isinstance(expected, Tensor) and expected.is_floating_point() and expected.numel()
+        ]
+    return max(errors, default=0.0)
 
 
 def wrong_kernels(kernels: Mapping[SubGraph, KernelModule], points: Sequence[Point]) -> dict[str, str]:
@@ -176,7 +202,12 @@ def _same_value(expected: object, actual: object) -> None:
         raise CheckError(message(f"the compiled model returns {actual!r} where the original returns {expected!r}"))
 
 
-def _difference(expected: Tensor, actual: object) -> tuple[float, float]:
+def _allowed(dtype: torch.dtype, *, rounding: bool) -> float:
+    allowed = TOLERANCES.get(dtype, 0.0)
+    return max(allowed, _QUANTA * _QUANTUM) if rounding and dtype.is_floating_point else allowed
+
+
+def _difference(expected: Tensor, actual: object, *, rounding: bool = False) -> tuple[float, float]:
     """Return the relative error, and the largest single one over the largest element; raises beyond the tolerance."""
     if not isinstance(actual, Tensor) or actual.shape != expected.shape or actual.dtype != expected.dtype:
         got = f"{tuple(actual.shape)} in {actual.dtype}" if isinstance(actual, Tensor) else type(actual).__name__
@@ -195,11 +226,12 @@ def _difference(expected: Tensor, actual: object) -> tuple[float, float]:
         raise CheckError(message(f"{int((~alike).sum())} outputs are infinite or NaN on one side only"))
     gap, truth = torch.where(finite, left - right, 0.0), torch.where(finite, right, 0.0)
     norm, peak = float(truth.norm()), float(truth.abs().max())
-    allowed = TOLERANCES.get(expected.dtype, 0.0)
+    allowed = _allowed(expected.dtype, rounding=rounding)
+    most = (_QUANTA if rounding else _ELEMENT) * allowed
     tiny = float(torch.finfo(expected.dtype).eps)
     relative = float(gap.norm()) / max(norm, tiny)
     single = float(gap.abs().max()) / max(peak, tiny)
-    if relative > allowed or single > _ELEMENT * allowed or not math.isfinite(relative):
+    if relative > allowed or single > most or not math.isfinite(relative):
         raise CheckError(
             message(
                 f"the compiled model differs from the original by {relative:.3g} (relative), {single:.3g} at most",

@@ -49,7 +49,7 @@ class Seams:
     def sew(self, graph: fx.Graph) -> None:
         """Make every seam that pays."""
         for node in list(graph.nodes):
-            if node.target is _LINEAR or (node.target in _CONVOLUTIONS and _argument(node, 6, 1) == 1):
+            if node.target is _LINEAR or (node.target in _CONVOLUTIONS and _argument(node, "groups", 1) == 1):
                 self._layer(node)
 
     def _layer(self, node: fx.Node) -> None:
@@ -61,7 +61,7 @@ class Seams:
         if values is None or values.is_meta or not values.is_floating_point() or 0 in values.shape:
             return
         taps = math.prod(values.shape[2:])
-        stride = math.prod(_argument(node, 3, [1])) if node.target is not _LINEAR else 1
+        stride = math.prod(_argument(node, "stride", [1])) if node.target is not _LINEAR else 1
         self._columns(node, name, taps / stride)
         self._rows(node, name, taps)
 
@@ -95,8 +95,10 @@ class Seams:
             return
         index = live.nonzero().flatten()
         positions = torch.where(_slices(values, 0), live.cumsum(0) - 1, int(live[:zero].sum()))
-        bias = _argument(node, 2, None)
-        if bias is not None:
+        bias = _argument(node, "bias", None)
+        if bias is not None and "bias" in node.kwargs:
+            node.update_kwarg("bias", None)
+        elif bias is not None:
             node.update_arg(2, None)
         with node.graph.inserting_after(node):
             where = node.graph.get_attr(self.literal(positions))
@@ -137,5 +139,7 @@ def _channel(node: fx.Node) -> int:
     return -1 if node.target is _LINEAR else -1 - _CONVOLUTIONS.index(node.target) - 1
 
 
-def _argument(node: fx.Node, position: int, default: Any) -> Any:  # noqa: ANN401 - any argument of an op
-    return node.args[position] if position < len(node.args) else default
+def _argument(node: fx.Node, name: str, default: Any) -> Any:  # noqa: ANN401 - any argument of an op
+    """Return an argument of a call by its name in the op's schema, however it was passed."""
+    position = [argument.name for argument in node.target._schema.arguments].index(name)  # type: ignore[union-attr]
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)

@@ -98,11 +98,15 @@ class Implement(ABC):
         The operation it runs.
     version
         Raised when its parameters or its speed change, so that stored tuning results are measured anew.
+    first_run_compiles
+        Whether a kernel is compiled at its first run and not by `build`; the tuner then runs several candidates once,
+        side by side, before it times any.
     """
 
     name: ClassVar[str]
     op: ClassVar[str]
     version: ClassVar[int] = 1
+    first_run_compiles: ClassVar[bool] = False
 
     @abstractmethod
     def supports(self, spec: KernelSpec) -> Support:

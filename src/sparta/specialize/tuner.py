@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -191,15 +192,14 @@ def _starting_points(spec: KernelSpec) -> list[dict[str, Any]]:
 
 def _compiler(problem: Problem) -> Callable[[Mapping[str, Any]], Kernel]:
     """Return what compiles one candidate, in any thread."""
-    on_gpu = problem.spec.device == "cuda"
-    index = torch.cuda.current_device() if on_gpu else -1
+    device = torch.device("cuda", torch.cuda.current_device()) if problem.spec.device == "cuda" else None
 
     def compile_one(config: Mapping[str, Any]) -> Kernel:
         try:
             kernel = build(problem.spec, config)
-            if on_gpu and config["_name"] != DENSE:
-                # Triton and NVRTC compile at the first run; the current device is each thread's own.
-                with torch.cuda.device(index):
+            if implement_named(config["_name"], problem.spec.op).first_run_compiles:
+                # The current device is each thread's own.
+                with nullcontext() if device is None else torch.cuda.device(device):
                     _callable(problem, kernel)()
         except SpartaError as error:
             raise PrunedTrial(str(error)) from error

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparta.errors import ShapeError, SpartaError, ValueRangeError, message
 from sparta.specialize.cpu.generate import Generated, generate
-from sparta.specialize.cpu.implement import runs_here
+from sparta.specialize.cpu.implement import compiles_here, runs_here
 from sparta.specialize.cpu.library import PanelCall, activation_code, load
 from sparta.specialize.cpu.toolchain import build, chosen_isa
 from sparta.specialize.implement import Implement, Params, Support, present, register
@@ -121,9 +121,9 @@ class CpuGenerated(Implement):
 
     def supports(self, spec: KernelSpec) -> Support:
         """Small layers for a few tokens, where code for x86-64 can be compiled."""
-        answer = runs_here(spec)
-        if not answer:
-            return answer
+        for answer in (runs_here(spec), compiles_here()):
+            if not answer:
+                return answer
         if not _is_linux_on_x86() or chosen_isa() not in _ISAS:
             return Support.no(f"code is generated for {' and '.join(_ISAS)} on Linux only")
         if spec["weight"].count("live") > _MOST_LIVE:

@@ -13,12 +13,13 @@ from sparta.common.tuning import TunableItemCfg
 from sparta.specialize.cpu.candidates import candidates, default
 from sparta.specialize.cpu.linear import PackedLinear
 from sparta.specialize.cpu.tile import Tile
+from sparta.specialize.cpu.toolchain import prebuilt
 from sparta.specialize.implement import Implement, Params, Support, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear import LinearKernel
 from sparta.testing.machine import probe_compiler
 
-__all__ = ["CpuLinear", "compiles_here", "runs_here"]
+__all__ = ["CpuLinear", "compiles_here", "library_here", "runs_here"]
 
 _FORMATS = ("fp32", "bf16", "fp16")
 
@@ -38,29 +39,34 @@ class _CpuLinearKernel(LinearKernel):
 
 
 def runs_here(spec: KernelSpec) -> Support:
-    """Say whether kernels can be compiled for this spec's device and float dtype."""
+    """Say whether there are kernels for this spec's device and float dtype."""
     if str(spec["input"].format) not in _FORMATS:
         return Support.no(f"it computes {', '.join(_FORMATS)}, not {spec['input'].format}")
-    return compiles_here(spec)
+    return library_here(spec)
 
 
-def compiles_here(spec: KernelSpec) -> Support:
-    """Say whether kernels can be compiled for this spec's device."""
+def library_here(spec: KernelSpec) -> Support:
+    """Say whether the kernel library is there for this spec's device, or can be compiled."""
     if spec.device != "cpu":
         return Support.no(f"it runs on the CPU, not on {spec.device}")
+    return Support.yes("C++ kernels that came with the package") if prebuilt() is not None else compiles_here()
+
+
+def compiles_here() -> Support:
+    """Say whether C++ can be compiled on this machine."""
     reason = _missing_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
     return Support.no(reason) if reason else Support.yes("C++ kernels for this machine")
 
 
 @register
 class CpuLinear(Implement):
-    """Hand-written C++ kernels, compiled for this machine at their first use."""
+    """Hand-written C++ kernels, compiled with the package or at their first use."""
 
     name = "cpu"
     op = "linear"
 
     def supports(self, spec: KernelSpec) -> Support:
-        """Any mask on the CPU in fp32, bf16 and fp16, where there is a compiler."""
+        """Any mask on the CPU in fp32, bf16 and fp16, where the library is there or a compiler is."""
         return runs_here(spec)
 
     def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:

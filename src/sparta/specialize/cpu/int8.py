@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.specialize.cpu.implement import compiles_here
+from sparta.specialize.cpu.implement import library_here
 from sparta.specialize.cpu.library import Int8Call, PanelMatrix, load
 from sparta.specialize.cpu.packing import pack_mask
 from sparta.specialize.cpu.tile import Tile
@@ -177,7 +177,7 @@ class CpuInt8Linear(Implement):
 
     def supports(self, spec: KernelSpec) -> Support:
         """Any mask on the CPU, where there is a compiler."""
-        return compiles_here(spec)
+        return library_here(spec)
 
     def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
         """Return the tiles that are worth timing."""

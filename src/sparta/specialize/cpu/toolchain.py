@@ -1,8 +1,9 @@
 """Compile the C++ kernels for an instruction set, and keep the libraries in a folder that only the user can write.
 
-:func:`build` returns the path of a library, compiled now or found in the cache under a hash of sources, flags and
-compiler. The one idea to know: a library is code that will run in this process, so it is loaded only from a folder
-that no one else can write, and only if its checksum still matches; anything doubtful is compiled again.
+:func:`build` returns the path of a library: the one that came with the package, or one compiled now or found in the
+cache under a hash of sources, flags and compiler. The one idea to know: a library is code that will run in this
+process, so it is loaded only from the package or from a folder that no one else can write, and only if its checksum
+still matches; anything doubtful is compiled again.
 
 Environment: ``SPARTA_CPU_ISA`` forces an instruction set, ``SPARTA_CACHE`` moves the folder, ``CXX`` names a compiler,
 and ``SPARTA_CPU_SANITIZE=1`` builds with the address and undefined-behaviour sanitizers (the Python that loads such a
@@ -30,32 +31,14 @@ from sparta.errors import (
     message,
 )
 from sparta.files import private_folder, write_atomic
+from sparta.specialize.cpu.flags import ISAS, NEEDS, compiler_flags, intact_library, source_files
 from sparta.testing.machine import Compiler, probe_compiler, probe_cpu
 
-__all__ = ["ISAS", "build", "isa_flags", "runnable_isas"]
+__all__ = ["ISAS", "build", "isa_flags", "prebuilt", "runnable_isas"]
 
 SOURCES = Path(__file__).parent / "native"
 
-# Each instruction set with the processor flags it needs and the compiler flags it is built with; the best first.
-_NEEDS = {"avx512": ("avx512f", "avx512bw", "avx512vl", "avx2", "fma"), "avx2": ("avx2", "fma"), "portable": ()}
-_FLAGS = {
-    "avx512": (
-        "-DSPARTA_AVX512",
-        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx2", "-mfma", "-mpopcnt"),
-        "-mprefer-vector-width=512",
-    ),
-    "avx2": ("-DSPARTA_AVX2", "-mavx2", "-mfma"),
-    "portable": (),
-}
-ISAS = tuple(_NEEDS)
-_OPTIMISED = ("-O3",)
-# Errors end the process at once, so that a test cannot pass over them.
-_SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-_COMMON = (
-    *("-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
-    # One rounding for a * b + c; NaN, inf and -0 keep their meaning.
-    *("-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"),
-)
+PREBUILT = Path(__file__).parent / "prebuilt"
 _COMPILE_SECONDS = 600.0
 
 
@@ -66,7 +49,7 @@ def runnable_isas() -> tuple[str, ...]:
     'portable'
     """
     have = set(_cpu_flags())
-    return tuple(isa for isa, needed in _NEEDS.items() if have.issuperset(needed))
+    return tuple(isa for isa, needed in NEEDS.items() if have.issuperset(needed))
 
 
 def chosen_isa(isa: str | None = None) -> str:
@@ -89,7 +72,7 @@ def chosen_isa(isa: str | None = None) -> str:
 
 
 def build(isa: str | None = None, source: str | None = None) -> Path:
-    """Return the path of the kernel library for an instruction set, compiled if it is not in the cache.
+    """Return the path of the kernel library for an instruction set: the package's own, or compiled and cached.
 
     Parameters
     ----------
@@ -114,6 +97,9 @@ def build(isa: str | None = None, source: str | None = None) -> Path:
         raise MissingPackageError(
             message("CPU kernels on Windows", "Linux and macOS", "use WSL; until then these layers run dense")
         )
+    ready = prebuilt(wanted) if source is None else None
+    if ready is not None:
+        return ready
     compiler = _compiler()
     flags = isa_flags(wanted)
     folder = private_folder("cpu")
@@ -132,7 +118,21 @@ def build(isa: str | None = None, source: str | None = None) -> Path:
 
 def sources() -> tuple[Path, ...]:
     """Return the C++ files of the library, in a fixed order."""
-    return tuple(sorted(path for path in SOURCES.iterdir() if path.suffix in (".h", ".cpp")))
+    return source_files(SOURCES)
+
+
+def prebuilt(isa: str | None = None) -> Path | None:
+    """Return the library that was compiled when the package was built, or None where there is none that is intact.
+
+    >>> prebuilt("portable") in (None, PREBUILT / "portable.so")
+    True
+    """
+    return None if _sanitizing() else _checked_once(PREBUILT, chosen_isa(isa))
+
+
+@functools.cache
+def _checked_once(folder: Path, isa: str) -> Path | None:
+    return intact_library(folder, SOURCES, isa)
 
 
 def _compiler() -> Compiler:
@@ -162,8 +162,11 @@ def isa_flags(isa: str) -> tuple[str, ...]:
     >>> "-shared" in isa_flags("portable")
     True
     """
-    sanitize = os.environ.get("SPARTA_CPU_SANITIZE", "").strip() not in ("", "0")
-    return (*_COMMON, *(_SANITIZED if sanitize else _OPTIMISED), *_FLAGS[isa])
+    return compiler_flags(isa, sanitize=_sanitizing())
+
+
+def _sanitizing() -> bool:
+    return os.environ.get("SPARTA_CPU_SANITIZE", "").strip() not in ("", "0")
 
 
 def _digest(compiler: Compiler, flags: tuple[str, ...], source: str | None) -> str:

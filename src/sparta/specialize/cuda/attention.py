@@ -107,6 +107,7 @@ class TritonFlash(Implement):
 
     name = "triton-flash"
     op = "attention"
+    first_run_compiles = True
 
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32, bf16 and fp16 on CUDA, heads up to 256 wide, masks that prune something."""
@@ -151,6 +152,7 @@ class TritonFlashSeqlen(Implement):
 
     name = "triton-flash"
     op = "seqlen_attention"
+    first_run_compiles = True
 
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32, bf16 and fp16 on CUDA, heads up to 256 wide."""

@@ -64,6 +64,7 @@ class TritonBlock(Implement):
 
     name = "triton-block"
     op = "linear"
+    first_run_compiles = True
 
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32, bf16 and fp16 on CUDA, where kept blocks leave enough out."""

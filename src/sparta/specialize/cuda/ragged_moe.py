@@ -61,6 +61,7 @@ class TritonRagged(Implement):
 
     name = "triton-ragged"
     op = "moe"
+    first_run_compiles = True
 
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32, bf16 and fp16 on CUDA, two experts or more."""

@@ -185,6 +185,7 @@ class TwoFour(Implement):
 
     name = "cuda-24"
     op = "linear"
+    first_run_compiles = True
 
     def supports(self, spec: KernelSpec) -> Support:
         """Bf16 and fp16 on CUDA, weights of at most 2 live elements in every 4, few tokens."""

@@ -1,0 +1,96 @@
+"""Build of the package: where there is a C++ compiler, the CPU kernels are compiled into it.
+
+Everything else is in pyproject.toml. The one idea to know: a build must work without torch and without a compiler; what
+cannot be compiled here is compiled on the user's machine at first use, or runs dense.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+CPU = Path(__file__).parent / "src" / "sparta" / "specialize" / "cpu"
+PREBUILT = Path("sparta", "specialize", "cpu", "prebuilt")
+
+
+def load_flags() -> ModuleType:
+    """Return the module that says how kernels are compiled, without importing the package (and torch with it)."""
+    loader = SourceFileLoader("sparta_cpu_flags", str(CPU / "flags.py"))
+    module = ModuleType(loader.name)
+    loader.exec_module(module)
+    return module
+
+
+def find_compiler(names: tuple[str, ...]) -> list[str] | None:
+    """Return the command of the C++ compiler, or None; ``SPARTA_NO_PREBUILT=1`` says to look for none."""
+    if os.environ.get("SPARTA_NO_PREBUILT", "").strip() not in ("", "0") or sys.platform == "win32":
+        return None
+    for command in [shlex.split(os.environ.get("CXX", "")), *([name] for name in names)]:
+        path = shutil.which(command[0]) if command else None
+        if path is not None:
+            return [path, *command[1:]]
+    return None
+
+
+def compiled(compiler: list[str], flags: tuple[str, ...]) -> bytes | None:
+    """Return the library that the compiler makes of the kernels, or None where it cannot."""
+    with tempfile.TemporaryDirectory(prefix="sparta-") as folder:
+        output, native = Path(folder) / "kernels.so", CPU / "native"
+        command = [*compiler, *flags, f"-I{native}", str(native / "api.cpp"), "-o", str(output)]
+        try:
+            subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=1200)  # noqa: S603 - no shell
+            return output.read_bytes()
+        except (OSError, subprocess.SubprocessError) as error:
+            sys.stderr.write(f"the CPU kernels are left to the user's compiler: {error}\n")
+            return None
+
+
+class BuildWithKernels(build_py):
+    """Copies the modules, then adds the libraries; an editable install compiles at first use instead."""
+
+    def run(self) -> None:
+        """Build."""
+        super().run()
+        flags = load_flags()
+        compiler = None if self.editable_mode else find_compiler(flags.COMPILERS)
+        if compiler is None:
+            return
+        x86 = platform.machine().lower() in ("x86_64", "amd64")
+        built = {isa: compiled(compiler, flags.compiler_flags(isa)) for isa in (flags.ISAS if x86 else ("portable",))}
+        libraries = {isa: code for isa, code in built.items() if code is not None}
+        folder = Path(self.build_lib) / PREBUILT
+        folder.mkdir(parents=True, exist_ok=True)
+        for isa, code in libraries.items():
+            (folder / f"{isa}.so").write_bytes(code)
+        (folder / flags.MANIFEST).write_bytes(flags.manifest(CPU / "native", libraries))
+
+
+class MaybeNative(Distribution):
+    """The package: for one platform where libraries go into it, for any where none do."""
+
+    def has_ext_modules(self) -> bool:
+        """Tell whether something in it is machine code."""
+        return find_compiler(load_flags().COMPILERS) is not None
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel that no version of Python 3 is told apart by: nothing in the libraries depends on it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tag."""
+        return ("py3", "none", super().get_tag()[2])
+
+
+setup(distclass=MaybeNative, cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})

@@ -1,0 +1,79 @@
+"""The accuracy benchmark of `sparta.create` runs on data that is at hand, and its table says what was measured."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def tables():
+    spec = importlib.util.spec_from_file_location("benchmark_tables", BENCHMARKS / "tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+ROW = {"model": "mlp", "asked": 0.8, "sparsity": 0.8, "exact": True, "spread": 0.1, "accuracy": 97.5}
+RECORD = {
+    "date": "2026-01-02T03:04:05+00:00",
+    "device": "Some GPU",
+    "environment": {"torch": "2.11"},
+    "results": {
+        "data": "fashion",
+        "seeds": 3,
+        "epochs": 20,
+        "dense_epochs": 10,
+        "train_images": 30000,
+        "test_images": 10000,
+        "rows": [
+            {**ROW, "method": "dense", "asked": None, "sparsity": 0.0, "exact": None, "accuracy": 98.0},
+            {**ROW, "method": "magnitude"},
+            {**ROW, "method": "magnitude", "asked": 0.9, "sparsity": 0.85, "exact": False, "accuracy": 97.0},
+            {**ROW, "method": "magnitude", "model": "cnn", "accuracy": 99.0},
+        ],
+    },
+}
+
+
+def test_the_table_has_a_row_a_method_and_a_column_a_network_and_sparsity(tables):
+    _, render = tables.RENDERERS["create-accuracy-fashion"]
+    text = render([RECORD])
+    assert text.startswith("Fashion-MNIST, 30,000 images to train with and 10,000 to test")
+    assert "mean of 3 seeds" in text
+    assert "Some GPU, PyTorch 2.11, 2026-01-02." in text
+    assert "|  | MLP, 0 % | MLP, 80 % | MLP, 90 % | CNN, 0 % | CNN, 80 % | CNN, 90 % |" in text
+    assert "| dense | 98.00 ± 0.10 |  |  |  |  |  |" in text
+    assert "| magnitude |  | 97.50 ± 0.10 | 97.00 ± 0.10 (85.0 % zeros) |  | 99.00 ± 0.10 |  |" in text
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_and_every_row_is_as_sparse_as_asked(tables, tmp_path):
+    pytest.importorskip("sklearn")
+    options = [
+        "--quick",
+        "--epochs",
+        "2",
+        "--only",
+        "dense",
+        "default",
+        "distilled",
+        "acdc",
+        "movement",
+        "mfac",
+        "rigl",
+    ]
+    command = [sys.executable, BENCHMARKS / "training" / "create.py", *options, "--out", tmp_path]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr
+    (saved,) = tables.records("create_accuracy_digits", tmp_path)
+    rows = saved["results"]["rows"]
+    assert {row["model"] for row in rows} == {"mlp", "cnn"}
+    assert {row["asked"] for row in rows} == {None, 0.8}
+    assert [row for row in rows if row["exact"] is False] == []
+    assert len({row["method"] for row in rows}) == 9
+    assert all(row["accuracy"] > 30 for row in rows)  # of ten classes; more would be a matter of time
