@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -184,6 +185,79 @@ def overheads(found: Sequence[Record]) -> str:
     text += " ".join(source(record) for record in found)
     columns = ["device", "precision", "step", "median ms", "spread ms", "added"]
     return f"{text}\n\n{markdown(columns, rows)}"
+
+
+@renderer("cpu-layers", "cpu_layers")
+def cpu_layers(found: Sequence[Record]) -> str:
+    """Return linear layers on the CPU: a row for each number of tokens and pattern, a column for each sparsity."""
+    parts = []
+    for record in found:
+        cells = {(row["tokens"], row["height"], row["sparsity"]): row for row in record["results"]["summary"]}
+        sparsities = sorted({key[2] for key in cells})
+        rows = []
+        for tokens, height in dict.fromkeys(key[:2] for key in cells):
+            line = [cells.get((tokens, height, sparsity)) for sparsity in sparsities]
+            rows.append([tokens, "unstructured" if height == 1 else f"block {height}×1", *map(_cpu_cell, line)])
+        title = (
+            "Times faster than dense, geometric means over the shapes: as a drop-in, and in brackets with the layout "
+            f"kept between sparse layers. {source(record)}"
+        )
+        heads = ["tokens", "pattern", *(f"{100 * sparsity:g} %" for sparsity in sparsities)]
+        parts.append(f"{title}\n\n{markdown(heads, rows)}")
+    return "\n\n".join(parts)
+
+
+def _cpu_cell(row: Record | None) -> str | None:
+    if row is None:
+        return None
+    if "cold" in row:
+        return f"{row['cold']:.1f}"
+    return f"{row['drop-in']:.1f} ({row['panel']:.1f})"
+
+
+@renderer("block-linear", "block_linear")
+def block_linear(found: Sequence[Record]) -> str:
+    """Return block-sparse linear layers on a GPU: a row for each block and sparsity, a column for the tokens."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        cells: dict[tuple[int, float, int], list[float]] = {}
+        for row in results["linear"]:
+            cells.setdefault((row["block"], row["sparsity"], row["tokens"]), []).append(row["ratio"])
+        tokens = sorted({key[2] for key in cells})
+        rows = []
+        for block, sparsity in dict.fromkeys(sorted(key[:2] for key in cells)):
+            line = [cells.get((block, sparsity, count)) for count in tokens]
+            means = [None if ratios is None else f"{statistics.geometric_mean(ratios):.2f}" for ratios in line]
+            rows.append([f"{block}×{block}", f"{100 * sparsity:g} %", *means])
+        title = (
+            f"Times faster than the best dense in {results['dtype']}, by the number of tokens: geometric means "
+            f"over the shapes measured. Below 1.03, dense is chosen and runs. {source(record)}"
+        )
+        parts.append(f"{title}\n\n{markdown(['block', 'sparsity', *map(str, tokens)], rows)}")
+    return "\n\n".join(parts)
+
+
+@renderer("two-four", "two_four")
+def two_four(found: Sequence[Record]) -> str:
+    """Return linear layers with 2:4 weights on a GPU: a row for each shape, a column for each number of tokens."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        cells = {(tuple(row["shape"]), row["tokens"]): row for row in results["linear"]}
+        tokens = sorted({key[1] for key in cells})
+        rows = []
+        for shape in dict.fromkeys(key[0] for key in cells):
+            line = [cells.get((shape, count)) for count in tokens]
+            rows.append(
+                [f"{shape[0]}×{shape[1]}", *(None if c is None else f"{c['ratio']:.2f} {c['best']}" for c in line)]
+            )
+        title = (
+            f"Times faster than the best dense in {results['dtype']}, by the number of tokens, and the fastest "
+            f"implement for 2:4. Below 1.03, dense is chosen and runs. {source(record)}"
+        )
+        parts.append(f"{title}\n\n{markdown(['weight', *map(str, tokens)], rows)}")
+    return "\n\n".join(parts)
 
 
 def main() -> int:

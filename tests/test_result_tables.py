@@ -87,3 +87,33 @@ def test_the_training_benchmarks_run_and_their_tables_are_made(tables, script, o
         rows = saved["results"]["rows"]
         assert [row for row in rows if row["exact"] is False] == []
         assert len({row["method"] for row in rows}) == 22
+
+
+SPEEDS = {
+    "cpu_layers": (
+        {"summary": [{"tokens": 16, "height": 4, "sparsity": 0.9, "drop-in": 5.04, "panel": 6.06, "target": 7}]},
+        "| 16 | block 4×1 | 5.0 (6.1) |",
+    ),
+    "block_linear": (
+        {
+            "dtype": "bf16",
+            "linear": [
+                {"shape": [8, 8], "tokens": 128, "block": 32, "sparsity": 0.9, "ratio": 2.0},
+                {"shape": [8, 16], "tokens": 128, "block": 32, "sparsity": 0.9, "ratio": 8.0},
+                {"shape": [8, 8], "tokens": 1, "block": 64, "sparsity": 0.5, "ratio": 0.5},
+            ],
+        },
+        "| 32×32 | 90 % |  | 4.00 |\n| 64×64 | 50 % | 0.50 |  |",
+    ),
+    "two_four": (
+        {"dtype": "bf16", "linear": [{"shape": [8, 16], "tokens": 64, "ratio": 1.5, "best": "cuda-24"}]},
+        "| 8×16 | 1.50 cuda-24 |",
+    ),
+}
+
+
+@pytest.mark.parametrize("question", SPEEDS)
+def test_speeds_are_means_over_shapes(tables, tmp_path, question):
+    results, line = SPEEDS[question]
+    (tmp_path / f"{question}.some.json").write_text(json.dumps({**ACCURACY, "question": question, "results": results}))
+    assert line in tables.made(question.replace("_", "-"), tmp_path)

@@ -14,7 +14,7 @@ from torch import nn
 import sparta
 from compiler import nets
 from compiler.conftest import forcing
-from sparta.compiler.int8 import OP, InputGrid, integers_of, row_scales
+from sparta.compiler.int8 import OP, InputGrid, Int8Kernel, integers_of, row_scales
 from sparta.errors import NameNotFoundError, ValueRangeError
 from sparta.specialize.implement import implement_named
 
@@ -65,7 +65,7 @@ def test_a_grid_rounds_by_half_a_step_and_keeps_zero(low, width, seed):
 def test_int8_layers_compute_the_rounded_model(compiled):
     model, _, x, fast = compiled
     assert {layer.op for layer in fast.report.plan.layers} == {OP}
-    assert all(module.built(6)[0].__class__.__name__ == "_Int8Kernel" for module in fast.kernels.values())
+    assert all(isinstance(module.built(6)[0], Int8Kernel) for module in fast.kernels.values())
     assert 0 < loss_of(fast, model, x) < 0.05
     assert fast.report.certificate.dtype == "float32 with int8 layers"
     text = str(fast.report)
@@ -85,6 +85,55 @@ def test_one_layer_is_exact_in_quanta():
     # Half a quantum an input, for a whole row of weights, is the most that rounding can do.
     bound = grid.scale * model.weight.abs().sum(1) + 1e-4
     assert bool(((fast(x) - model(x)).abs() <= bound).all())
+
+
+class Chain(nn.Module):
+    """Layers that feed each other, with and without a ReLU, and one whose result two read."""
+
+    def __init__(self, width=24):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        y = torch.relu(self.c(self.b(torch.relu(self.a(x)))))
+        return self.d(y) + y
+
+
+def test_neighbours_hand_over_integers(tmp_path):
+    model, x = nets.pruned(Chain(), sparsity=0.5), torch.randn(2, 3, 24)
+    spec = quantised(model)
+    with forcing("cpu-int8"):
+        fast = sparta.compile(model, x, spec, tune="off")
+    gives = {name: InputGrid.of_output(module.fused.attributes) for name, module in fast.kernels.items()}
+    assert [name for name, grid in gives.items() if grid is not None] == ["a.weight_kernel", "b.weight_kernel"]
+    takes = InputGrid.from_dict(fast.kernels["b.weight_kernel"].fused.attributes)
+    assert gives["a.weight_kernel"] == takes
+    assert fast.kernels["a.weight_kernel"](x).dtype == takes.dtype
+    assert loss_of(fast, model, x) < 0.05
+    fast.save(tmp_path / "model.sparta")
+    assert torch.equal(sparta.load(tmp_path / "model.sparta")(x), fast(x))
+    # Where a kernel cannot run any more, dense takes and gives integers in its place.
+    state = {
+        name: value * 1.01 if name.endswith("b.weight_kernel.live") else value
+        for name, value in fast.state_dict().items()
+    }
+    with torch.no_grad():
+        model.b.weight.mul_(1.01)
+    with pytest.warns(UserWarning, match="Dense runs instead"):
+        fast.load_state_dict(state)
+    assert loss_of(fast, model, x) < 0.05
+
+
+def test_torch_compile_sees_the_integers_between_layers():
+    torch._dynamo.reset()
+    model, x = nets.pruned(Chain(), sparsity=0.5), torch.randn(3, 24)
+    spec = quantised(model)
+    with forcing("cpu-int8"):
+        fast = sparta.compile(model, x, spec, tune="off")
+    again = torch.compile(fast.graph, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(again(x)[0], fast(x))
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", ["cpu-int8", "onednn-int8", "cpu", "dense"])
@@ -130,6 +179,21 @@ def test_grids_of_inputs_may_be_given(compiled):
     assert grids["last.weight_kernel"] == InputGrid(0.1, 7, "uint8")
     assert grids["second.weight_kernel"].format == "uint8"  # from the example
     assert "grids that no int8 layer uses: no" in str(fast.report)
+
+
+def test_an_exported_model_compiles_with_its_own_grids():
+    from sparta.create.quantize import export, prepare
+
+    model, x = nets.Mlp(), torch.randn(16, 32)
+    prepare(model)
+    model(x)  # observes the ranges
+    exported = export(model)
+    with forcing("cpu-int8"):
+        fast = sparta.compile(exported.model, x, exported.spec, tune="off", activations=exported.activations)
+    given = exported.activations["first.input"]
+    grid = InputGrid.from_dict(fast.kernels["first.weight_kernel"].fused.attributes)
+    assert (grid.scale, grid.zero_point) == (given.scale, given.zero_point)
+    assert loss_of(fast, exported.model, x) < 0.05
 
 
 def test_a_file_holds_integers_and_comes_back(compiled, tmp_path):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from torch import fx, nn
 
+from sparta.compiler.link import link_layers
 from sparta.compiler.partition import SubGraph
 from sparta.compiler.program import Program, assemble, drop_unused
 
@@ -33,6 +34,7 @@ def combined(program: Program, kernels: Mapping[SubGraph, nn.Module]) -> fx.Grap
         for node in reversed(group.nodes):
             graph.erase_node(copies[node])
         copies[group.nodes[-1]] = call  # what the next sub-graph may start from or add
+    link_layers(graph, modules)
     drop_unused(graph)
     graph.lint()
     return assemble(graph, program.tensors, modules)

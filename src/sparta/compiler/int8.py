@@ -26,7 +26,7 @@ from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.linear import LinearKernel, apply_epilogue
 from sparta.tesa.attribute import TeSA
 
-__all__ = ["INT8_IMPLEMENTS", "OP", "InputGrid", "integers_of", "row_scales"]
+__all__ = ["INT8_IMPLEMENTS", "OP", "InputGrid", "Int8Kernel", "integers_of", "row_scales"]
 
 OP = "quantised_linear"
 INT8_IMPLEMENTS = frozenset({"cpu-int8", "onednn-int8"})
@@ -37,7 +37,7 @@ _DTYPES = {"int8": torch.int8, "uint8": torch.uint8}
 
 @dataclass(frozen=True)
 class InputGrid:
-    """The grid of a layer's input: ``(integer - zero_point) * scale``.
+    """The grid of a layer's input, or of its output where that is the next one's: ``(integer - zero_point) * scale``.
 
     >>> InputGrid.covering(0.0, 510.0)
     InputGrid(scale=2.0, zero_point=0, format='uint8')
@@ -80,24 +80,38 @@ class InputGrid:
             raise ValueRangeError(message(f"a grid of integers from {low} to {high}", "8 bits"))
         return InputGrid(float(given.scale), int(given.zero_point), "uint8" if low >= 0 else "int8")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, of: str = "input") -> dict[str, Any]:
         """Return the grid as the attributes of a kernel spec."""
-        return {f"input_{name}": value for name, value in asdict(self).items()}
+        return {f"{of}_{name}": value for name, value in asdict(self).items()}
 
     @staticmethod
-    def from_dict(attributes: Mapping[str, Any]) -> InputGrid:
+    def from_dict(attributes: Mapping[str, Any], of: str = "input") -> InputGrid:
         """Return the grid that attributes of a kernel spec hold."""
-        return InputGrid(**{name: attributes[f"input_{name}"] for name in ("scale", "zero_point", "format")})
+        return InputGrid(**{name: attributes[f"{of}_{name}"] for name in ("scale", "zero_point", "format")})
+
+    @staticmethod
+    def of_output(attributes: Mapping[str, Any]) -> InputGrid | None:
+        """Return the grid of a layer's output, or None where it returns real numbers."""
+        return InputGrid.from_dict(attributes, "output") if "output_format" in attributes else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the integers."""
+        return _DTYPES[self.format]
 
     def integers(self, x: Tensor) -> Tensor:
         """Return x rounded to the grid, as 8-bit integers."""
         low, high = RANGES[self.format]
         shifted = (x * (1.0 / self.scale)).round_().add_(self.zero_point)
-        return shifted.clamp_(low, high).to(_DTYPES[self.format])
+        return shifted.clamp_(low, high).to(self.dtype)
+
+    def real(self, integers: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the numbers that integers of the grid stand for."""
+        return ((integers.to(torch.float64) - self.zero_point) * self.scale).to(dtype)
 
     def rounded(self, x: Tensor) -> Tensor:
         """Return x rounded to the grid, in its own dtype."""
-        return ((self.integers(x).to(torch.float64) - self.zero_point) * self.scale).to(x.dtype)
+        return self.real(self.integers(x), x.dtype)
 
 
 def row_scales(weight: TeSA) -> Tensor:
@@ -121,20 +135,27 @@ def integers_of(weight: Tensor, scales: Tensor) -> Tensor:
     return whole.clamp(-128, 127).to(torch.int8)
 
 
-class _Int8Kernel(LinearKernel):
-    """Rounds its input, multiplies integers, and rescales in the same pass."""
+class Int8Kernel(LinearKernel):
+    """Rounds its input unless it is integers already, multiplies integers, and rescales in the same pass."""
 
     def __init__(self, spec: KernelSpec, kernel: Kernel) -> None:
-        self._grid, self._kernel, self._epilogue = InputGrid.from_dict(spec.attributes), kernel, spec.epilogue
+        self._grid, self._epilogue = InputGrid.from_dict(spec.attributes), spec.epilogue
         self._scales = row_scales(spec["weight"])
-        self._multiplier, _ = requantisation(self._scales, self._grid.scale)
+        output = InputGrid.of_output(spec.attributes)
+        self._output_scale = 1.0 if output is None else output.scale
+        self.integer_kernel = kernel
+        self._multiplier, _ = requantisation(self._scales, self._grid.scale, output_scale=self._output_scale)
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
-        return self._kernel.pack(integers_of(operand.detach(), self._scales))
+        """Return the integers of a weight (N, K) that lies on its grid, in the layout of the integer kernel."""
+        return self.integer_kernel.pack(integers_of(operand.detach(), self._scales))
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
+        """Return (M, N), in real numbers or as integers of the output's grid, for x (M, K) in either."""
         (x,), bias, residual = present(inputs[0]), inputs[1], inputs[2]
-        y = self._kernel.run(packed, self._grid.integers(x), self._multiplier, bias)
+        integers = self._grid.integers(x) if x.is_floating_point() else x
+        offset = bias if bias is None or self._output_scale == 1.0 else bias / self._output_scale
+        y = self.integer_kernel.run(packed, integers, self._multiplier, offset)
         if self._epilogue.activation == "relu":  # the kernel did it
             return y if residual is None else y + residual
         return apply_epilogue(y, self._epilogue, residual)
@@ -169,7 +190,7 @@ class _Int8Linear(Implement):
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
         """Build the integer kernel."""
-        return _Int8Kernel(spec, self._inner.build(_integer_spec(spec), params))
+        return Int8Kernel(spec, self._inner.build(_integer_spec(spec), params))
 
     @property
     def _inner(self) -> Implement:
@@ -179,6 +200,7 @@ class _Int8Linear(Implement):
 def _integer_spec(spec: KernelSpec) -> KernelSpec:
     """Return the kernel spec of the product in integers."""
     grid = InputGrid.from_dict(spec.attributes)
+    output = InputGrid.of_output(spec.attributes)
     relu = "relu" if spec.epilogue.activation == "relu" else None
     return int8_linear_spec(
         spec["weight"],
@@ -186,6 +208,8 @@ def _integer_spec(spec: KernelSpec) -> KernelSpec:
         input_format=grid.format,
         input_zero_point=grid.zero_point,
         epilogue=Epilogue(bias=spec.epilogue.bias, activation=relu),
+        output_format="fp32" if output is None else output.format,
+        output_zero_point=0 if output is None else output.zero_point,
     )
 
 

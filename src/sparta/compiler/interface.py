@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sparta.compiler.graph_json import graph_to_json
-from sparta.compiler.kernels import Fused, KernelModule, layout_of
+from sparta.compiler.kernels import Fused, KernelModule, layout_of, packed_of
 from sparta.compiler.lower import lowering_of
 from sparta.compiler.module import CompiledModel
 from sparta.errors import FileFormatError, message
@@ -78,7 +78,11 @@ def request_for(name: str, spec: KernelSpec) -> dict[str, Any]:
         calls.append({"target": "aten.add.Tensor", "args": [last, "residual"], "result": "sum"})
         last = "sum"
     shape = _result_shape(spec)
-    result = TeSA.dense(shape, format=spec["input"].format or "fp32", dynamic=spec["input"].dynamic & {0})
+    result = TeSA.dense(
+        shape,
+        format=spec.attributes.get("output_format") or spec["input"].format or "fp32",
+        dynamic=spec["input"].dynamic & {0},
+    )
     return {
         "schema": REQUEST,
         "version": VERSION,
@@ -180,7 +184,7 @@ def _response(name: str, module: KernelModule, size: int, choice: Choice) -> Spe
     code: dict[str, Any] = {"language": "pytorch", "files": [], "launch": {}}
     if layout is not None:
         tensors |= {f"{name}/layout.{part}": array for part, array in layout.arrays.items()}
-        inner = kernel._packed  # type: ignore[attr-defined]  # `layout_of` found its layout
+        inner = packed_of(kernel)
         launch = {"isa": inner.library.isa, "lanes": inner.library.lanes, "tile": inner.tile.to_dict()}
         launch |= {"groups": layout.groups, "shape": list(layout.shape)}
         code = {"language": "c++", "files": [file.name for file in sources()], "launch": launch}

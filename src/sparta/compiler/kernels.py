@@ -12,12 +12,13 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from sparta.compiler.int8 import Int8Kernel
 from sparta.compiler.lower import Lowering, lowering_of
 from sparta.compiler.partition import SubGraph
 from sparta.errors import ShapeError, SpartaError, message
@@ -27,7 +28,7 @@ from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.tuner import DENSE, Choice, build
 from sparta.tesa.attribute import TeSA
 
-__all__ = ["Fused", "KernelModule", "fused_of", "layout_of", "subgraph"]
+__all__ = ["Fused", "KernelModule", "fused_of", "layout_of", "packed_of", "subgraph"]
 
 _handles = itertools.count(1)
 _modules: weakref.WeakValueDictionary[int, KernelModule] = weakref.WeakValueDictionary()
@@ -50,8 +51,13 @@ class Fused:
 
 def layout_of(kernel: Kernel) -> Layout | None:
     """Return the index arrays of a kernel that has any (the C++ ones do), or None."""
-    found = getattr(getattr(kernel, "_packed", None), "layout", None)
+    found = getattr(packed_of(kernel), "layout", None)
     return found if isinstance(found, Layout) else None
+
+
+def packed_of(kernel: Kernel) -> Any:  # noqa: ANN401 - what the C++ kernels of an operation are packed in, or None
+    """Return what holds a C++ kernel's library, tile and layout, or None for other kernels."""
+    return getattr(kernel.integer_kernel if isinstance(kernel, Int8Kernel) else kernel, "_packed", None)
 
 
 def fused_of(group: SubGraph) -> Fused:
@@ -89,6 +95,7 @@ class KernelModule(nn.Module):
         self.handle = next(_handles)
         _modules[self.handle] = self
         self._built: list[tuple[int, Kernel, Sequence[Tensor]]] = []
+        self._others: dict[str, KernelModule] = {}
         self.rebuild()
 
     @classmethod
@@ -97,6 +104,15 @@ class KernelModule(nn.Module):
         mask = group.tesa.mask(group.weight.device)
         bias = None if group.bias is None else group.bias.clone()
         return cls(fused_of(group), group.weight[mask].clone(), bias, choices)
+
+    def with_attributes(self, more: Mapping[str, Any]) -> KernelModule:
+        """Return this layer with more attributes, with the same tensors; made once for the same ones."""
+        key = repr(sorted(more.items()))
+        if key not in self._others:
+            attributes = {**self.fused.attributes, **more}
+            specs = {size: (replace(s, attributes=attributes), choice) for size, (s, choice) in self.choices.items()}
+            self._others[key] = KernelModule(replace(self.fused, attributes=attributes), self.live, self.bias, specs)
+        return self._others[key]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return ``activation(layer(x) + bias) + residual``."""
@@ -108,7 +124,7 @@ class KernelModule(nn.Module):
         """Run the kernel for this size."""
         lowering = self.fused.lowering
         kernel, packed = self._nearest(lowering.size(x))[1:] if len(self._built) > 1 else self._built[0][1:]
-        return lowering.run(kernel, packed, x, self.bias, residual)
+        return lowering.run(kernel, packed, x, self.bias, residual, self.fused.attributes)
 
     def weight(self) -> Tensor:
         """Return the weight, dense."""
@@ -216,7 +232,7 @@ def subgraph(x: Tensor, residual: Tensor | None, handle: int) -> Tensor:
 def _(x: Tensor, residual: Tensor | None, handle: int) -> Tensor:
     del residual
     module = _module(handle)
-    fused = module.fused
-    weight = torch.empty(fused.weight.shape, dtype=x.dtype, device=x.device)
-    result = fused.lowering.dense(weight, x, None, fused.attributes)
-    return result.new_empty(result.shape)
+    fused, dtype = module.fused, module.live.dtype
+    weight = torch.empty(fused.weight.shape, dtype=dtype, device=x.device)
+    result = fused.lowering.dense(weight, x.to(dtype), None, fused.attributes)
+    return result.new_empty(result.shape, dtype=fused.lowering.result_dtype(dtype, fused.attributes))

@@ -22,7 +22,7 @@ from sparta.specialize.store import device_name
 
 __all__ = ["Decision", "model_key", "recall", "remember"]
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Decision:
 
 def model_key(graph: str, plans: Sequence[LayerPlan], device: str, effort: str) -> str:
     """Return the key of a model: its graph in text, its layers' choices, the machine, the versions."""
-    layers = [[p.name, p.pattern, round(p.density, 2), list(p.shape), sorted(p.choices)] for p in plans]
+    layers = [[p.name, p.op, p.pattern, round(p.density, 2), list(p.shape), sorted(p.choices)] for p in plans]
     parts: list[Any] = [_VERSION, graph, layers, device_name(device), torch.__version__, effort]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 

@@ -102,10 +102,22 @@ class Lowering(ABC):
         del attributes
         return x
 
+    def result_dtype(self, dtype: torch.dtype, attributes: Mapping[str, Any]) -> torch.dtype:
+        """Return the dtype of a result, for weights of a dtype."""
+        del attributes
+        return dtype
+
     def run(
-        self, kernel: Kernel, packed: Sequence[Tensor], x: Tensor, bias: Tensor | None, residual: Tensor | None
+        self,
+        kernel: Kernel,
+        packed: Sequence[Tensor],
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        attributes: Mapping[str, Any],
     ) -> Tensor:
         """Return the fused operation by a built kernel."""
+        del attributes
         return self.result(kernel.run(packed, *self.inputs(x, bias, residual)), x)
 
     def problem(

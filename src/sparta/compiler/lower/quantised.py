@@ -7,14 +7,16 @@ that grid, where real numbers and integers agree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from sparta.compiler.int8 import OP, InputGrid
+from sparta.compiler.int8 import OP, InputGrid, Int8Kernel
 from sparta.compiler.lower.base import Anchor
 from sparta.compiler.lower.linear import LinearLowering
+from sparta.specialize.implement import Kernel
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.tesa.attribute import TeSA
 
@@ -37,6 +39,29 @@ class QuantisedLinearLowering(LinearLowering):
         """Return the kernel spec for M rows in real numbers and a weight in integers."""
         rows = TeSA.dense((self.size(x), weight.shape[1]), format=x.dtype, dynamic=[0])
         return KernelSpec(OP, {"input": rows, "weight": weight}, epilogue, attributes, device)
+
+    def result_dtype(self, dtype: torch.dtype, attributes: Mapping[str, Any]) -> torch.dtype:
+        """Return the dtype of the output's grid, where it has one."""
+        output = InputGrid.of_output(attributes)
+        return dtype if output is None else output.dtype
+
+    def run(
+        self,
+        kernel: Kernel,
+        packed: Sequence[Tensor],
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        attributes: Mapping[str, Any],
+    ) -> Tensor:
+        """Run a kernel; one of real numbers takes and gives integers as well where a neighbour does."""
+        if isinstance(kernel, Int8Kernel):
+            return super().run(kernel, packed, x, bias, residual, attributes)
+        if not x.is_floating_point():
+            x = InputGrid.from_dict(attributes).real(x, packed[0].dtype)
+        y = super().run(kernel, packed, x, bias, residual, attributes)
+        output = InputGrid.of_output(attributes)
+        return y if output is None else output.integers(y)
 
     def on_grid(self, x: Tensor, attributes: Mapping[str, Any]) -> Tensor:
         """Return x rounded to the grid of the input."""

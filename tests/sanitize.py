@@ -1,0 +1,84 @@
+"""Run the tests of the CPU kernels under the address and undefined-behaviour sanitizers: ``python tests/sanitize.py``.
+
+Arguments are pytest's; unless they name files, all tests of the kernels run. The one idea to know: a sanitizer that is
+not really at work would pass everything, so a kernel that reads out of bounds is tried first and must be caught.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+KERNELS = ("test_linear.py", "test_conv.py", "test_int8.py", "test_generated.py")
+SELECTION = tuple(str(Path("tests", "specialize", "cpu", name)) for name in KERNELS)
+FAULTS = {
+    "AddressSanitizer": "int* cells = new int[n]; int read = cells[n]; delete[] cells; return read;",
+    "runtime error": "return n + 0x7fffffff;",
+}
+TRIED = """
+import ctypes, sys, torch
+from sparta.specialize.cpu.toolchain import build
+library = ctypes.CDLL(str(build("portable", sys.argv[1])))
+print("not caught", library.fault(8))
+"""
+
+
+def environment(cache):
+    """Return the variables under which a Python can load sanitized kernels."""
+    from sparta.testing.machine import probe_compiler
+
+    compiler, reason = probe_compiler()
+    if compiler is None:
+        raise SystemExit(reason)
+    preloaded = []
+    for name in ("libasan.so", "libubsan.so"):
+        found = subprocess.run(
+            [*compiler.command, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        )
+        path = Path(found.stdout.strip())
+        if not path.is_absolute():
+            raise SystemExit(f"{compiler.command[0]} has no {name}; install it (for g++, it comes with gcc)")
+        preloaded.append(str(path.resolve()))
+    return {
+        **os.environ,
+        "SPARTA_CPU_SANITIZE": "1",
+        "SPARTA_CACHE": str(cache),
+        "LD_PRELOAD": ":".join(preloaded),
+        # Python itself does not free all it has; only what the kernels do is of interest.
+        "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+    }
+
+
+def prove(variables):
+    """Stop unless faults are caught."""
+    for caught, body in FAULTS.items():
+        source = f'extern "C" __attribute__((visibility("default"))) int fault(int n) {{ {body} }}\n'
+        command = [sys.executable, "-c", TRIED, source]
+        done = subprocess.run(
+            command, env=variables, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+        )
+        if done.returncode == 0 or caught not in done.stderr:
+            raise SystemExit(f"the sanitizers do not catch a fault ({body}):\n{done.stdout}{done.stderr[-2000:]}")
+
+
+def main(arguments):
+    """Run the tests; return their exit status."""
+    with tempfile.TemporaryDirectory(prefix="sparta-sanitize-") as cache:
+        variables = environment(Path(cache) / "cache")
+        prove(variables)
+        sys.stdout.write("faults are caught; the tests begin\n")
+        sys.stdout.flush()
+        named = any(Path(argument.split("::")[0]).exists() for argument in arguments)
+        chosen = arguments if named else [*arguments, *SELECTION]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *chosen]
+        return subprocess.run(command, env=variables, cwd=ROOT, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
