@@ -5,8 +5,9 @@ Run with ``python benchmarks/training/create.py`` for scikit-learn's digits; wit
 GPU; ``--quick`` to try it on a CPU. Every method starts from the same dense model, trained before, and trains for the
 20 epochs of the default recipe with the same optimizer; "dense" goes on for as long, so nobody gains from training
 longer. Only ``sparsity`` and what a row names differ from the defaults. Accuracies are those of the finished model on
-test images that nothing was chosen by, in 8-bit arithmetic where it is quantized; zeros are counted and held to what
-was asked for. ``gmp`` is ``magnitude`` under another name; it stands for ranking each layer alone here.
+test images that nothing was chosen by, weights and activations rounded to 8 bits where it is quantized; zeros are
+counted and held to what was asked for. ``gmp`` is ``magnitude`` under another name; it stands for ranking each layer
+alone here.
 """
 
 from __future__ import annotations

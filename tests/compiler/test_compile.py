@@ -29,7 +29,7 @@ def agree(one, two):
 PATTERNS = [sparta.Unstructured(), sparta.Block(4, 1), sparta.Block(8, 8), sparta.NM(2, 4), sparta.Channel(0)]
 
 
-@settings(max_examples=12)
+@settings(max_examples=8, deadline=None)
 @given(
     pattern=st.sampled_from(PATTERNS),
     sparsity=st.sampled_from([0.5, 0.75, 0.95]),
@@ -363,10 +363,13 @@ def test_a_budget_keeps_room_for_what_must_still_come(monkeypatch):
     assert session.left == 90.0
     with session.step(1.0):  # the first step compiles a library, which no other one does
         now = 31.0
-    assert session.left == pytest.approx(100 - 31 - 10 - 30)
+    assert session.left == pytest.approx(100 - 31 - 10)
     with session.step(1.0):
         now = 34.0
     assert session.left == pytest.approx(100 - 34 - 10 - 2)
+    with session.step(1.0):
+        now = 34.5
+    assert session.left == pytest.approx(100 - 34.5 - 10)
     session.interrupted = True
     assert session.left == 0.0
     assert Session().left == float("inf")

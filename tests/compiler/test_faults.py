@@ -65,9 +65,9 @@ def test_a_cache_folder_that_cannot_be_used_costs_only_time(tmp_path, monkeypatc
     blocked.write_text("")
     monkeypatch.setenv("SPARTA_CACHE", str(blocked / "cache"))
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = sparta.compile(model, x, budget_s=4)
+    fast = sparta.compile(model, x, budget_s=20)
     agree(fast, model, x)
-    assert "cannot be kept" in str(fast.report)
+    assert "tuning results cannot be" in str(fast.report)
 
 
 def test_no_compiler_leaves_layers_to_what_there_is(own_stores, monkeypatch):
@@ -77,7 +77,7 @@ def test_no_compiler_leaves_layers_to_what_there_is(own_stores, monkeypatch):
         implement = type(implement_named("cpu", op))
         monkeypatch.setattr(implement, "supports", lambda self, spec: Support.no("no C++ compiler was found"))
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = sparta.compile(model, x, budget_s=4)
+    fast = sparta.compile(model, x, budget_s=20)
     agree(fast, model, x)
     assert all(layer.first.implement != "cpu" for layer in fast.report.plan.layers)
     assert any(layer.sparse for layer in fast.report.plan.layers) or "no C++ compiler" in str(fast.report)
@@ -91,7 +91,7 @@ def test_a_compiler_that_fails_leaves_layers_to_what_there_is(own_stores, monkey
 
     monkeypatch.setattr(type(implement_named("cpu", "linear")), "build", fail)
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = sparta.compile(model, x, budget_s=4)
+    fast = sparta.compile(model, x, budget_s=20)
     agree(fast, model, x)
     assert all(layer.first.implement != "cpu" for layer in fast.report.plan.layers)
 
@@ -116,7 +116,7 @@ def test_inductor_that_fails_leaves_eager(own_stores, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", broken)
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = sparta.compile(model, x, inductor=True, budget_s=4)
+    fast = sparta.compile(model, x, inductor=True, budget_s=20)
     agree(fast, model, x)
     assert fast.report.plan.whole.host == "eager"
     assert "no working compiler" in str(fast.report)
@@ -124,12 +124,12 @@ def test_inductor_that_fails_leaves_eager(own_stores, monkeypatch):
 
 def test_a_damaged_memory_is_forgotten(own_stores):
     model, x = nets.pruned(nets.Mlp(), sparsity=0.5), torch.randn(6, 32)
-    sparta.compile(model, x, budget_s=4)
+    sparta.compile(model, x, budget_s=20)
     files = list(own_stores[0].glob("*.json"))
     assert files
     for file in files:
         file.write_text("{")
-    fast = sparta.compile(model, x, budget_s=4)
+    fast = sparta.compile(model, x, budget_s=20)
     assert fast.report.totals.first_compile_seconds is None
     agree(fast, model, x)
 
@@ -137,7 +137,7 @@ def test_a_damaged_memory_is_forgotten(own_stores):
 def _compile_into(cache, seed):
     os.environ["SPARTA_CACHE"] = cache
     torch.manual_seed(0)
-    model = nets.pruned(nets.Mlp())
+    model = nets.pruned(torch.nn.Linear(32, 32))  # the same in both processes
     torch.manual_seed(seed)
     x = torch.randn(6, 32)
     fast = sparta.compile(model, x, budget_s=20)

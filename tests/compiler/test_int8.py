@@ -17,6 +17,7 @@ from compiler.conftest import forcing
 from sparta.compiler.int8 import OP, InputGrid, Int8Kernel, integers_of, row_scales
 from sparta.errors import NameNotFoundError, ValueRangeError
 from sparta.specialize.implement import implement_named
+from sparta.specialize.tuner import build
 
 
 def quantised(model, *, per_row=True):
@@ -112,6 +113,13 @@ def test_neighbours_hand_over_integers(tmp_path):
     assert loss_of(fast, model, x) < 0.05
     fast.save(tmp_path / "model.sparta")
     assert torch.equal(sparta.load(tmp_path / "model.sparta")(x), fast(x))
+    # Measured anew, a layer is measured on its own.
+    module = fast.kernels["a.weight_kernel"]
+    spec = next(iter(module.choices.values()))[0]
+    problem = module.fused.lowering.problem(spec, module.weight(), x, module.bias, None)
+    assert problem.expected.is_floating_point()
+    assert InputGrid.of_output(problem.spec.attributes) is None
+    assert build(problem.spec, {"_name": "cpu-int8", **implement_named("cpu-int8", OP).default(problem.spec)})
     # Where a kernel cannot run any more, dense takes and gives integers in its place.
     state = {
         name: value * 1.01 if name.endswith("b.weight_kernel.live") else value

@@ -418,3 +418,22 @@ def test_top_kast_pulls_harder_on_what_is_not_computed_with():
         shrunk = 1 - model.weight.detach() / before
     assert torch.allclose(shrunk[kept], torch.tensor(0.01), atol=1e-5)
     assert torch.allclose(shrunk[~kept], torch.tensor(0.05), atol=1e-5)
+
+
+def test_channels_in_front_of_a_norm_do_not_shrink_away():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    manager = Manager(
+        [modifier_named("MFACPruning")(final_sparsity=0.8, end_epoch=2, update_frequency=0.25, num_grads=8)]
+    )
+    manager.attach(model, optimizer, steps_per_epoch=8)
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(64, 3, 8, 8, generator=generator), torch.randint(4, (64,), generator=generator)
+    for _ in range(17):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        before = model[0].weight.detach().clone()
+        optimizer.step()
+        kept = model[0].weight != 0
+        survived = (before * kept).flatten(1).norm(dim=1)
+        assert (model[0].weight.detach().flatten(1).norm(dim=1) >= 0.5 * survived).all()

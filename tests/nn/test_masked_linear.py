@@ -9,19 +9,28 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparta.errors import ShapeError
-from sparta.nn import SparseLinear, build, tune
+from sparta.nn import SparseBatchMatMul, SparseLinear, build, tune
 from sparta.nn.tuning import operators_of
-from sparta.testing import block_mask, check, linear_reference
+from sparta.testing import block_mask, check, linear_reference, matmul_reference
 
 M, K, N = 40, 48, 36
 WHICH = ["input_mask", "output_mask"]
 
 
+def cpu_config(layer, x):
+    """Return the first tile of the C++ kernels; they are for masked inputs."""
+    samples = [s for s in layer.get_search_space(x).samples() if s["_name"] == "cpu"]
+    if not samples:
+        pytest.skip("the C++ kernels are not for this")
+    return samples[0]
+
+
 def made(which, mask=None, *, tile=(16, 16), bias=True, lead=()):
     mask = block_mask((M, K if which == "input_mask" else N), (4, 4), 0.7, seed=2) if mask is None else mask
     layer = SparseLinear(nn.Linear(K, N, bias=bias), **{which: mask})
+    x = torch.randn(*lead, M, K)
     if tile is not None:
-        layer.build({"_name": "blocks", "tile": tile}, torch.randn(*lead, M, K))
+        layer.build(cpu_config(layer, x) if tile == "cpu" else {"_name": "blocks", "tile": tile}, x)
     return layer, mask
 
 
@@ -43,7 +52,7 @@ def exact(layer, x, which, mask):
 
 
 @pytest.mark.parametrize("which", WHICH)
-@pytest.mark.parametrize("tile", [None, (16, 16), (32, 32)], ids=["untuned", "16", "32"])
+@pytest.mark.parametrize("tile", [None, (16, 16), (32, 32), "cpu"], ids=["untuned", "16", "32", "cpu"])
 @pytest.mark.parametrize("lead", [(), (3,), (2, 1, 3), (0,)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 def test_results_and_gradients_are_those_of_the_masked_dense_layer(which, tile, lead, bias):
@@ -65,24 +74,23 @@ def test_results_and_gradients_are_those_of_the_masked_dense_layer(which, tile, 
     batch=st.sampled_from([(), (2,)]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_mask_and_number_of_rows(which, rows, density, batch, seed):
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(rows, K if which == "input_mask" else N, generator=generator) < density
     layer = SparseLinear(nn.Linear(K, N), **{which: mask})
     x = torch.randn(*batch, rows, K, generator=generator)
-    tiles = [s["tile"] for s in layer.get_search_space(x).samples() if s["_name"] == "blocks"]
-    if not tiles:  # nothing is pruned
-        return
-    layer.build({"_name": "blocks", "tile": tiles[seed % len(tiles)]}, x)
+    ways = list(layer.get_search_space(x).samples())
+    layer.build(ways[seed % len(ways)], x)
     check(layer(x), linear_reference(x, layer.weight, layer.bias, **{which: mask}), reduction=K)
     if which == "output_mask":
         assert bool((layer(x)[..., ~mask] == 0).all())
 
 
+@pytest.mark.parametrize("tile", [(16, 16), "cpu"], ids=["blocks", "cpu"])
 @pytest.mark.parametrize("which", WHICH)
-def test_what_is_pruned_has_no_influence_and_no_gradient(which):
-    layer, mask = made(which)
+def test_what_is_pruned_has_no_influence_and_no_gradient(which, tile):
+    layer, mask = made(which, tile=tile)
     x = torch.randn(M, K)
     y, grads = gradients(layer, x)
     if which == "input_mask":
@@ -100,21 +108,22 @@ def test_it_is_tuned_like_any_other(which, backward):
     x = torch.randn(2, M, K)
     choice = layer.tune(inputs=(x,), max_trials=3, backward=backward)
     assert layer.ready
-    assert {trial.params["_name"] for trial in choice.result.trials} == {"dense", "blocks"}
+    assert {trial.params["_name"] for trial in choice.result.trials} <= {"dense", "blocks", "cpu"}
     assert all(trial.state == "complete" for trial in choice.result.trials)
     check(layer(x), linear_reference(x, layer.weight, layer.bias, **{which: mask}), reduction=K)
 
 
+@pytest.mark.parametrize("tile", [(16, 16), "cpu"], ids=["blocks", "cpu"])
 @pytest.mark.parametrize("which", WHICH)
-def test_copies_state_and_new_masks(which):
-    layer, mask = made(which)
+def test_copies_state_and_new_masks(which, tile):
+    layer, mask = made(which, tile=tile)
     x = torch.randn(M, K)
     twin = copy.deepcopy(layer)
     with torch.no_grad():
         twin.weight.zero_()
     check(layer(x), linear_reference(x, layer.weight, layer.bias, **{which: mask}), reduction=K)
     assert set(layer.state_dict()) == {"weight", "bias", which}
-    same, _ = made(which)
+    same, _ = made(which, tile=tile)
     same.load_state_dict(layer.state_dict())
     assert same.ready
     other, _ = made(which, ~mask)
@@ -126,23 +135,52 @@ def test_copies_state_and_new_masks(which):
     check(layer(x), linear_reference(x, layer.weight, layer.bias, **{which: ~mask}), reduction=K)
 
 
+@pytest.mark.parametrize("tile", [(16, 16), "cpu"], ids=["blocks", "cpu"])
 @pytest.mark.parametrize("which", WHICH)
-def test_other_dtypes_follow_the_module(which):
-    layer, mask = made(which)
+def test_other_dtypes_follow_the_module(which, tile):
+    layer, mask = made(which, tile=tile)
     layer.to(torch.float64)
     x = torch.randn(M, K, dtype=torch.float64)
     check(layer(x), linear_reference(x, layer.weight, layer.bias, **{which: mask}), reduction=K)
 
 
+@pytest.mark.parametrize("tile", [(16, 16), "cpu"], ids=["blocks", "cpu"])
 @pytest.mark.parametrize("which", WHICH)
-def test_torch_compile_takes_it_whole(which):
-    layer, mask = made(which)
+def test_torch_compile_takes_it_whole(which, tile):
+    layer, mask = made(which, tile=tile)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(M, K, requires_grad=True)
     y = compiled(x)
     check(y, linear_reference(x, layer.weight, layer.bias, **{which: mask}), reduction=K)
     y.sum().backward()
     assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_dtypes_on_the_cpu_kernels(dtype):
+    mask = block_mask((M, K), (4, 4), 0.7, seed=2)
+    layer = SparseLinear(nn.Linear(K, N, dtype=dtype), input_mask=mask)
+    x = torch.randn(M, K, dtype=dtype)
+    layer.build(cpu_config(layer, x), x)
+    assert layer(x).dtype == dtype
+    check(layer(x), linear_reference(x, layer.weight, layer.bias, input_mask=mask), reduction=K)
+
+
+def test_a_product_that_was_built_for_one_matrix_takes_a_batch_of_them():
+    mask = block_mask((M, K), (4, 4), 0.7, seed=2)
+    product = SparseBatchMatMul(A_mask=mask, transpose_B=True, compressed=False)
+    x, weight = torch.randn(2, M, K), torch.randn(2, N, K)
+    product.build(cpu_config(product, (x, weight[0])), (x, weight[0]))
+    for other in (weight[0], weight):
+        check(product(x, other), matmul_reference(x, other, A_mask=mask, transpose_B=True), reduction=K)
+
+
+def test_strided_inputs_and_copies_after_the_original_is_gone():
+    layer, mask = made("input_mask", tile="cpu")
+    x = torch.randn(K, 2 * M).t()[::2]
+    twin = copy.deepcopy(layer)
+    del layer
+    check(twin(x), linear_reference(x, twin.weight, twin.bias, input_mask=mask), reduction=K)
 
 
 @pytest.mark.parametrize("which", WHICH)

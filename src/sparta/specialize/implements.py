@@ -7,6 +7,7 @@ import sparta.specialize.cpu.conv_implement
 import sparta.specialize.cpu.generated
 import sparta.specialize.cpu.implement
 import sparta.specialize.cpu.int8
+import sparta.specialize.cpu.masked_input
 import sparta.specialize.cuda.attention
 import sparta.specialize.cuda.cusparselt
 import sparta.specialize.cuda.implement

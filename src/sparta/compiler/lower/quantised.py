@@ -8,6 +8,7 @@ that grid, where real numbers and integers agree.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from sparta.compiler.lower.base import Anchor
 from sparta.compiler.lower.linear import LinearLowering
 from sparta.specialize.implement import Kernel
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
+from sparta.specialize.tuner import Problem
 from sparta.tesa.attribute import TeSA
 
 __all__ = ["QuantisedLinearLowering"]
@@ -62,6 +64,13 @@ class QuantisedLinearLowering(LinearLowering):
         y = super().run(kernel, packed, x, bias, residual, attributes)
         output = InputGrid.of_output(attributes)
         return y if output is None else output.integers(y)
+
+    def problem(
+        self, spec: KernelSpec, weight: Tensor, x: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> Problem:
+        """Return what the tuner measures: the layer on its own, in real numbers, whatever it hands on."""
+        alone = {name: value for name, value in spec.attributes.items() if not name.startswith("output_")}
+        return super().problem(replace(spec, attributes=alone), weight, x, bias, residual)
 
     def on_grid(self, x: Tensor, attributes: Mapping[str, Any]) -> Tensor:
         """Return x rounded to the grid of the input."""

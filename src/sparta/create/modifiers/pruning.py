@@ -251,13 +251,14 @@ class GlobalMagnitudePruningModifier(GradualPruning):
 class MovementPruningModifier(GradualPruning):
     """Prunes the weights that move towards zero: ``-W · G`` summed over all steps, gradually.
 
-    Pruned weights go on learning unseen, so that they can come back.
+    Pruned weights are remembered as they were and go on being scored, so that they can come back.
 
     >>> MovementPruningModifier(final_sparsity=0.9, end_epoch=4).global_sparsity
     False
     """
 
-    _pruned: ClassVar[Pruned] = "train"
+    # Pruned weights that went on learning would move with nothing to hold them, and score themselves up.
+    _pruned: ClassVar[Pruned] = "keep"
     _moments: ClassVar[OptimizerState] = "keep"
 
     _score: Score = PrivateAttr(default_factory=Movement)
@@ -272,7 +273,8 @@ class MovementPruningModifier(GradualPruning):
                 self._see_fresh(run)
             return
         self._seen_step = run.step
-        self._score.observe(self._layers, run.optimizer)
+        with self.masks.exposed():
+            self._score.observe(self._layers, run.optimizer)
 
     def _see_fresh(self, run: Run) -> None:
         """Learn from fresh batches, where a recipe is applied without training."""
