@@ -71,6 +71,7 @@ def test_int8_layers_compute_the_rounded_model(compiled):
     assert fast.report.certificate.dtype == "float32 with int8 layers"
     text = str(fast.report)
     assert "cpu-int8" in text
+    assert all(row["break_even"] is None for row in fast.report.rows())
     assert "3 layers round their inputs to 8 bits" in text
 
 

@@ -20,7 +20,16 @@ from sparta.common.tuning import TunableItemCfg
 from sparta.errors import NameNotFoundError, SpartaError, ValueRangeError, did_you_mean, message
 from sparta.specialize.cpu.implement import CpuLinear
 from sparta.specialize.dense import DenseLinear
-from sparta.specialize.implement import Implement, Kernel, Params, Support, implement_named, present, register
+from sparta.specialize.implement import (
+    Implement,
+    Kernel,
+    KernelLayout,
+    Params,
+    Support,
+    implement_named,
+    present,
+    register,
+)
 from sparta.specialize.int8 import RANGES, int8_linear_spec, requantisation
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.linear import LinearKernel, apply_epilogue
@@ -143,19 +152,23 @@ class Int8Kernel(LinearKernel):
         self._scales = row_scales(spec["weight"])
         output = InputGrid.of_output(spec.attributes)
         self._output_scale = 1.0 if output is None else output.scale
-        self.integer_kernel = kernel
+        self._kernel = kernel
         self._multiplier, _ = requantisation(self._scales, self._grid.scale, output_scale=self._output_scale)
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         """Return the integers of a weight (N, K) that lies on its grid, in the layout of the integer kernel."""
-        return self.integer_kernel.pack(integers_of(operand.detach(), self._scales))
+        return self._kernel.pack(integers_of(operand.detach(), self._scales))
+
+    def layout(self) -> KernelLayout | None:
+        """Return the layout of the integer kernel."""
+        return self._kernel.layout()
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         """Return (M, N), in real numbers or as integers of the output's grid, for x (M, K) in either."""
         (x,), bias, residual = present(inputs[0]), inputs[1], inputs[2]
         integers = self._grid.integers(x) if x.is_floating_point() else x
         offset = bias if bias is None or self._output_scale == 1.0 else bias / self._output_scale
-        y = self.integer_kernel.run(packed, integers, self._multiplier, offset)
+        y = self._kernel.run(packed, integers, self._multiplier, offset)
         if self._epilogue.activation == "relu":  # the kernel did it
             return y if residual is None else y + residual
         return apply_epilogue(y, self._epilogue, residual)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sparta.compiler.graph_json import graph_to_json
-from sparta.compiler.kernels import Fused, KernelModule, layout_of, packed_of
+from sparta.compiler.kernels import Fused, KernelModule
 from sparta.compiler.lower import lowering_of
 from sparta.compiler.module import CompiledModel
 from sparta.errors import FileFormatError, message
@@ -180,14 +180,11 @@ def _response(name: str, module: KernelModule, size: int, choice: Choice) -> Spe
     tensors = {f"{name}/packed.{number}": tensor for number, tensor in enumerate(packed)}
     if module.bias is not None:
         tensors[f"{name}/bias"] = module.bias
-    layout = layout_of(kernel)
+    layout = kernel.layout()
     code: dict[str, Any] = {"language": "pytorch", "files": [], "launch": {}}
     if layout is not None:
         tensors |= {f"{name}/layout.{part}": array for part, array in layout.arrays.items()}
-        inner = packed_of(kernel)
-        launch = {"isa": inner.library.isa, "lanes": inner.library.lanes, "tile": inner.tile.to_dict()}
-        launch |= {"groups": layout.groups, "shape": list(layout.shape)}
-        code = {"language": "c++", "files": [file.name for file in sources()], "launch": launch}
+        code = {"language": "c++", "files": [file.name for file in sources()], "launch": dict(layout.launch)}
     entry = choice.entry
     response = {
         "schema": RESPONSE,

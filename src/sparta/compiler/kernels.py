@@ -18,17 +18,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sparta.compiler.int8 import Int8Kernel
 from sparta.compiler.lower import Lowering, lowering_of
 from sparta.compiler.partition import SubGraph
 from sparta.errors import ShapeError, SpartaError, message
-from sparta.specialize.cpu.packing import Layout
 from sparta.specialize.implement import Kernel
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.tuner import DENSE, Choice, build
 from sparta.tesa.attribute import TeSA
 
-__all__ = ["Fused", "KernelModule", "fused_of", "layout_of", "packed_of", "subgraph"]
+__all__ = ["Fused", "KernelModule", "fused_of", "subgraph"]
 
 _handles = itertools.count(1)
 _modules: weakref.WeakValueDictionary[int, KernelModule] = weakref.WeakValueDictionary()
@@ -47,17 +45,6 @@ class Fused:
     def lowering(self) -> Lowering:
         """The operation's lowering."""
         return lowering_of(self.op)
-
-
-def layout_of(kernel: Kernel) -> Layout | None:
-    """Return the index arrays of a kernel that has any (the C++ ones do), or None."""
-    found = getattr(packed_of(kernel), "layout", None)
-    return found if isinstance(found, Layout) else None
-
-
-def packed_of(kernel: Kernel) -> Any:  # noqa: ANN401 - what the C++ kernels of an operation are packed in, or None
-    """Return what holds a C++ kernel's library, tile and layout, or None for other kernels."""
-    return getattr(kernel.integer_kernel if isinstance(kernel, Int8Kernel) else kernel, "_packed", None)
 
 
 def fused_of(group: SubGraph) -> Fused:
@@ -137,7 +124,7 @@ class KernelModule(nn.Module):
     def nbytes(self) -> int:
         """Bytes that the kernel for the first size holds: packed values, and indices where it tells."""
         _, kernel, packed = self._built[0]
-        layout = layout_of(kernel)
+        layout = kernel.layout()
         return sum(t.numel() * t.element_size() for t in packed) if layout is None else layout.nbytes
 
     def built(self, size: int) -> tuple[Kernel, Sequence[Tensor]]:

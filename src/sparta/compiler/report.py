@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from sparta.compiler.int8 import INT8_IMPLEMENTS
 from sparta.compiler.plan import LayerPlan, Plan
 from sparta.compiler.verify import Certificate
 from sparta.compiler.whole import GIVEN, REDUCED
@@ -193,8 +194,8 @@ def break_even(layer: LayerPlan) -> float | None:
     >>> break_even(layer)
     0.75
     """
-    if layer.best_ratio is None or layer.density <= 0:
-        return None
+    if layer.best_ratio is None or layer.density <= 0 or layer.first.implement in INT8_IMPLEMENTS:
+        return None  # integers win for another reason than zeros
     return max(0.0, 1.0 - layer.density / layer.best_ratio)
 
 

@@ -22,6 +22,7 @@ from sparta.specialize.kernel_spec import KernelSpec
 __all__ = [
     "Implement",
     "Kernel",
+    "KernelLayout",
     "Support",
     "implement_named",
     "implements_of",
@@ -59,6 +60,25 @@ class Support:
         return self.ok
 
 
+@dataclass(frozen=True)
+class KernelLayout:
+    """What a kernel reads beside what it packed, for whoever runs it elsewhere.
+
+    Attributes
+    ----------
+    arrays
+        Index arrays by name.
+    launch
+        Instruction set, tile and sizes, as JSON values.
+    nbytes
+        Bytes that one run reads: index arrays and packed values.
+    """
+
+    arrays: Mapping[str, Tensor]
+    launch: Mapping[str, Any]
+    nbytes: int
+
+
 class Kernel(ABC):
     """A built kernel of one operation: it packs the sparse operand once and then runs on any dynamic size.
 
@@ -74,6 +94,10 @@ class Kernel(ABC):
     @abstractmethod
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         """Run the operator; which inputs it takes is the operation's convention (see the operation's file)."""
+
+    def layout(self) -> KernelLayout | None:
+        """Return what this kernel reads beside what it packed; None, as here, where nothing can be told."""
+        return None
 
 
 def present(*inputs: Tensor | None) -> tuple[Tensor, ...]:

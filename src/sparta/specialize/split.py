@@ -23,6 +23,7 @@ from sparta.errors import ValueRangeError, message
 from sparta.specialize.implement import (
     Implement,
     Kernel,
+    KernelLayout,
     Params,
     Support,
     implement_named,
@@ -127,6 +128,15 @@ class _SplitKernel(LinearKernel):
         for owned, kernel in zip(self._owned, self._kernels, strict=True):
             packed += kernel.pack(torch.where(owned.to(operand.device), operand.detach(), zero))
         return tuple(packed)
+
+    def layout(self) -> KernelLayout | None:
+        parts = [kernel.layout() for kernel in self._kernels]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        arrays = {f"{n}.{name}": array for n, part in enumerate(known) for name, array in part.arrays.items()}
+        launch = {"parts": [dict(part.launch) for part in known]}
+        return KernelLayout(arrays, launch, sum(part.nbytes for part in known))
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         (x,), bias, residual = present(inputs[0]), inputs[1], inputs[2]

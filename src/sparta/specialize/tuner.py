@@ -30,7 +30,7 @@ __all__ = ["Choice", "Problem", "choose", "tune_kernel"]
 
 DENSE = "dense"
 _QUICK_SECONDS = 0.02
-_RUNNERS_UP = 3  # how many candidates may try to beat dense in the longer run
+_RUNNERS_UP = 2  # how many candidates may try to beat dense in the longer run
 _MOST_COMPILERS = 4
 
 

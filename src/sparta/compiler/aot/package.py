@@ -141,6 +141,10 @@ def _with_operators(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _layer(name: str, kernel: KernelModule) -> nn.Module:
+    if kernel.fused.op == "quantised_linear":
+        raise ValueRangeError(
+            message(f"{name} runs in int8", "layers in float32", "compile the model without int8 for a package")
+        )
     _, built, packed = kernel._built[0]
     inner = getattr(built, "_packed", None)
     if kernel.fused.op == "linear" and isinstance(inner, PackedLinear) and kernel.live.dtype == torch.float32:

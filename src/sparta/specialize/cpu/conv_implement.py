@@ -17,9 +17,9 @@ from sparta.specialize.conv import ConvGeometry, ConvKernel
 from sparta.specialize.cpu.candidates import candidates
 from sparta.specialize.cpu.conv import PackedConv
 from sparta.specialize.cpu.conv_image import IMAGES
-from sparta.specialize.cpu.implement import runs_here
+from sparta.specialize.cpu.implement import layout_of, runs_here
 from sparta.specialize.cpu.tile import Tile
-from sparta.specialize.implement import Implement, Params, Support, register
+from sparta.specialize.implement import Implement, KernelLayout, Params, Support, register
 from sparta.specialize.kernel_spec import KernelSpec
 
 __all__ = ["CpuConv1d", "CpuConv2d"]
@@ -33,6 +33,9 @@ class _CpuConvKernel(ConvKernel):
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         return (self._packed.pack(operand.detach()),)
+
+    def layout(self) -> KernelLayout:
+        return layout_of(self._packed.layout, self._packed.tile, self._packed.library)
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         x, bias, residual = inputs

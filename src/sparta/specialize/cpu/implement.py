@@ -11,15 +11,17 @@ from torch import Tensor
 
 from sparta.common.tuning import TunableItemCfg
 from sparta.specialize.cpu.candidates import candidates, default
+from sparta.specialize.cpu.library import Library
 from sparta.specialize.cpu.linear import PackedLinear
+from sparta.specialize.cpu.packing import Layout
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.cpu.toolchain import prebuilt
-from sparta.specialize.implement import Implement, Params, Support, register
+from sparta.specialize.implement import Implement, KernelLayout, Params, Support, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear import LinearKernel
 from sparta.testing.machine import probe_compiler
 
-__all__ = ["CpuLinear", "compiles_here", "library_here", "runs_here"]
+__all__ = ["CpuLinear", "compiles_here", "layout_of", "library_here", "runs_here"]
 
 _FORMATS = ("fp32", "bf16", "fp16")
 
@@ -32,10 +34,19 @@ class _CpuLinearKernel(LinearKernel):
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         return (self._packed.pack(operand.detach()),)
 
+    def layout(self) -> KernelLayout:
+        return layout_of(self._packed.layout, self._packed.tile, self._packed.library)
+
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         x, bias, residual = inputs
         assert x is not None  # noqa: S101 - the operation's convention
         return self._packed(x, bias, self._activation, residual, values=packed[0])
+
+
+def layout_of(layout: Layout, tile: Tile, library: Library) -> KernelLayout:
+    """Return the layout of a packed C++ kernel as other programs need it."""
+    launch = {"isa": library.isa, "lanes": library.lanes, "tile": tile.to_dict()}
+    return KernelLayout(layout.arrays, {**launch, "groups": layout.groups, "shape": list(layout.shape)}, layout.nbytes)
 
 
 def runs_here(spec: KernelSpec) -> Support:

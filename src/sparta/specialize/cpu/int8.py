@@ -17,11 +17,11 @@ from torch.nn import functional
 
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.specialize.cpu.implement import library_here
+from sparta.specialize.cpu.implement import layout_of, library_here
 from sparta.specialize.cpu.library import Int8Call, PanelMatrix, load
 from sparta.specialize.cpu.packing import pack_mask
 from sparta.specialize.cpu.tile import Tile
-from sparta.specialize.implement import Implement, Params, Support, present, register
+from sparta.specialize.implement import Implement, KernelLayout, Params, Support, present, register
 from sparta.specialize.int8 import Int8LinearKernel
 from sparta.specialize.kernel_spec import KernelSpec
 
@@ -162,6 +162,9 @@ class _CpuInt8Kernel(Int8LinearKernel):
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         return self._packed.pack(operand)
+
+    def layout(self) -> KernelLayout:
+        return layout_of(self._packed.layout, self._packed.tile, self._packed.library)
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         x, multiplier = present(*inputs[:2])

@@ -38,7 +38,7 @@ class _MaskedInputKernel(MatmulKernel):
     """The layout of one mask; immutable, so copies of a module share it."""
 
     def __init__(self, spec: KernelSpec, tile: Tile) -> None:
-        self.layout = PackedLinear(None, spec["A"], **tile.to_dict())
+        self.linear = PackedLinear(None, spec["A"], **tile.to_dict())
         self._dense = DenseMatmulKernel(Product.of(spec))
         self.handle = next(_handles)
         _kernels[self.handle] = self
@@ -67,12 +67,12 @@ def masked_input(x: Tensor, weight: Tensor, mask: Tensor, handle: int) -> Tensor
         raise SpartaError(
             message(f"the kernel behind handle {handle} is gone", fix="keep the module, or build it again")
         )
-    layout = kernel.layout
+    linear = kernel.linear
     y = x.new_empty(*x.shape[:-1], weight.shape[0])
     rows = weight.contiguous()
     sheets = x.reshape(-1, *x.shape[-2:])
     for sheet, result in zip(sheets, y.view(-1, *y.shape[-2:]), strict=True):
-        result.copy_(layout(rows, values=layout.pack(sheet.detach())).t())
+        result.copy_(linear(rows, values=linear.pack(sheet.detach())).t())
     return y
 
 
