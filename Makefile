@@ -6,7 +6,7 @@ READY := .venv/.ready
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs bench format clean
+.PHONY: help demo test lint docs bench sanitize format clean
 
 help:
 	@echo "make demo    run the whole job on real data: train, sparsify, compile, save, load, measure"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint    formatting, lint rules and types only"
 	@echo "make docs    build the documentation into docs/_build"
 	@echo "make bench   measure; results go to benchmarks/results"
+	@echo "make sanitize  run the tests of the C++ kernels under the address and undefined-behaviour sanitizers"
 	@echo "make format  rewrite the code in the house format"
 	@echo "make clean   remove everything that the targets made"
 
@@ -48,6 +49,9 @@ bench: $(READY)
 	$(BIN)/python benchmarks/training/accuracy.py
 	$(BIN)/python benchmarks/training/overhead.py
 	$(BIN)/python benchmarks/tables.py
+
+sanitize: $(READY)
+	$(TEST_ENV) $(BIN)/python tests/sanitize.py --numprocesses 2
 
 format: $(READY)
 	$(BIN)/ruff format .
