@@ -27,7 +27,7 @@ demo: $(READY)
 	$(BIN)/python examples/whole_job.py
 
 test: lint
-	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --cov --cov-report term
+	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --cov --cov-report term
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
