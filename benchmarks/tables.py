@@ -165,6 +165,7 @@ def _created_cell(row: Record | None) -> str:
     return f"{row['accuracy']:.2f} ± {row['spread']:.2f}{mark}"
 
 
+renderer("create-accuracy-digits", "create_accuracy_digits")(_created)
 renderer("create-accuracy-mnist", "create_accuracy_mnist")(_created)
 renderer("create-accuracy-fashion", "create_accuracy_fashion")(_created)
 
