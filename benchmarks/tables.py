@@ -150,19 +150,24 @@ def _created(found: Sequence[Record]) -> str:
         rows = [[method, *(_created_cell(cells.get((method, *column))) for column in columns)] for method in methods]
         title = (
             f"{_HEADINGS[results['data']]}, {results['train_images']:,} images to train with and "
-            f"{results['test_images']:,} to test: accuracy in percent by network and sparsity, mean of "
-            f"{results['seeds']} seeds ± their standard deviation. {results['dense_epochs']} epochs dense, then "
-            f"{results['epochs']} of each row."
+            f"{results['test_images']:,} to test: accuracy in percent by network and sparsity, {_seeds(results)}. "
+            f"{results['dense_epochs']} epochs dense, then {results['epochs']} of each row."
         )
         parts.append(f"{title} {source(record)}\n\n{markdown(['', *heads], rows)}")
     return "\n\n".join(parts)
+
+
+def _seeds(results: Record) -> str:
+    many = results["seeds"] > 1
+    return f"mean of {results['seeds']} seeds ± their standard deviation" if many else "one seed"
 
 
 def _created_cell(row: Record | None) -> str:
     if row is None:
         return ""
     mark = f" ({100 * row['sparsity']:.1f} % zeros)" if row["exact"] is False else ""
-    return f"{row['accuracy']:.2f} ± {row['spread']:.2f}{mark}"
+    spread = f" ± {row['spread']:.2f}" if len(row["accuracies"]) > 1 else ""
+    return f"{row['accuracy']:.2f}{spread}{mark}"
 
 
 renderer("create-accuracy-digits", "create_accuracy_digits")(_created)
