@@ -18,7 +18,15 @@ def tables():
     return module
 
 
-ROW = {"model": "mlp", "asked": 0.8, "sparsity": 0.8, "exact": True, "spread": 0.1, "accuracy": 97.5}
+ROW = {
+    "model": "mlp",
+    "asked": 0.8,
+    "sparsity": 0.8,
+    "exact": True,
+    "spread": 0.1,
+    "accuracy": 97.5,
+    "accuracies": [97.4, 97.5, 97.6],
+}
 RECORD = {
     "date": "2026-01-02T03:04:05+00:00",
     "device": "Some GPU",
@@ -49,6 +57,14 @@ def test_the_table_has_a_row_a_method_and_a_column_a_network_and_sparsity(tables
     assert "|  | MLP, 0 % | MLP, 80 % | MLP, 90 % | CNN, 0 % | CNN, 80 % | CNN, 90 % |" in text
     assert "| dense | 98.00 ± 0.10 |  |  |  |  |  |" in text
     assert "| magnitude |  | 97.50 ± 0.10 | 97.00 ± 0.10 (85.0 % zeros) |  | 99.00 ± 0.10 |  |" in text
+
+
+def test_a_single_seed_has_no_spread(tables):
+    _, render = tables.RENDERERS["create-accuracy-fashion"]
+    rows = [{**row, "accuracies": [row["accuracy"]]} for row in RECORD["results"]["rows"]]
+    text = render([{**RECORD, "results": {**RECORD["results"], "seeds": 1, "rows": rows}}])
+    assert "one seed" in text
+    assert "±" not in text
 
 
 @pytest.mark.slow
