@@ -29,7 +29,6 @@ from graphed import rotated
 
 from record import save
 from sparta.errors import SpartaError
-from sparta.nn import SparseLinear
 from sparta.specialize.cuda.implement import TritonBlock
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear import linear_spec
@@ -154,36 +153,6 @@ def bsr(x: Tensor, pruned: Tensor, block: int) -> float | None:
     return times["bsr"].median * 1e3
 
 
-def host_costs() -> dict[str, float]:
-    """Return host microseconds a call of what a user may call, at a size the GPU is done with at once."""
-    mask = block_mask((1024, 1024), (64, 64), 0.9, seed=0)
-    layer = SparseLinear(torch.nn.Linear(1024, 1024, bias=False).cuda().to(DTYPE), weight_mask=mask).eval()
-    x = torch.randn(16, 1024, device="cuda", dtype=DTYPE)
-    spec = linear_spec(TeSA.from_mask(mask), 16, DTYPE, device="cuda")
-    params = TritonBlock().default(spec)
-    kernel = TritonBlock().build(spec, params)
-    packed = kernel.pack(layer.weight.detach())
-    dense = layer.weight.detach().clone()
-    layer.build({"_name": "triton-block", **params}, x)
-    calls = {
-        "functional.linear": lambda: functional.linear(x, dense),
-        "kernel.run": lambda: kernel.run(packed, x, None, None),
-        "SparseLinear": lambda: layer(x),
-    }
-    costs = {}
-    with torch.no_grad():
-        for name, call in calls.items():
-            samples = []
-            for _ in range(20):
-                torch.cuda.synchronize()
-                begin = time.perf_counter()
-                for _ in range(50):
-                    call()
-                samples.append((time.perf_counter() - begin) * 1e6 / 50)
-            costs[name] = sorted(samples)[len(samples) // 2]
-    return costs
-
-
 def show(records: Sequence[dict[str, Any]]) -> str:
     """Return the ratios as a table, one row a layer and batch."""
     columns = sorted({(r["block"], r["sparsity"]) for r in records})
@@ -230,8 +199,7 @@ def main() -> None:
     print(show(records))
     guesses = sorted(r["first_guess"] for r in records if "first_guess" in r)
     print(f"first guess: median {guesses[len(guesses) // 2]:.2f}, worst {guesses[-1]:.2f} times the best tile")
-    results = {"dtype": "bf16", "unit": "us a call", "linear": records, "host_us": host_costs()}
-    print(results["host_us"])
+    results = {"dtype": "bf16", "unit": "us a call", "linear": records}
     print(save("block_linear", torch.cuda.get_device_name(), results, options.out))
 
 

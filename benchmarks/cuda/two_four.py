@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,6 @@ from graphed import rotated
 
 from record import save
 from sparta.errors import SpartaError
-from sparta.nn import SparseLinear
 from sparta.specialize.cuda.cusparselt import CuSparseLt
 from sparta.specialize.cuda.two_four import TwoFour
 from sparta.specialize.implement import Implement
@@ -108,30 +106,6 @@ def measure(shape: tuple[int, int], tokens: int, tesa: TeSA, compiled: Callable[
     }  # fmt: skip
 
 
-def host_costs() -> dict[str, float]:
-    """Return host microseconds a call, at a size the GPU is done with at once."""
-    mask = two_four((1024, 1024))
-    costs = {}
-    for name, tokens, implement in (("cuda-24", 16, TwoFour()), ("cusparselt", 128, CuSparseLt())):
-        x = torch.randn(tokens, 1024, device="cuda", dtype=DTYPE)
-        layer = SparseLinear(torch.nn.Linear(1024, 1024, bias=False).cuda().to(DTYPE), weight_mask=mask).eval()
-        spec = linear_spec(TeSA.from_mask(mask), tokens, DTYPE, device="cuda")
-        layer.build({"_name": name, **implement.default(spec)}, x)
-        dense = layer.weight.detach().clone()
-        calls = {"functional.linear": lambda: functional.linear(x, dense), f"SparseLinear {name}": lambda: layer(x)}  # noqa: B023
-        with torch.no_grad():
-            for label, call in calls.items():
-                samples = []
-                for _ in range(20):
-                    torch.cuda.synchronize()
-                    begin = time.perf_counter()
-                    for _ in range(50):
-                        call()
-                    samples.append((time.perf_counter() - begin) * 1e6 / 50)
-                costs[label] = sorted(samples)[len(samples) // 2]
-    return costs
-
-
 def main() -> None:
     """Measure all cases, print the ratios, save the results."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -155,8 +129,7 @@ def main() -> None:
         for r in records
     ]  # fmt: skip
     print(table(["N x K", "M", "best", "us", "x dense", "eager", "torch 2:4 eager", "TFLOP/s", "TB/s"], rows))
-    results = {"dtype": "bf16", "unit": "us a call", "linear": records, "host_us": host_costs()}
-    print(results["host_us"])
+    results = {"dtype": "bf16", "unit": "us a call", "linear": records}
     print(save("two_four", torch.cuda.get_device_name(), results, options.out))
 
 

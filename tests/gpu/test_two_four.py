@@ -1,5 +1,8 @@
 """On CUDA, 2:4 weights: our streaming kernel and cuSPARSELt compute what the masked dense layer computes."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -129,3 +132,36 @@ def test_non_finite_inputs_reach_the_results_they_belong_to():
     assert y[1].isnan().all()
     assert y[2].isinf().all()
     assert y[3].isfinite().all()  # it meets pruned weights only
+
+
+def test_both_bindings_start_the_same_kernel():
+    """In a process of its own, because the extension stays loaded."""
+    program = """
+import torch
+from sparta.specialize.cuda.extension import extension_loaded, load_extension
+from sparta.specialize.cuda.two_four import TwoFour
+from sparta.specialize.linear import linear_spec
+from sparta.tesa.attribute import TeSA
+
+mask = torch.tensor([True, False, False, True]).repeat(100, 75)
+spec = linear_spec(TeSA.from_mask(mask), 5, torch.bfloat16, device="cuda")
+x, weight, bias = (torch.randn(*s, device="cuda").bfloat16() for s in ((5, 300), (100, 300), (100,)))
+kernel = TwoFour().build(spec, TwoFour().default(spec))
+packed = kernel.pack(weight)
+by_ctypes = kernel.run(packed, x, bias, None)
+load_extension()
+assert extension_loaded()
+by_extension = kernel.run(packed, x, bias, None)
+assert torch.equal(by_ctypes, by_extension)
+graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+with torch.cuda.graph(graph, stream=stream):
+    replayed = kernel.run(packed, x, bias, None)
+replayed.zero_()
+graph.replay()
+assert torch.equal(replayed, by_ctypes)
+with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+    assert torch.ops.sparta_cuda.launch(torch.ones(1), "f", [1, 1, 1, 0], [x], [], [], [7, 3]).shape == (7, 3)
+print("equal")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "equal", done.stderr

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from sparta.errors import MissingPackageError, SpartaError, ValueRangeError, message
 from sparta.files import private_folder, write_atomic
@@ -69,6 +70,8 @@ class Function:
     """A kernel that is loaded on one device; `shared` is the dynamic shared memory that it is launched with."""
 
     handle: c_void_p
+    name: str
+    code: Tensor  # bytes on the CPU
     block: int
     shared: int
 
@@ -100,7 +103,7 @@ def load_function(code: bytes, name: str, block: int, shared: int, device: torch
                 raise SpartaError(message(f"{name} cannot be loaded: {_reason(failed)}"))
         if driver.cuFuncSetAttribute(function, _MAX_SHARED, shared):
             raise ValueRangeError(message(f"{name} needs {shared} bytes of shared memory, more than the GPU has"))
-    return Function(function, block, shared)
+    return Function(function, name, torch.frombuffer(bytearray(code), dtype=torch.uint8), block, shared)
 
 
 def _cached(path: Path) -> bytes | None:

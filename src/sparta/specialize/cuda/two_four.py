@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.specialize.cuda.extension import extension_loaded, launch
 from sparta.specialize.cuda.nvrtc import Function, compile_cuda, load_function, nvrtc_obstacle
 from sparta.specialize.cuda.stream24 import CHUNK, SLAB, StreamLayout
 from sparta.specialize.implement import Implement, Params, Support, present, register
@@ -140,21 +141,25 @@ class _StreamKernel(LinearKernel):
         values, selectors = packed
         x = self._addressable(x, values.dtype)
         tokens, outputs, device = x.shape[0], self._outputs, x.device
-        y = x.new_empty(tokens, outputs)
         if residual is not None:
-            if residual.shape != y.shape:
-                raise ShapeError(message(f"a residual of shape {tuple(residual.shape)}", f"{tuple(y.shape)}"))
+            if residual.shape != (tokens, outputs):
+                raise ShapeError(message(f"a residual of shape {tuple(residual.shape)}", f"({tokens}, {outputs})"))
             residual = residual.contiguous()
         bias = None if bias is None else bias.contiguous()
         if not tokens:
-            return y
+            return x.new_empty(tokens, outputs)
+        function = self._functions.get(device) or self._load(device)
+        grid, stride = (self._blocks, -(-tokens // self._tile.tokens)), x.stride(0)
+        sizes = (tokens, outputs, self._padded_inputs, self._chunks)
+        if extension_loaded():
+            geometry, tensors = (*grid, function.block, function.shared), (x, values, selectors, bias, residual)
+            return launch(function.code, function.name, geometry, tensors, (stride,), sizes, (tokens, outputs))
+        y = x.new_empty(tokens, outputs)
         call = _Call(
             x.data_ptr(), values.data_ptr(), selectors.data_ptr(), None if bias is None else bias.data_ptr(),
-            None if residual is None else residual.data_ptr(), y.data_ptr(), x.stride(0), tokens, outputs,
-            self._padded_inputs, self._chunks,
+            None if residual is None else residual.data_ptr(), y.data_ptr(), stride, *sizes,
         )  # fmt: skip
-        function = self._functions.get(device) or self._load(device)
-        function.launch((self._blocks, -(-tokens // self._tile.tokens)), call, device)
+        function.launch(grid, call, device)
         return y
 
     def _addressable(self, x: Tensor, dtype: torch.dtype) -> Tensor:
