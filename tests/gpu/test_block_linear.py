@@ -12,6 +12,8 @@ from sparta.specialize.cuda.tile import BlockTile
 from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.linear import linear_spec
 from sparta.specialize.ops import LinearState
+from sparta.specialize.shipped import device_kind
+from sparta.specialize.tuner import choose
 from sparta.tesa.attribute import TeSA
 from sparta.testing import block_mask, check, linear_reference
 
@@ -204,3 +206,12 @@ def test_a_tile_that_does_not_fit_is_an_error_of_ours():
     packed = kernel.pack(draw(256, 256, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="needs more than the GPU has"):
         kernel.run(packed, draw(512, 256, dtype=torch.bfloat16), None, None)
+
+
+def test_the_shipped_table_answers_before_anything_is_tuned():
+    if device_kind("cuda") != "NVIDIA H200":
+        pytest.skip("tables are for one kind of GPU")
+    weight = TeSA.from_mask(block_mask((4096, 4096), (128, 128), 0.9, seed=3))
+    choice = choose(linear_spec(weight, 4096, torch.bfloat16, device="cuda"))
+    assert choice.implement == "triton-block"
+    assert "shipped" in choice.reason
