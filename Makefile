@@ -44,6 +44,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/cpu/conv.py
 	$(BIN)/python benchmarks/cpu/int8.py
 	$(BIN)/python benchmarks/cpu/peers.py
+	$(BIN)/python benchmarks/cpu/chains.py
 	$(BIN)/python benchmarks/propagate/architectures.py
 	$(BIN)/python benchmarks/compiler/models.py
 	$(BIN)/python benchmarks/training/accuracy.py

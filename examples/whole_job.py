@@ -107,6 +107,9 @@ def main() -> None:
         torch.testing.assert_close(elsewhere, fast(test_x), rtol=1e-4, atol=1e-5)
         loaded_accuracy = float((elsewhere.argmax(1) == test_y).float().mean())
         size = artifact.stat().st_size
+    with torch.no_grad():
+        differ = int((model(test_x).argmax(1) != elsewhere.argmax(1)).sum())
+    print(f"predictions that differ from those of the masked dense model: {differ} of {len(test_x)}\n")
     runs = {"dense": dense, "masked": model, "sparta": fast}
     with torch.no_grad():
         times = compare({name: (lambda run=run: run(served)) for name, run in runs.items()}, max_seconds=3)

@@ -43,7 +43,10 @@ def test_env_is_a_table_or_json():
     assert "dense (PyTorch)" in table.stdout
     data = run("env", "--json")
     assert data.exit_code == 0
-    assert json.loads(data.stdout)["torch"] == torch.__version__
+    found = json.loads(data.stdout)
+    assert found["torch"] == torch.__version__
+    assert found["backends"][-1]["name"] == "C++ (came with the package)"
+    assert found["backends"][-1]["reason"]
 
 
 def test_inspect_tells_shape_density_and_pattern_of_a_checkpoint(checkpoint):

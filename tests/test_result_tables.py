@@ -67,6 +67,80 @@ def test_what_is_not_measured_says_so_and_an_unknown_table_is_an_error(tables, t
         tables.rewritten(PAGE.replace("training-accuracy-mnist", "other"), tmp_path)
 
 
+REACHED = {"share": 0.5, "bound": "arithmetic"}
+CPU = {
+    "cpu_layers": {
+        "rivals": ["compile", "eager", "onnxruntime"],
+        "summary": [
+            {"tokens": 16, "height": 4, "sparsity": 0.9, "drop-in": 6.0, "panel": 7.0, "target": 7.5}
+            | {"roof_share": {"drop-in": 0.4, "panel": 0.5}},
+            {"tokens": 1, "height": 1, "sparsity": 0.9, "cold": 8.0, "target": None, "roof_share": {"cold": 0.9}},
+        ],
+    },
+    "cpu_conv": {
+        "rivals": ["eager", "channels last"],
+        "summary": [
+            {"kernel": 3, "height": 8, "sparsity": 0.9, "speedup": 6.0, "roof_share": 0.4, "target": 7.5},
+            {"kernel": 3, "height": 4, "sparsity": 0.8, "speedup": 3.0, "roof_share": 0.3, "target": None},
+        ],
+    },
+    "cpu_int8": {
+        "summary": [
+            {
+                "tokens": 128,
+                "block": [4, 4],
+                "sparsity": 0.9,
+                "int8": 9.0,
+                "fp32": 27.0,
+                "target": 10,
+                "roof_share": 0.5,
+            }
+        ]
+    },
+    "cpu_chains": {
+        "chains": [
+            {"kind": "ffn", "size": 1, "height": 1, "sparsity": 0.9, "speedup": {"apart": 7.0}, "target": 7.5}
+            | {"roof": {"apart": REACHED}, "ahead": 1.5},
+            {"kind": "conv", "size": 28, "height": 1, "sparsity": 0.9, "speedup": {"apart": 2.0, "kept": 3.0}}
+            | {"roof": {"kept": REACHED}, "target": None},
+        ]
+    },
+    "cpu_peers": {
+        "layers": [
+            {"kind": "linear", "sizes": [16, 768, 768], "height": 1, "sparsity": 0.9, "ahead": 2.0}
+            | {
+                "speedup": {"best dense": 4.0, "onnxruntime": 4.0},
+                "deepsparse": {"onnxruntime": 2.0, "deepsparse": 1.0},
+            },
+            {"kind": "linear", "sizes": [1, 768, 768], "height": 1, "sparsity": 0.9, "deepsparse": {}, "ahead": None}
+            | {"speedup": {"best dense": 4.0, "onnxruntime": 4.5}},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("question", "lines"),
+    [
+        ("cpu_layers", ["| 16 | block 4×1 | 6.0 (7.0) | 7.5 | 50 to 50 % |", "| 1 | unstructured | 8.0 |  | 90"]),
+        ("cpu_conv", ["| 3×3 | block 8×1 |  | 6.0 | 7.5 | 40", "| 3×3 | block 4×1 | 3.0 |  |  | 30", "channels last"]),
+        ("cpu_int8", ["| 128 | block 4×4 | 9.0 (27.0) | 10 |"]),
+        (
+            "cpu_chains",
+            ["| 1 token | unstructured | 90 % | 7.0 |  | 7.5 | 50 % | 1.5 |", "| 2.0 | 3.0 |  | 50 % |  |"],
+        ),
+        ("cpu_peers", ["| linear 16×768×768 | unstructured | 90 % | 4.0 | 4.0 | 2.0 | 2.0 |", "in 1 of 1 rows"]),
+    ],
+)
+def test_tables_of_the_cpu_have_targets_beside_and_leave_out_what_is_empty(tables, question, lines, tmp_path):
+    (tmp_path / f"{question}.some.json").write_text(
+        json.dumps({**ACCURACY, "question": question, "results": CPU[question]})
+    )
+    text = tables.made(question.replace("_", "-"), tmp_path)
+    for line in lines:
+        assert line in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "options", "question"),

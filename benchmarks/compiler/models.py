@@ -1,13 +1,17 @@
 """How much faster is a whole compiled model on the CPU? Sparse models against eager and `torch.compile` dense.
 
-Run with ``python benchmarks/compiler/models.py``; ``--quick`` takes small versions of the models, ``--only`` some.
-In each case the dense model, eager and under Inductor, and the compiled sparse one take turns, call by call. The bound
-that Amdahl's law sets is printed beside: what the speed-up would be if the pruned layers took no time.
+Run with ``python benchmarks/compiler/models.py``; ``--quick`` takes small versions of the models, ``--only`` some. For
+each model and batch the dense model is compiled by Inductor once; in each case it, eager dense and the compiled sparse
+model take turns, call by call. The bound that Amdahl's law sets is printed beside: what the speed-up would be if the
+pruned layers took no time. Results are saved after every case; ``--resume`` goes on where a run ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import gc
+import json
 import os
 import platform
 import sys
@@ -28,119 +32,13 @@ from sparta.tables import table
 from sparta.testing import compare
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import save
+from networks import SentenceEncoder, encoder, load_minilm, mlp, mobilenet, resnet
 
+from record import RESULTS, save
 
-class EncoderLayer(nn.Module):
-    """A transformer encoder layer, normalised after each half."""
-
-    def __init__(self, width: int, heads: int, hidden: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-        self.out = nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (B, T, C) for (B, T, C)."""
-        b, t, c = x.shape
-        q, k, v = (f(x).reshape(b, t, self.heads, -1).transpose(1, 2) for f in (self.query, self.key, self.value))
-        y = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, c)
-        x = self.first(x + self.out(y))
-        z: Tensor = self.second(x + self.down(functional.gelu(self.up(x))))
-        return z
-
-
-class Bottleneck(nn.Module):
-    """A residual block of ResNet-50."""
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        outputs = 4 * width
-        self.body = nn.Sequential(
-            *normed(nn.Conv2d(inputs, width, 1, bias=False), nn.ReLU()),
-            *normed(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.ReLU()),
-            *normed(nn.Conv2d(width, outputs, 1, bias=False)),
-        )
-        self.side = (
-            nn.Identity()
-            if stride == 1 and inputs == outputs
-            else nn.Sequential(*normed(nn.Conv2d(inputs, outputs, 1, stride, bias=False)))
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of both ways, rectified."""
-        return functional.relu(self.body(x) + self.side(x))
-
-
-class Inverted(nn.Module):
-    """An inverted residual of MobileNetV2."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int, expand: int) -> None:
-        super().__init__()
-        hidden = inputs * expand
-        first = normed(nn.Conv2d(inputs, hidden, 1, bias=False), nn.ReLU6()) if expand > 1 else []
-        self.body = nn.Sequential(
-            *first,
-            *normed(nn.Conv2d(hidden, hidden, 3, stride, 1, groups=hidden, bias=False), nn.ReLU6()),
-            *normed(nn.Conv2d(hidden, outputs, 1, bias=False)),
-        )
-        self.adds = stride == 1 and inputs == outputs
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return what the block makes of x, plus x where the shapes allow."""
-        y: Tensor = self.body(x)
-        return x + y if self.adds else y
-
-
-def normed(conv: nn.Conv2d, *after: nn.Module) -> list[nn.Module]:
-    """Return a convolution with its BatchNorm and what follows."""
-    return [conv, nn.BatchNorm2d(conv.out_channels), *after]
-
-
-def encoder(layers: int, width: int, heads: int) -> nn.Module:
-    """Return a stack of encoder layers."""
-    return nn.Sequential(*[EncoderLayer(width, heads, 4 * width) for _ in range(layers)])
-
-
-def resnet(blocks: tuple[int, ...], width: int) -> nn.Module:
-    """Return a ResNet of bottlenecks."""
-    parts: list[nn.Module] = [*normed(nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.ReLU()), nn.MaxPool2d(3, 2, 1)]
-    inputs = width
-    for stage, count in enumerate(blocks):
-        for block in range(count):
-            parts.append(Bottleneck(inputs, width << stage, 2 if stage and block == 0 else 1))
-            inputs = 4 * width << stage
-    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
-
-
-def mobilenet(scale: float) -> nn.Module:
-    """Return a MobileNetV2."""
-    settings = (
-        (1, 16, 1, 1),
-        (6, 24, 2, 2),
-        (6, 32, 3, 2),
-        (6, 64, 4, 2),
-        (6, 96, 3, 1),
-        (6, 160, 3, 2),
-        (6, 320, 1, 1),
-    )
-    inputs = int(32 * scale)
-    parts = normed(nn.Conv2d(3, inputs, 3, 2, 1, bias=False), nn.ReLU6())
-    for expand, channels, count, stride in settings:
-        for block in range(count):
-            outputs = int(channels * scale)
-            parts.append(Inverted(inputs, outputs, stride if block == 0 else 1, expand))
-            inputs = outputs
-    last = int(1280 * scale)
-    parts += normed(nn.Conv2d(inputs, last, 1, bias=False), nn.ReLU6())
-    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(last, 1000))
-
-
-def mlp(width: int, layers: int) -> nn.Module:
-    """Return a chain of linear layers with ReLU."""
-    return nn.Sequential(*[part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())])
+QUESTION, DEVICE = "compiler_models", f"{platform.machine()} cpu"
+WORDS = 30522
+HOST_GAIN = 1.03  # what Inductor must bring to the dense model, beyond folding, to compete as the host of sparse ones
 
 
 @dataclass(frozen=True)
@@ -152,11 +50,31 @@ class Case:
     pattern: str
     sparsity: float
 
+    def __str__(self) -> str:
+        what = f"{self.pattern} {self.sparsity:.0%}" if self.sparsity else "dense"
+        return f"{self.model}, batch {self.batch}, {what}"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to measure, the same for every case."""
+
+    quick: bool
+    tune: str
+    seconds: float
+    budget: float
+    inductor: bool
+    minilm: Path | None
+
 
 # Each model in full and in small, and its inputs for a batch.
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "bert-base": (lambda: encoder(12, 768, 12), lambda: encoder(2, 256, 4), lambda b: torch.randn(b, 128, 768)),
-    "minilm": (lambda: encoder(6, 384, 12), lambda: encoder(2, 128, 4), lambda b: torch.randn(b, 128, 384)),
+    "minilm": (
+        lambda: SentenceEncoder(6, 384, 12, WORDS),
+        lambda: SentenceEncoder(2, 128, 4, WORDS),
+        lambda b: torch.randint(1000, WORDS, (b, 128)),
+    ),
     "resnet50": (
         lambda: resnet((3, 4, 6, 3), 64),
         lambda: resnet((1, 1), 16),
@@ -167,7 +85,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], Callab
 }
 SMALL_INPUTS: dict[str, Callable[[int], Tensor]] = {
     "bert-base": lambda b: torch.randn(b, 16, 256),
-    "minilm": lambda b: torch.randn(b, 16, 128),
+    "minilm": lambda b: torch.randint(1000, WORDS, (b, 16)),
     "resnet50": lambda b: torch.randn(b, 3, 32, 32),
     "mobilenetv2": lambda b: torch.randn(b, 3, 32, 32),
     "mlp": lambda b: torch.randn(b, 256),
@@ -175,55 +93,89 @@ SMALL_INPUTS: dict[str, Callable[[int], Tensor]] = {
 PATTERNS = {"u": sparta.Unstructured(), "4x1": sparta.Block(4, 1), "8x1": sparta.Block(8, 1)}
 
 
-def pruned(model: nn.Module, case: Case) -> nn.Module:
-    """Prune linear layers and convolutions, but the first, the last, and those with few weights a channel."""
-    layers = [
-        name
-        for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1))
-        and module.weight.shape[0] % 8 == 0
-    ]
-    middle = layers if case.model in ("bert-base", "minilm", "mlp") else layers[1:-1]
-    if case.sparsity:
-        names = [f"{name}.weight" for name in middle]
-        sparta.Spec.from_pattern(model, PATTERNS[case.pattern], case.sparsity, include=names).apply(model)
-    return model
+class Dense:
+    """The dense model of one batch, eager and under Inductor: what every case of that batch is compared with."""
 
+    def __init__(self, name: str, batch: int, options: Options) -> None:
+        torch.manual_seed(0)
+        full, small, inputs = MODELS[name]
+        self.name = name
+        self.model = (small if options.quick else full)().eval()
+        self.weights = "random"
+        if isinstance(self.model, SentenceEncoder) and options.minilm is not None and not options.quick:
+            self.weights = load_minilm(self.model, options.minilm).name + " of all-MiniLM-L6-v2"
+        self.x = (SMALL_INPUTS[name] if options.quick else inputs)(batch)
+        self.rivals: dict[str, Callable[[Tensor], Any]] = {"eager": self.model}
+        self.inductor_seconds = 0.0
+        if options.inductor:
+            begin = time.perf_counter()
+            torch._dynamo.reset()  # graphs of the batch before
+            compiled = torch.compile(self.model, dynamic=False)
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                compiled(self.x)
+            self.inductor_seconds = time.perf_counter() - begin
+            self.rivals["inductor"] = compiled
 
-def measure(case: Case, *, quick: bool, tune: str, seconds: float, inductor: bool) -> dict[str, Any]:
-    """Compile one case and time it against the dense model."""
-    torch.manual_seed(0)
-    full, small, inputs = MODELS[case.model]
-    model = pruned((small if quick else full)().eval(), case)
-    x = (SMALL_INPUTS[case.model] if quick else inputs)(case.batch)
-    begin = time.perf_counter()
-    fast = compile_model(model, x, tune=tune, inductor=inductor)  # type: ignore[arg-type]
-    first = time.perf_counter() - begin
-    begin = time.perf_counter()
-    compile_model(model, x, tune=tune, inductor=inductor)  # type: ignore[arg-type]
-    second = time.perf_counter() - begin
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch._dynamo.reset()
-        rivals: dict[str, Callable[[Tensor], Any]] = {"eager": model}
-        if inductor:
-            rivals["inductor"] = torch.compile(model, dynamic=False)
-        rivals["sparta"] = fast
+    def pruned(self, case: Case) -> nn.Module:
+        """Return a copy pruned by magnitude, but for the first and last layer of image models and narrow ones."""
+        model = copy.deepcopy(self.model)
+        layers = [
+            name
+            for name, module in model.named_modules()
+            if (isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1))
+            and module.weight.shape[0] % 8 == 0
+        ]
+        middle = layers if case.model in ("bert-base", "minilm", "mlp") else layers[1:-1]
+        if case.sparsity:
+            names = [f"{name}.weight" for name in middle]
+            sparta.Spec.from_pattern(model, PATTERNS[case.pattern], case.sparsity, include=names).apply(model)
+        return model
+
+    def timed(self, more: dict[str, Callable[[Tensor], Any]], seconds: float) -> dict[str, float]:
+        """Return the medians of the dense rivals and of others, in turns, in ms."""
         with torch.no_grad():
-            timings = compare(rivals, (x,), warmup=3, iters=50, max_seconds=seconds)
-    medians = {name: timing.median for name, timing in timings.timings.items()}
-    dense = min(median for name, median in medians.items() if name != "sparta")
-    return {
+            found = compare({**self.rivals, **more}, (self.x,), warmup=3, iters=50, max_seconds=seconds)
+        return {name: timing.median for name, timing in found.timings.items()}
+
+
+def hosts(result: dict[str, Any]) -> bool:
+    """Whether Inductor made the dense model faster than its folded graph is: only then can it help sparse ones."""
+    times = result["report"]["plan"]["whole"]["milliseconds"]
+    plain = [value for name, value in times.items() if name in ("original graph", "reduced graph")]
+    return min(plain, default=0.0) > HOST_GAIN * times.get("original graph, inductor", float("inf"))
+
+
+def measure(case: Case, dense: Dense, options: Options, *, inductor: bool, again: bool) -> dict[str, Any]:
+    """Compile one case and time it against the dense model; `again` compiles it twice, to see what the store saves."""
+    model = dense.pruned(case)
+    # Nothing is tuned for a dense model. Inductor takes for a sparse one about what it took for the dense one.
+    budget = options.budget + 1.5 * inductor * dense.inductor_seconds if case.sparsity else None
+    seconds: list[float] = []
+    for _ in range(1 + again):
+        begin = time.perf_counter()
+        fast = compile_model(model, dense.x, tune=options.tune, budget_s=budget, inductor=inductor)  # type: ignore[arg-type]
+        seconds.append(time.perf_counter() - begin)
+    medians = dense.timed({"sparta": fast}, options.seconds)
+    best = min(median for name, median in medians.items() if name != "sparta")
+    found = {
         **asdict(case),
+        "weights": dense.weights,
         "median_ms": medians,
-        "speedup": dense / medians["sparta"],
+        "speedup": best / medians["sparta"],
         "amdahl_bound": fast.report.amdahl_bound,
-        "compile_seconds": [first, second],
+        "compile_seconds": seconds,
+        "inductor_seconds": dense.inductor_seconds,
+        "inductor_hosts": inductor,
         "error": fast.report.certificate.error,
         "sparse_layers": len(fast.report.plan.sparse),
         "runs": fast.report.plan.whole.reason,
         "report": fast.report.to_dict(),
     }
+    if case.model == "minilm":
+        with torch.no_grad():
+            found["cosine"] = float(functional.cosine_similarity(fast(dense.x), model(dense.x)).min())
+    return found
 
 
 def cases(names: list[str], batches: list[int], *, quick: bool) -> list[Case]:
@@ -237,6 +189,38 @@ def cases(names: list[str], batches: list[int], *, quick: bool) -> list[Case]:
     return found
 
 
+def measured_before(folder: Path | None) -> list[dict[str, Any]]:
+    """Return the cases of the last run, or none."""
+    name = DEVICE.lower().replace("_", "-").replace(" ", "-")
+    path = (folder or RESULTS) / f"{QUESTION}.{name}.json"
+    return list(json.loads(path.read_text(encoding="utf-8"))["results"]["cases"]) if path.exists() else []
+
+
+def run(todo: list[Case], results: list[dict[str, Any]], options: Options, keep: Callable[[], Path]) -> None:
+    """Measure cases, adding to `results` and keeping them after each."""
+    dense: Dense | None = None
+    at: tuple[str, int] | None = None
+    known = {Case(r["model"], r["batch"], r["pattern"], r["sparsity"]): r for r in results}
+    compiled_twice: set[tuple[str, int]] = set()
+    for case in todo:
+        if case in known:
+            print(f"{case}: measured before", flush=True)
+            continue
+        if dense is None or at != (case.model, case.batch):
+            dense = None  # its memory first
+            gc.collect()
+            dense, at = Dense(case.model, case.batch, options), (case.model, case.batch)
+        plain = known.get(Case(case.model, case.batch, "u", 0.0))
+        inductor = options.inductor and (plain is None or hosts(plain))
+        again = case.sparsity > 0 and at not in compiled_twice
+        found = measure(case, dense, options, inductor=inductor, again=again)
+        compiled_twice |= {at} if again else set()
+        known[case] = found
+        results.append(found)
+        print(f"{case}: {found['speedup']:.2f}x, {found['compile_seconds'][0]:.0f} s; {found['runs']}", flush=True)
+        keep()
+
+
 def show(results: list[dict[str, Any]]) -> str:
     """Return the results as a table."""
     rows = [
@@ -248,23 +232,13 @@ def show(results: list[dict[str, Any]]) -> str:
             *(r["median_ms"].get(name) for name in ("eager", "inductor", "sparta")),
             f"{r['speedup']:.2f}x",
             "" if r["amdahl_bound"] is None else f"{r['amdahl_bound']:.2f}x",
-            f"{r['compile_seconds'][0]:.0f} / {r['compile_seconds'][1]:.0f}",
+            " / ".join(f"{s:.0f}" for s in r["compile_seconds"]),
+            f"{r['cosine']:.6f}" if "cosine" in r else "",
         ]
         for r in results
     ]
-    columns = [
-        "model",
-        "batch",
-        "pattern",
-        "sparsity",
-        "eager ms",
-        "inductor ms",
-        "sparta ms",
-        "speed-up",
-        "bound",
-        "compile s",
-    ]
-    return table(columns, rows, title="times faster than the best dense")
+    columns = ["model", "batch", "pattern", "sparsity", "eager ms", "inductor ms", "sparta ms", "speed-up", "bound"]
+    return table([*columns, "compile s", "cosine"], rows, title="times faster than the best dense")
 
 
 def main() -> None:
@@ -274,27 +248,31 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--tune", choices=("quick", "full"), default="quick")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for the last timing of each case")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for the last timing of each case")
+    parser.add_argument("--budget", type=float, default=35.0, help="seconds for compiling each case")
     parser.add_argument(
         "--no-inductor", action="store_true", help="leave torch.compile out, which takes most of the time"
     )
+    parser.add_argument("--minilm", type=Path, help="folder with the weights of all-MiniLM-L6-v2; random ones without")
+    parser.add_argument("--resume", action="store_true", help="keep the cases of the last run and measure the rest")
     parser.add_argument("--threads", type=int, help="as many as torch takes by default")
     parser.add_argument("--out", type=Path, help="folder for the JSON instead of benchmarks/results")
-    options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    given = parser.parse_args()
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    options = Options(given.quick, given.tune, given.seconds, given.budget, not given.no_inductor, given.minilm)
     load_before = os.getloadavg()[0]
-    results = []
-    for case in cases(options.only, options.batch, quick=options.quick):
-        found = measure(
-            case, quick=options.quick, tune=options.tune, seconds=options.seconds, inductor=not options.no_inductor
-        )
-        results.append(found)
-        print(f"{case}: {results[-1]['speedup']:.2f}x; {results[-1]['runs']}", flush=True)
-    record = {"cases": results, "threads": torch.get_num_threads(), "load": [load_before, os.getloadavg()[0]]}
-    path = save("compiler_models", f"{platform.machine()} cpu", record, folder=options.out)
+    results = measured_before(given.out) if given.resume else []
+
+    def keep() -> Path:
+        note = "weights are random but for those of minilm, where its file is given: times depend on shapes and masks"
+        record = {"cases": results, "note": note, "threads": torch.get_num_threads()}
+        record["load"] = [load_before, os.getloadavg()[0]]
+        return save(QUESTION, DEVICE, record, folder=given.out)
+
+    run(cases(given.only, given.batch, quick=given.quick), results, options, keep)
     print(show(results))
-    print(f"saved {path}")
+    print(f"saved {keep()}")
 
 
 if __name__ == "__main__":

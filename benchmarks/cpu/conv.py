@@ -1,9 +1,9 @@
 """How much faster are sparse convolutions on the CPU? ResNet's 1x1 and 3x3 layers against dense, one image, one thread.
 
-Run with ``python benchmarks/cpu/conv.py``; ``--quick`` takes one sparsity and a subset of the layers. The best of the
-candidate tiles and image layouts is chosen by a short round of timing, then competes with PyTorch, eager, in
-channels-last and (with ``--compile``) compiled, call by call in turns. GFLOP/s count live weights only; beside them
-stands their share of what a large dense product reaches in the same process, which is the roof.
+Run with ``python benchmarks/cpu/conv.py`` (about 5 minutes on a quiet machine); ``--quick`` takes one sparsity and a
+subset of the layers. The best of the candidate tiles and image layouts is chosen by a short round of timing, then
+competes with PyTorch (eager, in channels-last, compiled) and ONNX Runtime, call by call in turns. Operations count live
+weights only; the share of the roof is that of :mod:`roofline`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from rivals import RIVALS, dense_calls
+from roofline import Roof, measured_roof
+
 from record import save
 from sparta.specialize.conv import ConvGeometry, conv_spec
 from sparta.specialize.cpu import PackedConv
@@ -47,7 +50,8 @@ HEIGHTS = (1, 4, 8)
 SPARSITIES = (0.8, 0.9, 0.95)
 # What one is to reach, by kernel and block height, for the three sparsities; a geometric mean over the layers.
 TARGETS = {(1, 1): (1.8, 3.5, 5.6), (1, 8): (3.4, 5.7, 10), (3, 1): (1.7, 3, 5.5), (3, 8): (4, 7.5, 13)}
-Call = Callable[[], torch.Tensor]
+CHANNELS_LAST = "channels last"
+Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -61,33 +65,38 @@ class Layer:
     height: int
     sparsity: float
 
-    @property
-    def live_flops(self) -> float:
-        """Operations that the live weights need."""
-        return 2 * self.inputs * self.outputs * self.kernel**2 * self.size**2 * (1 - self.sparsity)
 
+@dataclass(frozen=True)
+class Image:
+    """Sizes with what all patterns of them share: the weight, the input and the dense rivals."""
 
-def layers(*, quick: bool) -> Iterator[Layer]:
-    """Yield the layers."""
-    for fields in LAYERS[3::4] if quick else LAYERS:
+    weight: torch.Tensor
+    x: torch.Tensor
+    rivals: dict[str, Call]
+
+    def layers(self, *, quick: bool) -> Iterator[Layer]:
+        """Yield the patterns and sparsities."""
+        outputs, inputs, kernel, _ = self.weight.shape
         for height in HEIGHTS:
             for sparsity in SPARSITIES[1:2] if quick else SPARSITIES:
-                yield Layer(*fields, height, sparsity)
+                yield Layer(inputs, outputs, kernel, self.x.shape[-1], height, sparsity)
 
 
-def dense_functions(x: torch.Tensor, weight: torch.Tensor, *, compiled: bool) -> dict[str, Call]:
-    """Return the dense rivals."""
-    padding = weight.shape[-1] // 2
-    wide, wide_weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
-    functions: dict[str, Call] = {
-        "eager": lambda: functional.conv2d(x, weight, padding=padding),
-        "channels last": lambda: functional.conv2d(wide, wide_weight, padding=padding),
-    }
-    if compiled:
-        fast = torch.compile(lambda v: functional.conv2d(v, weight, padding=padding), dynamic=False)
-        fast(x)
-        functions["compile"] = lambda: fast(x)
-    return functions
+def images(without: Sequence[str], *, quick: bool) -> Iterator[Image]:
+    """Yield the sizes with their rivals."""
+    for inputs, outputs, kernel, size in LAYERS[3::4] if quick else LAYERS:
+        conv = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
+        x = torch.randn(1, inputs, size, size)
+        rivals: dict[str, Call] = dict(dense_calls(nn.Sequential(conv), x, without))
+        wide = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
+        wide.load_state_dict(conv.state_dict())
+        wide = wide.requires_grad_(requires_grad=False).to(memory_format=torch.channels_last)
+        rivals[CHANNELS_LAST] = _bound(wide, x.contiguous(memory_format=torch.channels_last))
+        yield Image(conv.weight.detach().clone(), x, rivals)
+
+
+def _bound(module: nn.Module, x: torch.Tensor) -> Call:
+    return lambda: module(x)
 
 
 def best_kernel(layer: Layer, x: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> PackedConv:
@@ -100,40 +109,33 @@ def best_kernel(layer: Layer, x: torch.Tensor, weight: torch.Tensor, mask: torch
     for packed in found:
         check(packed(x, threads=1), truth, reduction=weight[0].numel(), what=repr(packed))
     functions = {str(index): _call(packed, x) for index, packed in enumerate(found)}
-    return found[int(compare(functions, warmup=2, iters=9, max_seconds=2.0).fastest)]
+    return found[int(compare(functions, warmup=2, iters=9, max_seconds=1.0).fastest)]
 
 
 def _call(packed: PackedConv, x: torch.Tensor) -> Call:
     return lambda: packed(x, threads=1)
 
 
-def measure(layer: Layer, roof: float, *, compiled: bool) -> dict[str, Any]:
+def measure(layer: Layer, image: Image, roof: Roof) -> dict[str, Any]:
     """Time one layer; returns medians in ms, the speedup over the best dense, and the share of the roof."""
-    weight = torch.randn(layer.outputs, layer.inputs, layer.kernel, layer.kernel)
+    weight, x = image.weight, image.x
     mask = block_mask((layer.outputs, weight[0].numel()), (layer.height, 1), layer.sparsity, seed=0).view_as(weight)
-    x = torch.randn(1, layer.inputs, layer.size, layer.size)
-    functions = dense_functions(x, weight * mask, compiled=compiled)
-    rivals = list(functions)
     packed = best_kernel(layer, x, weight, mask)
-    functions["sparse"] = _call(packed, x)
-    timings = compare(functions, warmup=3, iters=41, max_seconds=2.0)
+    functions = {**image.rivals, "sparse": _call(packed, x)}
+    timings = compare(functions, warmup=3, iters=31, max_seconds=1.2)
     medians = {name: timing.median for name, timing in timings.timings.items()}
-    rate = layer.live_flops / medians["sparse"] / 1e6
+    dense = min(image.rivals, key=medians.__getitem__)
+    pixels = layer.size**2
+    moved = packed.layout.nbytes + 4 * pixels * (layer.inputs + layer.outputs)
     return {
         **asdict(layer),
         "median_ms": medians,
-        "speedup": min(medians[name] for name in rivals) / medians["sparse"],
-        "gflops": rate,
-        "roof_share": rate / roof,
+        "best_dense": dense,
+        "speedup": medians[dense] / medians["sparse"],
+        "roof": roof.reached(pixels * int(mask.sum()), moved, medians["sparse"]),
         "tile": str(packed.tile),
         "image": packed.image,
     }
-
-
-def measured_roof() -> float:
-    """Return the GFLOP/s of a dense product that fits the caches."""
-    a, b = torch.randn(512, 512), torch.randn(512, 512)
-    return 2 * 512**3 / compare({"mm": lambda: a @ b}, warmup=5, iters=41, max_seconds=2.0)["mm"].median / 1e6
 
 
 def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -147,7 +149,10 @@ def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 if not cells:
                     continue
                 target = TARGETS.get((kernel, height), (None,) * 3)[index]
-                means = {name: statistics.geometric_mean(c[name] for c in cells) for name in ("speedup", "roof_share")}
+                means = {
+                    "speedup": statistics.geometric_mean(cell["speedup"] for cell in cells),
+                    "roof_share": statistics.geometric_mean(cell["roof"]["share"] for cell in cells),
+                }
                 rows.append({"kernel": kernel, "height": height, "sparsity": sparsity, **means, "target": target})
     return rows
 
@@ -167,21 +172,24 @@ def main() -> None:
     """Time every layer and save the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two layers at one sparsity")
-    parser.add_argument("--compile", action="store_true", help="torch.compile as a rival too")
+    parser.add_argument("--without", nargs="*", default=(), choices=RIVALS[1:], help="rivals to leave out")
     parser.add_argument("--out", type=Path, help="folder for the JSON instead of benchmarks/results")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    load_before, roof = os.getloadavg()[0], measured_roof()
-    print(f"a dense product reaches {roof:.0f} GFLOP/s")
-    results = []
-    for layer in layers(quick=options.quick):
-        results.append(measure(layer, roof, compiled=options.compile))
-        last = results[-1]
-        shown = f"{last['speedup']:.2f}x, {last['gflops']:.0f} GFLOP/s, {last['roof_share']:.0%} of the roof"
-        print(f"{layer}: {shown} ({last['tile']} {last['image']})", flush=True)
+    load_before, roof, results = os.getloadavg()[0], measured_roof(), []
+    print(roof, flush=True)
+    for image in images(options.without, quick=options.quick):
+        for layer in image.layers(quick=options.quick):
+            results.append(measure(layer, image, roof))
+            last = results[-1]
+            reached = f"{last['roof']['share']:.0%} of {last['roof']['bound']}"
+            shown = f"{last['speedup']:.2f}x {last['best_dense']}, {reached}"
+            print(f"{layer}: {shown} ({last['tile']} {last['image']})", flush=True)
     rows = summary(results)
-    found = {"summary": rows, "layers": results, "roof_gflops": roof, "load": [load_before, os.getloadavg()[0]]}
+    load = [load_before, os.getloadavg()[0]]
+    timed = sorted({name for cell in results for name in cell["median_ms"]} - {"sparse"})
+    found = {"summary": rows, "layers": results, "roof": roof.to_dict(), "rivals": timed, "load": load}
     path = save("cpu_conv", f"{platform.machine()} cpu", found, folder=options.out)
     print(show(rows))
     print(f"saved {path}")

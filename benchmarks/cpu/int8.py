@@ -1,8 +1,9 @@
 """How much faster are sparse int8 linear layers on the CPU? Blocks of 4x4 against dense int8 and fp32, one thread.
 
-Run with ``python benchmarks/cpu/int8.py``; ``--quick`` takes a subset. Both start from quantised token-major
-activations and requantise to int8 in the call. Dense int8 is the faster of oneDNN's quantised linear and
-``torch._int_mm``; results are checked to be equal to the integer product before anything is timed.
+Run with ``python benchmarks/cpu/int8.py`` (about 3 minutes on a quiet machine); ``--quick`` takes a subset. Both start
+from quantised token-major activations and requantise to int8 in the call. Dense int8 is the faster of oneDNN's
+quantised linear and ``torch._int_mm``; results are checked to be equal to the integer product before anything is timed.
+The share of the roof is that of :mod:`roofline`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from roofline import Roof, measured_roof
+
 from record import save
 from sparta.specialize.implement import implement_named
 from sparta.specialize.int8 import int8_linear_spec
@@ -57,14 +60,16 @@ def layers(*, quick: bool) -> Iterator[Layer]:
                     yield Layer(tokens, inputs, outputs, block, sparsity)
 
 
-def measure(layer: Layer) -> dict[str, Any]:
-    """Time one layer; returns medians in ms, and the speedup over dense int8 and over fp32."""
+def measure(layer: Layer, roof: Roof) -> dict[str, Any]:
+    """Time one layer; returns medians in ms, the speedup over dense int8 and over fp32, the share of the roof."""
     weight = torch.randint(-127, 128, (layer.outputs, layer.inputs), dtype=torch.int8)
     mask = block_mask(weight.shape, layer.block, layer.sparsity, seed=0)
-    x = torch.randint(-128, 128, (layer.tokens, layer.inputs), dtype=torch.int8)
+    # Without a sign, as oneDNN wants it; ours takes either.
+    x = torch.randint(0, 256, (layer.tokens, layer.inputs), dtype=torch.uint8)
     multiplier, offset = torch.full((layer.outputs,), 1e-4), torch.zeros(layer.outputs)
     epilogue = Epilogue(bias=True, activation="relu")
-    spec = int8_linear_spec(TeSA.from_mask(mask), layer.tokens, output_format="int8", epilogue=epilogue)
+    formats = {"input_format": "uint8", "output_format": "int8", "input_zero_point": 128}
+    spec = int8_linear_spec(TeSA.from_mask(mask), layer.tokens, **formats, epilogue=epilogue)
     kernels = {name: build(spec, {"_name": name}) for name in ("dense", "onednn")}
     own = implement_named("cpu-int8", "int8_linear")
     for tile in own.space(spec)["tile"]._value:
@@ -80,17 +85,19 @@ def measure(layer: Layer) -> dict[str, Any]:
             raise SystemExit(f"{name} computes something else than the integer product")
     real, real_weight = x.float(), (weight * mask).float()
     functions["fp32"] = lambda: functional.linear(real, real_weight)
-    timings = compare(functions, warmup=3, iters=31, max_seconds=3.0)
+    timings = compare(functions, warmup=3, iters=21, max_seconds=1.5)
     medians = {name: timing.median for name, timing in timings.timings.items()}
     tiles = [name for name in kernels if name not in ("dense", "onednn")]
     best = min(tiles, key=lambda name: medians[name])
     dense = min(medians["dense"], medians["onednn"])
-    operations = 2 * layer.tokens * layer.inputs * layer.outputs * (1 - layer.sparsity)
+    layout = kernels[best].layout()
+    moved = (0 if layout is None else layout.nbytes) + layer.tokens * (layer.inputs + layer.outputs)
+    reached = roof.reached(layer.tokens * int(mask.sum()), moved, medians[best], int8=True)
     return {
         **asdict(layer),
         "median_ms": {**{name: medians[name] for name in ("dense", "onednn", "fp32")}, "sparse": medians[best]},
         "speedup": {"int8": dense / medians[best], "fp32": medians["fp32"] / medians[best]},
-        "gops": operations / medians[best] / 1e6,
+        "roof": reached,
         "tile": best,
     }
 
@@ -103,6 +110,7 @@ def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         cells = [c for c in results if (c["tokens"], c["block"], c["sparsity"]) == (tokens, block, sparsity)]
         means = {name: statistics.geometric_mean(c["speedup"][name] for c in cells) for name in ("int8", "fp32")}
         target = TARGETS[SPARSITIES.index(sparsity)] if (tokens, block) == (128, (4, 4)) else None
+        means["roof_share"] = statistics.geometric_mean(cell["roof"]["share"] for cell in cells)
         rows.append({"tokens": tokens, "block": block, "sparsity": sparsity, **means, "target": target})
     return rows
 
@@ -111,9 +119,9 @@ def show(rows: list[dict[str, Any]]) -> str:
     """Return the summary as a table."""
     lines = []
     for row in rows:
-        figures = (f"{row['int8']:.2f}", f"{row['fp32']:.2f}", row["target"] or "")
+        figures = (f"{row['int8']:.2f}", f"{row['fp32']:.2f}", row["target"] or "", f"{row['roof_share']:.0%}")
         lines.append([row["tokens"], "x".join(map(str, row["block"])), row["sparsity"], *figures])
-    heads = ["M", "pattern", "sparsity", "x dense int8", "x dense fp32", "target"]
+    heads = ["M", "pattern", "sparsity", "x dense int8", "x dense fp32", "target", "share of roof"]
     return table(heads, lines, title="times faster than dense, geometric mean")
 
 
@@ -125,14 +133,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    load_before = os.getloadavg()[0]
-    results = []
+    load_before, roof, results = os.getloadavg()[0], measured_roof(), []
+    print(roof, flush=True)
     for layer in layers(quick=options.quick):
-        results.append(measure(layer))
+        results.append(measure(layer, roof))
         last = results[-1]
-        print(f"{layer}: {last['speedup']['int8']:.2f}x int8, {last['gops']:.0f} GOP/s ({last['tile']})", flush=True)
+        reached = f"{last['roof']['share']:.0%} of {last['roof']['bound']}"
+        print(f"{layer}: {last['speedup']['int8']:.2f}x int8, {reached} ({last['tile']})", flush=True)
     rows = summary(results)
-    found = {"summary": rows, "layers": results, "load": [load_before, os.getloadavg()[0]]}
+    found = {"summary": rows, "layers": results, "roof": roof.to_dict(), "load": [load_before, os.getloadavg()[0]]}
     path = save("cpu_int8", f"{platform.machine()} cpu", found, folder=options.out)
     print(show(rows))
     print(f"saved {path}")

@@ -1,29 +1,35 @@
 """How much faster are sparse linear layers on the CPU? Each shape, pattern and sparsity against dense, one thread.
 
-Run with ``python benchmarks/cpu/layers.py``; ``--quick`` takes a subset. The best of the candidate tiles is chosen by a
-short round of timing, then competes with dense, call by call in turns. Panels are kept at both ends (as between
-neighbouring sparse layers); the drop-in with token-major ends is timed beside it. One token is timed cold: a row of
-copies of the layer that no cache holds, because in a model the other layers' weights come in between.
+Run with ``python benchmarks/cpu/layers.py`` (about 10 minutes on a quiet machine); ``--quick`` takes a subset. The best
+of the candidate tiles is chosen by a short round of timing, then competes with PyTorch eager, ``torch.compile`` and
+ONNX Runtime, call by call in turns. Panels are kept at both ends (as between neighbouring sparse layers); the drop-in
+with token-major ends is timed beside it. One token is timed cold: a row of copies of the layer that no cache holds,
+because in a model the other layers' weights come in between. The share of the roof is that of :mod:`roofline`.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import math
 import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from rivals import RIVALS, best, dense_calls, onnx_chain, onnxruntime_call
+from roofline import Roof, measured_roof
+
 from record import save
 from sparta.specialize.cpu import PackedLinear, Panel, candidates
 from sparta.tables import table
@@ -48,7 +54,8 @@ TARGETS = {
 }
 # Weights that one pass must touch to be cold.
 COLD_BYTES = 100 * 2**20
-PASSES = 24
+PASSES = 8
+Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -62,25 +69,38 @@ class Layer:
     sparsity: float
 
 
-def layers(tokens: tuple[int, ...], *, quick: bool) -> Iterator[Layer]:
-    """Yield the layers, the regimes in order."""
-    for count in tokens:
-        heights = (*HEIGHTS, 16) if count == 1 else HEIGHTS
-        for height in heights:
+@dataclass(frozen=True)
+class Shape:
+    """Sizes with what all patterns of them share: the weight, the input and the dense rivals."""
+
+    tokens: int
+    weight: torch.Tensor
+    x: torch.Tensor
+    rivals: dict[str, Call]
+
+    def layers(self, *, quick: bool) -> Iterator[Layer]:
+        """Yield the patterns and sparsities."""
+        for height in (1, 16) if self.tokens == 1 else HEIGHTS:
             for sparsity in SPARSITIES[1:2] if quick else SPARSITIES:
-                for inputs, outputs in SHAPES[:3] if quick else SHAPES:
-                    if count < 1024 or inputs < 4096:
-                        yield Layer(count, inputs, outputs, height, sparsity)
+                yield Layer(self.tokens, *reversed(self.weight.shape), height, sparsity)
 
 
-def dense_functions(weight: torch.Tensor, x: torch.Tensor, *, compiled: bool) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return the dense rivals; others (ONNX Runtime) would be added here."""
-    functions: dict[str, Callable[[], torch.Tensor]] = {"eager": lambda: functional.linear(x, weight)}
-    if compiled:
-        fast = torch.compile(lambda v: functional.linear(v, weight), dynamic=False)
-        fast(x)
-        functions["compile"] = lambda: fast(x)
-    return functions
+def shapes(tokens: Sequence[int], without: Sequence[str], *, quick: bool) -> Iterator[Shape]:
+    """Yield the sizes with their rivals, the regimes in order."""
+    for count in tokens:
+        for inputs, outputs in SHAPES[:1] if quick else SHAPES:
+            if count >= 1024 and inputs >= 4096:
+                continue
+            weight, x = torch.randn(outputs, inputs), torch.randn(count, inputs)
+            rivals = _cold_rivals(weight, x, without) if count == 1 else dense_calls(_dense(weight), x, without)
+            yield Shape(count, weight, x, rivals)
+
+
+def _dense(weight: torch.Tensor) -> nn.Sequential:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    return nn.Sequential(layer)
 
 
 def best_tile(
@@ -94,75 +114,112 @@ def best_tile(
         packed = PackedLinear(weight, mask, **tile)
         check(packed(x[:64], threads=1), truth, reduction=layer.inputs, what=str(tile))
         functions[str(index)] = panel_call(packed, x) if panels else token_call(packed, x)
-    timings = compare(functions, warmup=2, iters=9, max_seconds=2.0)
+    timings = compare(functions, warmup=2, iters=9, max_seconds=0.6)
     return found[int(timings.fastest)]
 
 
-def panel_call(packed: PackedLinear, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+def panel_call(packed: PackedLinear, x: torch.Tensor) -> Call:
     """Return a call with panels at both ends."""
     panel = Panel.pack(x, packed.tile.mv, packed.library)
     return lambda: packed.to_panel(panel, threads=1).data
 
 
-def token_call(packed: PackedLinear, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+def token_call(packed: PackedLinear, x: torch.Tensor) -> Call:
     """Return a call with token-major ends."""
     return lambda: packed(x, threads=1)
 
 
-def measure(layer: Layer, *, compiled: bool) -> dict[str, Any]:
-    """Time one layer; returns medians in ms and speedups over the best dense."""
-    weight = torch.randn(layer.outputs, layer.inputs)
-    mask = block_mask(weight.shape, (layer.height, 1), layer.sparsity, seed=0)
-    x = torch.randn(layer.tokens, layer.inputs)
+def measure(layer: Layer, shape: Shape, roof: Roof) -> dict[str, Any]:
+    """Time one layer; returns medians in ms, speedups over the best dense and the share of the roof."""
+    mask = block_mask(shape.weight.shape, (layer.height, 1), layer.sparsity, seed=0)
     if layer.tokens == 1:
-        return _measure_cold(layer, weight, mask, x)
-    functions = dense_functions(weight * mask, x, compiled=compiled)
-    rivals = len(functions)
+        return _measure_cold(layer, shape, mask, roof)
+    weight, x = shape.weight, shape.x
     tiles = {
         "drop-in": best_tile(layer, weight, mask, x, panels=False),
         "panel": best_tile(layer, weight, mask, x, panels=True),
     }
-    functions["drop-in"] = token_call(PackedLinear(weight, mask, **tiles["drop-in"]), x)
-    functions["panel"] = panel_call(PackedLinear(weight, mask, **tiles["panel"]), x)
-    timings = compare(functions, warmup=3, iters=41, max_seconds=3.0)
+    packed = {name: PackedLinear(weight, mask, **tile) for name, tile in tiles.items()}
+    functions = dict(shape.rivals)
+    functions["drop-in"] = token_call(packed["drop-in"], x)
+    functions["panel"] = panel_call(packed["panel"], x)
+    timings = compare(functions, warmup=3, iters=31, max_seconds=1.2)
     medians = {name: timing.median for name, timing in timings.timings.items()}
-    dense = min(list(medians.values())[:rivals])
-    speedup = {name: dense / medians[name] for name in ("drop-in", "panel")}
-    return {**asdict(layer), "median_ms": medians, "speedup": speedup, "tiles": tiles}
+    dense = best(medians)
+    return {
+        **asdict(layer),
+        "median_ms": medians,
+        "best_dense": dense,
+        "speedup": {name: medians[dense] / medians[name] for name in packed},
+        "roof": {name: _reached(layer, mask, packed[name].nbytes, medians[name], roof) for name in packed},
+        "tiles": tiles,
+    }
 
 
-def _measure_cold(layer: Layer, weight: torch.Tensor, mask: torch.Tensor, x: torch.Tensor) -> dict[str, Any]:
+def _reached(
+    layer: Layer, mask: torch.Tensor, nbytes: int, milliseconds: float, roof: Roof, copies: int = 1
+) -> dict[str, Any]:
+    """Return the share of the roof: multiply-adds of live weights; packed weights, inputs and outputs moved once."""
+    live = int(mask.sum())
+    moved = nbytes + 4 * layer.tokens * (layer.inputs + layer.outputs)
+    return roof.reached(layer.tokens * live, moved, milliseconds, used=copies * moved)
+
+
+def _copies(weight: torch.Tensor) -> int:
+    return max(2, math.ceil(COLD_BYTES / (4 * weight.numel())))
+
+
+def _cold_rivals(weight: torch.Tensor, x: torch.Tensor, without: Sequence[str]) -> dict[str, Call]:
+    """Return passes over so many copies of the layer that no cache holds them."""
+    copies = [weight.clone() for _ in range(_copies(weight))]
+    rivals = {"eager": _passes([functools.partial(functional.linear, x, each) for each in copies])}
+    if "compile" not in without:
+        torch.compiler.reset()
+        fast = torch.compile(functional.linear, dynamic=False)
+        rivals["compile"] = _passes([functools.partial(fast, x, each) for each in copies])
+    if "onnxruntime" not in without:
+        model = onnx_chain(_dense(weight), x)
+        rivals["onnxruntime"] = _passes([onnxruntime_call(model, x) for _ in copies])
+    return rivals
+
+
+def _measure_cold(layer: Layer, shape: Shape, mask: torch.Tensor, roof: Roof) -> dict[str, Any]:
     """Time passes over so many copies of the layer that no cache holds the dense ones.
 
     Each call makes several passes, as a model that decodes one token after the other does: where the packed copies
     together fit a cache they may stay there, which is part of what sparsity gives.
     """
-    copies = max(2, math.ceil(COLD_BYTES / (4 * layer.inputs * layer.outputs)))
-    dense = [(weight * mask).clone() for _ in range(copies)]
-    functions = {"eager": _passes([functools.partial(functional.linear, x, copy) for copy in dense])}
+    copies, x = _copies(shape.weight), shape.x
+    functions = dict(shape.rivals)
     found = candidates(1, layer.outputs, layer.inputs, 1 - layer.sparsity, (layer.height, 1))
     found = [tile for tile in found if tile["prefetch"]]  # from memory, prefetching always pays
-    truth = linear_reference(x, weight, weight_mask=mask)
+    truth = linear_reference(x, shape.weight, weight_mask=mask)
+    sizes = []
     for index, tile in enumerate(found):
-        packed = [PackedLinear(weight, mask, **tile) for _ in range(copies)]
-        check(packed[0](x), truth, reduction=layer.inputs, what=str(tile))
-        functions[str(index)] = _passes([token_call(copy, x) for copy in packed])
-    timings = compare(functions, warmup=1, iters=5, max_seconds=6.0)
-    eager = timings["eager"].median
-    best = min(range(len(found)), key=lambda index: timings[str(index)].median)
-    cold = timings[str(best)].median
+        packed = PackedLinear(shape.weight, mask, **tile)
+        check(packed(x), truth, reduction=layer.inputs, what=str(tile))
+        sizes.append(packed.nbytes)
+        many = [packed, *(copy.deepcopy(packed) for _ in range(copies - 1))]
+        functions[str(index)] = _passes([token_call(each, x) for each in many])
+    timings = compare(functions, warmup=1, iters=5, max_seconds=3.0)
+    medians = {name: timing.median / copies / PASSES for name, timing in timings.timings.items()}
+    dense = best(medians)
+    chosen = min(range(len(found)), key=lambda index: medians[str(index)])
+    cold = medians[str(chosen)]
     return {
         **asdict(layer),
-        "median_ms": {"eager": eager / copies / PASSES, "cold": cold / copies / PASSES},
-        "speedup": {"cold": eager / cold},
-        "tiles": {"cold": found[best]},
+        "median_ms": {**{name: medians[name] for name in RIVALS if name in medians}, "cold": cold},
+        "best_dense": dense,
+        "speedup": {"cold": medians[dense] / cold},
+        "roof": {"cold": _reached(layer, mask, sizes[chosen], cold, roof, copies)},
+        "tiles": {"cold": found[chosen]},
     }
 
 
-def _passes(calls: list[Callable[[], torch.Tensor]]) -> Callable[[], torch.Tensor]:
+def _passes(calls: list[Call]) -> Call:
     """Return a function that makes every call in turn, several times over."""
 
-    def run() -> torch.Tensor:
+    def run() -> Any:  # noqa: ANN401 - a tensor or an array
         for _ in range(PASSES):
             for call in calls:
                 y = call()
@@ -174,56 +231,69 @@ def _passes(calls: list[Callable[[], torch.Tensor]]) -> Callable[[], torch.Tenso
 def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return geometric means over the shapes, with the target."""
     rows = []
-    for tokens in TOKENS:
-        for height in (*HEIGHTS, 16):
-            for index, sparsity in enumerate(SPARSITIES):
-                cells = [
-                    cell["speedup"]
-                    for cell in results
-                    if (cell["tokens"], cell["height"], cell["sparsity"]) == (tokens, height, sparsity)
-                ]
-                if not cells:
-                    continue
-                means = {name: statistics.geometric_mean(cell[name] for cell in cells) for name in cells[0]}
-                target = TARGETS.get((tokens, height), (None,) * 3)[index]
-                rows.append({"tokens": tokens, "height": height, "sparsity": sparsity, **means, "target": target})
+    keys = dict.fromkeys((cell["tokens"], cell["height"], cell["sparsity"]) for cell in results)
+    for tokens, height, sparsity in sorted(keys):
+        cells = [c for c in results if (c["tokens"], c["height"], c["sparsity"]) == (tokens, height, sparsity)]
+        names = list(cells[0]["speedup"])
+        means = {name: statistics.geometric_mean(cell["speedup"][name] for cell in cells) for name in names}
+        roof = {name: statistics.geometric_mean(cell["roof"][name]["share"] for cell in cells) for name in names}
+        target = TARGETS.get((tokens, height), (None,) * 3)[SPARSITIES.index(sparsity)]
+        key = {"tokens": tokens, "height": height, "sparsity": sparsity}
+        rows.append({**key, **means, "roof_share": roof, "target": target})
     return rows
 
 
 def show(rows: list[dict[str, Any]]) -> str:
     """Return the summary as a table."""
     names = ["panel", "drop-in", "cold"]
-    lines = [
-        [row["tokens"], f"{row['height']}x1" if row["height"] > 1 else "u", row["sparsity"]]
-        + [f"{row[name]:.2f}" if name in row else "" for name in names]
-        + [row["target"] or ""]
-        for row in rows
-    ]
-    return table(["M", "pattern", "sparsity", *names, "target"], lines, title="times faster than dense, geometric mean")
+    lines = []
+    for row in rows:
+        line = [row["tokens"], f"{row['height']}x1" if row["height"] > 1 else "u", row["sparsity"]]
+        line += [f"{row[name]:.2f}" if name in row else "" for name in names]
+        share = max(row["roof_share"].values())
+        lines.append([*line, row["target"] or "", f"{share:.0%}"])
+    heads = ["M", "pattern", "sparsity", *names, "target", "share of roof"]
+    return table(heads, lines, title="times faster than the best dense, geometric mean")
 
 
 def main() -> None:
     """Time every layer and save the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="three shapes at one sparsity")
-    parser.add_argument("--compile", action="store_true", help="torch.compile as a rival too")
+    parser.add_argument("--quick", action="store_true", help="one shape at one sparsity")
+    parser.add_argument("--without", nargs="*", default=(), choices=RIVALS[1:], help="rivals to leave out")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--out", type=Path, help="folder for the JSON instead of benchmarks/results")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    load_before = os.getloadavg()[0]
-    results = []
-    for layer in layers(tuple(options.tokens), quick=options.quick):
-        results.append(measure(layer, compiled=options.compile))
-        shown = ", ".join(f"{name} {speedup:.2f}x" for name, speedup in results[-1]["speedup"].items())
-        print(f"{layer}: {shown}", flush=True)
+    load_before, roof, results = os.getloadavg()[0], measured_roof(), []
+    print(roof, flush=True)
+    for shape in shapes(tuple(options.tokens), options.without, quick=options.quick):
+        for layer in shape.layers(quick=options.quick):
+            results.append(measure(layer, shape, roof))
+            last = results[-1]
+            shown = ", ".join(
+                f"{name} {gain:.2f}x at {last['roof'][name]['share']:.0%} of {last['roof'][name]['bound']}"
+                for name, gain in last["speedup"].items()
+            )
+            print(f"{layer}: {shown} (over {last['best_dense']})", flush=True)
     rows = summary(results)
     # Processes beside this one, before and after: with more than cores to run on, the medians mean little.
-    found = {"summary": rows, "layers": results, "load": [load_before, os.getloadavg()[0]]}
+    load = [load_before, os.getloadavg()[0]]
+    found = {
+        "summary": rows,
+        "layers": results,
+        "roof": roof.to_dict(),
+        "rivals": sorted(_timed(results)),
+        "load": load,
+    }
     path = save("cpu_layers", f"{platform.machine()} cpu", found, folder=options.out)
     print(show(rows))
     print(f"saved {path}")
+
+
+def _timed(results: list[dict[str, Any]]) -> set[str]:
+    return {name for cell in results for name in cell["median_ms"] if name in RIVALS}
 
 
 if __name__ == "__main__":

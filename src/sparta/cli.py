@@ -99,10 +99,12 @@ def _options(
 @app.command("env")
 def show_environment(*, as_json: AsJson = False) -> None:
     """Show what this machine can do: hardware, tools, packages, which kernels are available or why not."""
+    from sparta.specialize.cpu.toolchain import prebuilt_state
     from sparta.testing import environment
 
     with _user_errors():
-        found = environment()
+        available, reason = prebuilt_state()
+        found = environment().with_backend("C++ (came with the package)", available=available, reason=reason)
         typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
 
 

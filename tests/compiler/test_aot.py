@@ -4,9 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from compiler import nets
+from compiler.conftest import forcing
+from compiler.test_int8 import Chain, quantised
 from sparta.compiler import compile_model
 from sparta.compiler.aot import library, package
-from sparta.compiler.aot.package import PackedLayer
+from sparta.compiler.aot.layers import ConvLayer, Int8Layer, PackedLayer
+from sparta.compiler.aot.package import _with_operators
 from sparta.errors import MissingPackageError, ValueRangeError
 from sparta.specialize.cpu.linear import PackedLinear
 from sparta.testing import check, linear_reference
@@ -46,6 +50,53 @@ def test_operators_compute_what_kernels_compute(operators, tile, activation):
 
 
 @needs_compiler
+def test_convolutions_of_a_compiled_model_are_operators(operators, forced):
+    class Images(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.same = nn.Conv2d(4, 16, (3, 2), padding="same")
+            self.block = nets.Residual()
+            self.line = nn.Conv1d(16, 8, 3, dilation=2, padding=1, groups=2)
+
+        def forward(self, x):
+            return self.line(self.block(torch.nn.functional.relu6(self.same(x))).flatten(2))
+
+    model, x = nets.pruned(Images()), torch.randn(2, 4, 9, 8)
+    fast = compile_model(model, x, tune="off", dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    graph = _with_operators(fast.graph)
+    layers = [layer for layer in graph.modules() if isinstance(layer, ConvLayer)]
+    assert len(layers) == len(fast.kernels) == 5
+    exported = torch.export.export(graph, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},)).module()
+    with torch.no_grad():
+        for images in (2, 3):
+            x = torch.randn(images, 4, 9, 8)
+            torch.testing.assert_close(exported(x)[0], model(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match="images of"):
+        graph(torch.randn(2, 4, 8, 9))
+    with pytest.raises(RuntimeError, match="x must be"):
+        torch.ops.sparta_aot.conv2d(
+            x, layers[0].values, layers[0]._arrays(), [*layers[0]._numbers[:-1], 0], None, x[:1]
+        )
+
+
+@needs_compiler
+def test_int8_layers_of_a_compiled_model_are_operators(operators):
+    model, x = nets.pruned(Chain(), sparsity=0.5), torch.randn(2, 3, 24)  # linked: layers hand over integers
+    spec = quantised(model)
+    with forcing("cpu-int8"):
+        fast = compile_model(model, x, spec, tune="off")
+    graph = _with_operators(fast.graph)
+    layers = [layer for layer in graph.modules() if isinstance(layer, Int8Layer)]
+    assert len(layers) == len(fast.kernels) > 1
+    with torch.no_grad():
+        torch.testing.assert_close(graph(x)[0], fast(x), rtol=1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError, match="int8 or uint8"):
+        torch.ops.sparta_aot.int8_linear(
+            torch.ones(2, layers[0]._numbers[1]), [layers[0].values] * 3, layers[0]._arrays(), layers[0]._numbers, None
+        )
+
+
+@needs_compiler
 def test_operators_refuse_what_does_not_fit(operators):
     packed = PackedLinear(torch.eye(8))
     layer = PackedLayer(packed, packed.values, None, None)
@@ -55,7 +106,7 @@ def test_operators_refuse_what_does_not_fit(operators):
         torch.ops.sparta_aot.linear(
             torch.ones(2, 8),
             layer.values,
-            [getattr(layer, n) for n in layer._names],
+            layer._arrays(),
             layer._numbers,
             None,
             torch.ones(3),

@@ -15,6 +15,7 @@ import sparta
 from compiler import nets
 from compiler.conftest import forcing
 from sparta.compiler import Report
+from sparta.compiler.quick import quickened
 from sparta.compiler.settings import Session
 from sparta.errors import CheckError, MissingPackageError, NameNotFoundError, ShapeError, ValueRangeError
 from sparta.specialize.implement import Kernel
@@ -106,29 +107,50 @@ def test_a_residual_block_is_fused_up_to_its_last_relu(forced):
     model, x = nets.pruned(nets.Residual()), torch.randn(2, 16, 12, 12)
     fast = sparta.compile(model, x, tune="off")
     fused = {name: str(module.fused.epilogue) for name, module in fast.kernels.items()}
-    assert sorted(fused.values()) == ["bias", "bias+relu", "bias+residual"]
-    calls = [str(node.target) for node in fast.graph.graph.nodes if node.op == "call_function"]
-    assert calls == ["aten.relu.default"]  # epilogues end with the residual
+    assert sorted(fused.values()) == ["bias", "bias+relu", "bias+residual+relu"]
+    assert not [node for node in fast.graph.graph.nodes if node.op == "call_function"]
     given = x.clone()
     agree(fast(x), model(x).detach())
     assert torch.equal(x, given)
+
+
+def test_a_relu6_is_fused_and_a_wider_hardtanh_is_not(forced):
+    layers = [nn.Conv2d(8, 8, 1), nn.ReLU6(inplace=True), nn.Conv2d(8, 8, 1), nn.Hardtanh(0, 4)]
+    model, x = nets.pruned(nn.Sequential(*layers)), 5 * torch.randn(2, 8, 5, 5)
+    fast = sparta.compile(model, x, tune="off")
+    assert [str(module.fused.epilogue) for module in fast.kernels.values()] == ["bias+relu6", "bias"]
+    agree(fast(x), model(x).detach())
 
 
 def test_a_relu_writes_in_place_only_where_nothing_else_reads(forced):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer = nn.Linear(16, 16)
+            self.layer, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
 
         def forward(self, x):
             y = self.layer(x) + x
-            return y, torch.relu(y), torch.relu(x)
+            z = self.other(x)
+            return y, torch.relu(y), torch.relu(x), z, nn.functional.relu6(z), torch.relu(x.view(-1))
 
     model, x = nets.pruned(Twice()), torch.randn(3, 16)
     fast, given = sparta.compile(model, x, tune="off"), x.clone()
     for one, two in zip(fast(x), model(x), strict=True):
         agree(one, two.detach())
     assert torch.equal(x, given)
+
+
+def test_activations_of_dense_layers_write_in_place_and_the_graph_stays_plain():
+    model, x = (
+        nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU6(), nn.Conv2d(8, 4, 1), nn.ReLU()).eval(),
+        torch.randn(2, 4, 7, 7),
+    )
+    fast = sparta.compile(model, x, tune="off")
+    quick = quickened(fast.graph)
+    targets = {node.target for node in quick.func.__self__.graph.nodes}
+    assert {torch.relu_, torch._C._nn.hardtanh_} <= targets
+    assert {torch.ops.aten.relu.default, torch.ops.aten.hardtanh.default} <= {n.target for n in fast.graph.graph.nodes}
+    agree(quick(x)[0], model(x).detach())
 
 
 def test_a_split_weight_competes_saves_and_loads(tmp_path):
@@ -407,7 +429,8 @@ def test_kernels_that_lose_in_the_whole_are_left_out(forced, own_stores, monkeyp
     def times(self, calls):
         return {name: float(call()) for name, call in calls.items()}
 
-    def call(self, module, inputs=None, host="eager"):
+    def call(self, base, host, names=None, inputs=None):
+        module = self.built(base, names)
         names = {name for name, child in module.named_modules() if isinstance(child, kernels.KernelModule)}
         return lambda: 10.0 - len(names - slow) + 5.0 * len(names & slow)
 

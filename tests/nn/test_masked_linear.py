@@ -11,6 +11,7 @@ from torch import nn
 from sparta.errors import ShapeError
 from sparta.nn import SparseBatchMatMul, SparseLinear, build, tune
 from sparta.nn.tuning import operators_of
+from sparta.specialize.implement import supported
 from sparta.testing import block_mask, check, linear_reference, matmul_reference
 
 M, K, N = 40, 48, 36
@@ -101,6 +102,49 @@ def test_what_is_pruned_has_no_influence_and_no_gradient(which, tile):
         assert torch.equal(y[~mask], torch.zeros(int((~mask).sum())))
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([(1, 1), (8, 8), (16, 8), (9, 40)]),
+    st.sampled_from([0.0, 0.02, 0.15]),
+    st.sampled_from([(), (0,), (2, 2)]),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.integers(0, 99),
+)
+def test_a_sampled_product_is_the_masked_one(block, density, lead, bias, dtype, seed):
+    torch.manual_seed(seed)
+    rows, columns = -(-M // block[0]), -(-N // block[1])
+    mask = (torch.rand(rows, columns) < density).repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:M, :N]
+    layer = SparseLinear(nn.Linear(K, N, bias=bias, dtype=dtype), output_mask=mask)
+    x = torch.randn(*lead, M, K, dtype=dtype)
+    x[..., ~mask.any(1), :] = torch.nan  # of no row that is kept
+    truth, wanted = exact(layer, x.nan_to_num(), "output_mask", mask)
+    forms = [s for s in layer.get_search_space(x).samples() if s["_name"] == "sampled"]
+    assert forms or mask.float().mean() > 0.2
+    for form in forms:
+        layer.build(form, x)
+        y, found = gradients(layer, x)
+        check(y, truth, reduction=K)
+        for mine, theirs in zip(found[1:], wanted[1:], strict=True):
+            if not bool(x.isnan().any()):
+                check(mine, theirs, reduction=lead[0] * M if lead else M)
+        assert torch.equal(y[..., ~mask], torch.zeros_like(y[..., ~mask]))
+        # What was built for one dtype takes another, densely where it must.
+        short, few = copy.deepcopy(layer).bfloat16(), x.nan_to_num().bfloat16()
+        check(short(few), exact(short, few, "output_mask", mask)[0], reduction=K)
+
+
+def test_a_sampled_product_refuses_what_it_is_not_for():
+    layer = SparseLinear(nn.Linear(K, N), output_mask=torch.rand(M, N) < 0.5)
+    spec = layer._spec((torch.randn(M, K),))
+    assert "neither in blocks nor sparse enough" in supported(spec)[1]["sampled"]
+    inside = SparseLinear(nn.Linear(K, N), input_mask=torch.rand(M, K) < 0.1)._spec((torch.randn(M, K),))
+    assert "sparse C" in supported(inside)[1]["sampled"]
+    product = SparseBatchMatMul(C_mask=torch.rand(M, N) < 0.1, transpose_B=True, compressed=False)
+    batched = product._spec((torch.randn(2, M, K), torch.randn(2, N, K)))
+    assert "one B" in supported(batched)[1]["sampled"]
+
+
 @pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("backward", [True, False])
 def test_it_is_tuned_like_any_other(which, backward):
@@ -108,7 +152,7 @@ def test_it_is_tuned_like_any_other(which, backward):
     x = torch.randn(2, M, K)
     choice = layer.tune(inputs=(x,), max_trials=3, backward=backward)
     assert layer.ready
-    assert {trial.params["_name"] for trial in choice.result.trials} <= {"dense", "blocks", "cpu"}
+    assert {trial.params["_name"] for trial in choice.result.trials} <= {"dense", "blocks", "cpu", "sampled"}
     assert all(trial.state == "complete" for trial in choice.result.trials)
     check(layer(x), linear_reference(x, layer.weight, layer.bias, **{which: mask}), reduction=K)
 

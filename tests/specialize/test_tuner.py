@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -161,7 +162,7 @@ def test_what_compiles_at_its_first_run_is_run_once_before_it_is_timed(problem, 
 
 
 def test_an_interrupt_of_the_longer_run_keeps_the_best_so_far(problem, candidate, tmp_path, monkeypatch):
-    def interrupted(dense, other):
+    def interrupted(dense, other, seconds):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tuner, "confirm", interrupted)
@@ -176,7 +177,7 @@ def test_an_interrupt_of_the_longer_run_keeps_the_best_so_far(problem, candidate
 
 @pytest.mark.parametrize("gain", [0.99, 1.02, 1.04])
 def test_the_longer_run_has_the_last_word(problem, candidate, tmp_path, monkeypatch, gain):
-    monkeypatch.setattr(tuner, "confirm", lambda dense, other: Pairs(((gain, 1.0),) * 20))
+    monkeypatch.setattr(tuner, "confirm", lambda dense, other, seconds: Pairs(((gain, 1.0),) * 20))
     candidate(lambda size: Cheat(problem.expected.float()))
     choice = tune_kernel(problem, store=TuningStore(tmp_path))
     assert choice.implement == ("candidate" if gain > 1.03 else "dense")
@@ -184,10 +185,24 @@ def test_the_longer_run_has_the_last_word(problem, candidate, tmp_path, monkeypa
     assert TuningStore(tmp_path).get(problem.spec).speedup == pytest.approx(gain if gain > 1.03 else 1.0)
 
 
+@pytest.mark.parametrize("seconds", [1e-6, 0.5])
+def test_what_was_not_decided_in_time_is_not_kept(problem, candidate, tmp_path, monkeypatch, seconds):
+    def undecided(dense, other, left):
+        time.sleep(max(0.0, left))
+        return Pairs(((1.01, 1.0),))
+
+    monkeypatch.setattr(tuner, "confirm", undecided)
+    candidate(lambda size: Cheat(problem.expected.float()))
+    choice = tune_kernel(problem, store=TuningStore(tmp_path), max_seconds=seconds)
+    assert choice.implement == "dense"
+    assert "when the time was up" in choice.reason
+    assert len(TuningStore(tmp_path)) == 0
+
+
 def test_the_runner_up_wins_where_the_first_was_only_lucky(problem, candidate, monkeypatch):
     asked = []
 
-    def second_only(dense, other):
+    def second_only(dense, other, seconds):
         asked.append(other)
         return Pairs(((1.0 if len(asked) == 1 else 2.0, 1.0),) * 20)
 
@@ -199,7 +214,7 @@ def test_the_runner_up_wins_where_the_first_was_only_lucky(problem, candidate, m
 
 
 def test_a_candidate_that_fails_only_in_the_longer_run_is_passed_over(problem, candidate, monkeypatch):
-    def breaks(dense, other):
+    def breaks(dense, other, seconds):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(tuner, "confirm", breaks)

@@ -21,19 +21,22 @@ from torch.utils import _pytree as pytree
 
 from sparta.compiler.calibrate import Calibration, rounding_kernels, simulated
 from sparta.compiler.choose import Point, choose_layers, points_of
+from sparta.compiler.constants import fold_constants
 from sparta.compiler.fold import fold_batch_norms
 from sparta.compiler.graph_json import graph_text
 from sparta.compiler.kernels import KernelModule
+from sparta.compiler.lower.experts import opaque_experts
 from sparta.compiler.memory import Decision, model_key, recall, remember
 from sparta.compiler.module import CompiledModel, tensor_bytes
+from sparta.compiler.operate import with_operators
 from sparta.compiler.partition import SubGraph, partition
-from sparta.compiler.plan import Plan, Whole
+from sparta.compiler.plan import LayerPlan, Plan, Whole
 from sparta.compiler.program import Program, original_program, reduced_program
 from sparta.compiler.report import Report, Totals
 from sparta.compiler.settings import Session, Show, Tune, shown
 from sparta.compiler.signature import Signature
 from sparta.compiler.verify import Certificate, relative_error, verify, wrong_kernels
-from sparta.compiler.whole import Contest, hosted
+from sparta.compiler.whole import Contest
 from sparta.errors import CheckError, SpartaError, ValueRangeError, message
 from sparta.propagate.api import propagate
 from sparta.propagate.compact import masked_tensors
@@ -61,6 +64,7 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     more_inputs: Sequence[Any] = (),
     activations: Mapping[str, Any] | None = None,
     inductor: bool | None = None,
+    cuda_graphs: bool = True,
     progress: Show | bool | None = None,
 ) -> CompiledModel:
     """Return a model that computes what the masked dense model computes, as fast as measurement can make it.
@@ -85,8 +89,9 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     verify
         Compare with the original on fresh inputs before handing over.
     budget_s
-        Seconds for the whole compilation; what is not measured by then stays dense. Ctrl-C has the same effect. A
-        candidate under way is finished, and compiling the kernels for the first time is not cut short.
+        Seconds for the whole compilation; what is not measured by then stays dense. Ctrl-C has the same effect. Every
+        step gets its share: trials end with it, and Inductor only begins what should fit. What comes once and cannot
+        be cut short is capture and propagation, one candidate under way, and compiling the kernels for the first time.
     more_inputs
         Further example inputs of other sizes (needs `dynamic_shapes`); kernels are chosen for each.
     activations
@@ -94,6 +99,9 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
         :func:`sparta.create.quantize.export` returned. Those that are not given follow from the example inputs.
     inductor
         Whether `torch.compile` competes as a host; None decides by `tune`.
+    cuda_graphs
+        Whether CUDA graphs compete on CUDA, for models whose sizes are all fixed. A model that is replayed copies its
+        inputs in and its results out, and holds the memory of its activations.
     progress
         A callable that gets lines about what is being tried; True for stderr; None for stderr if it is a terminal.
 
@@ -112,7 +120,16 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     if not isinstance(given, nn.Module):
         raise ValueRangeError(message(f"a {type(given).__name__}", "a torch.nn.Module"))
     given, (example_inputs, *more_inputs) = _moved(given, [example_inputs, *more_inputs], target, dtype)
-    job = _Job.started(given, example_inputs, spec, dynamic_shapes, more_inputs, session, cast=dtype is not None)
+    job = _Job.started(
+        given,
+        example_inputs,
+        spec,
+        dynamic_shapes,
+        more_inputs,
+        session,
+        cast=dtype is not None,
+        cuda_graphs=cuda_graphs,
+    )
     job = job.calibrated(activations or {})
     with _evaluating(given):
         contest = job.contest(inductor=competes)
@@ -134,6 +151,7 @@ class _Job:
     inputs: tuple[list[Any], ...]
     points: tuple[Point, ...]
     session: Session
+    operators: tuple[LayerPlan, ...] = ()
 
     @classmethod
     def started(
@@ -146,18 +164,25 @@ class _Job:
         session: Session,
         *,
         cast: bool,
+        cuda_graphs: bool,
     ) -> _Job:
         """Capture, propagate, reduce and partition."""
         session.show("capturing and propagating")
-        result = propagate(model, example, spec, dynamic_shapes)
+        with opaque_experts(model):
+            result = propagate(model, example, spec, dynamic_shapes)
         signature = Signature.of(model, result.captured, cast=cast)
         inputs = tuple(_flat_inputs(signature, one) for one in (example, *more))
         original = original_program(result)
+        if cuda_graphs and _replayable(signature, original, inputs[0]):
+            session.use_graphs()
         with torch.no_grad():
             reduced = _reduced(result, original, inputs[0], session)
+            reduced, operators = with_operators(reduced, inputs[0], session)
             groups = tuple(partition(reduced, reduced.values(inputs[0])))
             points = tuple(points_of(reduced, groups, inputs))
-        return cls(model, result, signature, original, reduced, groups, inputs, points, session)
+        return cls(
+            model, result, signature, original, reduced, groups, inputs, points, session, operators=tuple(operators)
+        )
 
     def calibrated(self, activations: Mapping[str, Any]) -> _Job:
         """Return the job with its int8 layers as such."""
@@ -173,8 +198,11 @@ class _Job:
             with torch.no_grad():
                 return self.model(*args, **kwargs)
 
+        as_given()  # the first call of all may load libraries
         before = self.session.elapsed
         as_given()
+        if any(t.is_cuda for t in self.original.tensors.values()):
+            torch.cuda.synchronize()
         call_seconds = self.session.elapsed - before
         self.session.reserve = _CALLS_TO_VERIFY * len(self.inputs) * call_seconds
         plans = choose_layers(self.groups, self.points, self.session)
@@ -206,7 +234,10 @@ class _Job:
     ) -> CompiledModel:
         """Return the module with its report."""
         graph = contest.built(whole.base)
-        plan = Plan(tuple(contest.plans), whole)
+        note = "dense: the original graph runs"
+        lost = whole.base == "original"
+        operators = [one.made_dense(note) if lost and one.sparse else one for one in self.operators]
+        plan = Plan((*contest.plans, *operators), whole)
         self.session.note(self.session.store.problem)
         unknown = self.result.facts.notes
         if unknown:
@@ -214,7 +245,16 @@ class _Job:
             self.session.note(f"propagation stopped at {len(unknown)} places, the first of them {place}: {text}")
         totals = _totals(self, plan, graph, earlier)
         report = Report(plan, totals, certificate, tuple(self.session.notes))
-        return CompiledModel(graph, self.signature, report, Spec(dict(self.result.facts.given)), _provenance(self))
+        spec = Spec(dict(self.result.facts.given))
+        run = contest.hosted(whole.base, whole.host)
+        return CompiledModel(graph, self.signature, report, spec, _provenance(self), run)
+
+
+def _replayable(signature: Signature, program: Program, inputs: Sequence[Any]) -> bool:
+    """Whether a CUDA graph could hold a model: its tensors are on CUDA, and its sizes fixed."""
+    tensors = [*program.tensors.values(), *(x for x in inputs if isinstance(x, Tensor))]
+    fixed = all(given.shape is None or None not in given.shape for given in signature.inputs)
+    return fixed and bool(tensors) and all(t.is_cuda for t in tensors)
 
 
 def _reduced(result: PropagationResult, original: Program, inputs: Sequence[Any], session: Session) -> Program:
@@ -229,6 +269,9 @@ def _reduced(result: PropagationResult, original: Program, inputs: Sequence[Any]
     program, folded = fold_batch_norms(program, program.values(inputs))
     if folded:
         session.note(f"{folded} BatchNorms were folded into the layers before them")
+    program, plain = fold_constants(program)
+    if plain:
+        session.note(f"{plain} masks of attention keep everything or the past, and are not read any more")
     return program
 
 
@@ -237,7 +280,7 @@ def _decided(contest: Contest, session: Session) -> tuple[Whole, float | None]:
     if session.tune == "off":
         return Whole(reason="not timed: tune='off'"), None
     device = next(iter(contest.original.tensors.values())).device.type if contest.original.tensors else "cpu"
-    effort = f"{session.tune} {contest.inductor}"
+    effort = f"{session.tune} {contest.inductor} {session.in_graphs}"
     key = model_key(graph_text(contest.reduced.graph), contest.plans, device, effort)
     decision = recall(key)
     if decision is not None:
@@ -266,7 +309,7 @@ def _verified(job: _Job, contest: Contest, whole: Whole, *, check: bool) -> tupl
         job.session.show("verifying against the original")
         rounding = rounding_kernels(contest.kernels()) if whole.base != "original" else {}
         reference = simulated(job.reduced, rounding) if rounding else original
-        compiled = hosted(contest.built(whole.base), whole.host)
+        compiled = contest.hosted(whole.base, whole.host)
         try:
             certificate = verify(reference, compiled, job.inputs, rounding=bool(rounding))
             if rounding:
@@ -290,8 +333,8 @@ def _less(job: _Job, contest: Contest, whole: Whole, error: Exception) -> Whole:
         contest.make_dense(set(wrong), "dense: the chosen kernel computed wrong numbers")
         return Whole(whole.base, whole.host, {}, "not timed after a wrong kernel was replaced")
     if whole.host != "eager":
-        job.session.note(f"not hosted by Inductor, which did not agree with the original: {reason}")
-        return Whole(whole.base, "eager", {}, "not timed after Inductor was given up")
+        job.session.note(f"not hosted by {whole.host}, which did not agree with the original: {reason}")
+        return Whole(whole.base, "eager", {}, f"not timed after {whole.host} was given up")
     if kernels:
         job.session.note(f"all kernels were replaced by dense, because the whole did not agree: {reason}")
         contest.make_dense({group.name for group in kernels}, "dense: the whole did not agree with the original")

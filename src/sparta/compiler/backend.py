@@ -21,7 +21,7 @@ from sparta.errors import NameNotFoundError, SpartaError, did_you_mean
 
 __all__ = ["sparta_backend"]
 
-_OPTIONS = ("tune", "budget_s", "verify", "inductor", "progress")
+_OPTIONS = ("tune", "budget_s", "verify", "inductor", "cuda_graphs", "progress")
 _MOST_SIZES = 8
 _PART = re.compile(r"\['?([^'\]]+)'?\]")
 
@@ -36,8 +36,8 @@ def sparta_backend(
     graph, example_inputs
         As Dynamo gives them.
     options
-        For :func:`sparta.compile`: ``tune``, ``budget_s``, ``verify``, ``inductor``, ``progress``. Pass them as
-        ``torch.compile(model, backend="sparta", options={...})``.
+        For :func:`sparta.compile`: ``tune``, ``budget_s``, ``verify``, ``inductor``, ``cuda_graphs``, ``progress``.
+        Pass them as ``torch.compile(model, backend="sparta", options={...})``.
 
     Examples
     --------

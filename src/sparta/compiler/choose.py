@@ -6,7 +6,7 @@ of one kernel-spec bucket cost alike, so they are measured once and share the re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +20,11 @@ from sparta.compiler.settings import Session
 from sparta.errors import SpartaError
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.store import key_of
-from sparta.specialize.tuner import DENSE, Choice, choose, tune_kernel
+from sparta.specialize.tuner import DENSE, Choice, Problem, choose, tune_kernel
 
-__all__ = ["Point", "choose_layers", "points_of"]
+__all__ = ["TOO_DENSE", "Point", "best_ratio", "choice_for", "choose_layers", "points_of"]
 
-_TOO_DENSE = 0.98
+TOO_DENSE = 0.98
 _EFFORT: Mapping[str, tuple[int, float]] = {"quick": (12, 3.0), "full": (60, 20.0)}
 
 
@@ -54,6 +54,7 @@ def choose_layers(groups: Sequence[SubGraph], points: Sequence[Point], session: 
     """
     known: dict[str, Choice] = {}
     plans = []
+    keys = {group: {key for key in (_key(group, point) for point in points) if key} for group in groups}
     for number, group in enumerate(groups):
         choices: dict[int, Choice] = {}
         for point in points:
@@ -62,7 +63,8 @@ def choose_layers(groups: Sequence[SubGraph], points: Sequence[Point], session: 
             if size not in choices:
                 line = f"layer {number + 1}/{len(groups)} {group.name} ({group.tesa.describe_pattern()}), size {size}"
                 session.show(line)
-                choices[size] = _choice(group, x, residual, known, session, parts=len(groups) - number)
+                parts = len(set().union(*(keys[other] for other in groups[number:])) - set(known))
+                choices[size] = _choice(group, x, residual, known, session, parts=parts)
         x, _ = points[0].values[group]
         weight, attributes = group.tesa, group.anchor.attributes
         plans.append(
@@ -75,25 +77,55 @@ def choose_layers(groups: Sequence[SubGraph], points: Sequence[Point], session: 
                 choices=choices,
                 flops=group.lowering.flops(weight, x, attributes, live=False),
                 live_flops=group.lowering.flops(weight, x, attributes, live=True),
-                best_ratio=_best_ratio(next(iter(choices.values()))),
+                best_ratio=best_ratio(next(iter(choices.values()))),
             )
         )
     return plans
 
 
+def _key(group: SubGraph, point: Point) -> str:
+    """Return what layers that cost alike share; empty for one that is too dense to be measured."""
+    return "" if _too_dense(group) else key_of(group.spec(point.values[group][0]))
+
+
+def _too_dense(group: SubGraph) -> bool:
+    return group.tesa.density >= TOO_DENSE and group.scales is None
+
+
 def _choice(
     group: SubGraph, x: Tensor, residual: Tensor | None, known: dict[str, Choice], session: Session, *, parts: int
 ) -> Choice:
-    if group.tesa.density >= _TOO_DENSE and group.scales is None:
+    if _too_dense(group):
         zeros = group.tesa.sparsity
         why = "the weight has no zeros" if not zeros else f"only {zeros:.1%} of the weight is zero"
         return Choice(DENSE, {}, f"dense: {why}")
     spec = group.spec(x)
+
+    def problem() -> Problem:
+        return group.lowering.problem(spec, group.weight, x, group.bias, residual)
+
+    return choice_for(spec, problem, known, session, parts=parts)
+
+
+def choice_for(
+    spec: KernelSpec, problem: Callable[[], Problem], known: dict[str, Choice], session: Session, *, parts: int
+) -> Choice:
+    """Return what runs a kernel spec: as another of its kind, as stored, or as measured now; dense if all fails.
+
+    Parameters
+    ----------
+    problem
+        Called where something is measured.
+    known
+        Choices of this compilation, by the key of their kind; the new one is added.
+    parts
+        How many kinds are still to be measured, this one included.
+    """
     key = key_of(spec)
     if key in known:
         return known[key]
     try:
-        choice = _measured(group, spec, x, residual, session, parts)
+        choice = _measured(spec, problem, session, parts)
     except KeyboardInterrupt:
         session.interrupted = True
         choice = Choice(DENSE, {}, "dense: interrupted")
@@ -104,9 +136,7 @@ def _choice(
     return choice
 
 
-def _measured(
-    group: SubGraph, spec: KernelSpec, x: Tensor, residual: Tensor | None, session: Session, parts: int
-) -> Choice:
+def _measured(spec: KernelSpec, problem: Callable[[], Problem], session: Session, parts: int) -> Choice:
     stored = choose(spec, session.store)
     if stored.entry is not None:
         lost = stored.implement == DENSE
@@ -115,26 +145,27 @@ def _measured(
         return stored  # of the table that comes with the package
     if session.tune == "off":
         return Choice(DENSE, {}, "dense: not tuned, and no stored result", None, stored.refused)
-    if session.left <= 0:
+    if session.left_for_layers <= 0:
         why = "interrupted" if session.interrupted else "the budget was spent before this layer"
         return Choice(DENSE, {}, f"dense: {why}", None, stored.refused)
     trials, most = _EFFORT[session.tune]
     seconds = max(0.05, session.share(parts, most))
     with torch.no_grad(), session.step(seconds):
-        problem = group.lowering.problem(spec, group.weight, x, group.bias, residual)
+        begin, given = session.elapsed, problem()
         choice = tune_kernel(
-            problem,
+            given,
             max_trials=trials,
-            max_seconds=seconds,
+            max_seconds=max(0.01, seconds - (session.elapsed - begin)),  # the reference takes time as well
             seed=session.seed,
             store=session.store,
+            in_graphs=session.in_graphs,
         )
     if choice.result is not None and choice.result.interrupted:
         session.interrupted = True
     return choice
 
 
-def _best_ratio(choice: Choice) -> float | None:
+def best_ratio(choice: Choice) -> float | None:
     """Return the time of the best candidate over dense's, where one was timed."""
     if choice.implement != DENSE and choice.entry is not None:
         return 1.0 / choice.entry.speedup

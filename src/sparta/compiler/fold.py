@@ -1,4 +1,4 @@
-"""Fold: a BatchNorm behind a convolution or a linear layer becomes part of its weight and bias.
+"""Fold: a BatchNorm behind a convolution or a linear layer becomes part of its weight and bias, padding gets numbers.
 
 In evaluation a BatchNorm is one factor and one shift a channel, so ``BN(conv(x))`` is a convolution again, with scaled
 rows and another bias. The one idea to know: rows are scaled, so every zero of the weight stays a zero and the pattern
@@ -17,6 +17,11 @@ from sparta.compiler.program import Program, drop_unused
 __all__ = ["arguments_of", "fold_batch_norms"]
 
 _aten = torch.ops.aten
+_NAMED_PADDING = {
+    _aten.conv1d.padding: _aten.conv1d.default,
+    _aten.conv2d.padding: _aten.conv2d.default,
+    _aten.conv3d.padding: _aten.conv3d.default,
+}
 _LAYERS = frozenset({_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default, _aten.linear.default})
 
 
@@ -30,6 +35,7 @@ def fold_batch_norms(program: Program, shapes: dict[fx.Node, Tensor]) -> tuple[P
     """
     graph, copies = program.copy()
     tensors = dict(program.tensors)
+    _number_padding(graph, tensors)
     ranks = {copies[node]: value.dim() for node, value in shapes.items() if node in copies}
     folded = 0
     for node in list(graph.nodes):
@@ -59,6 +65,30 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
         else:
             found[argument.name] = node.kwargs.get(argument.name, argument.default_value)
     return found
+
+
+def _number_padding(graph: fx.Graph, tensors: dict[str, Tensor]) -> None:
+    """Write ``padding="same"`` and ``"valid"`` as numbers; padding that differs at the two ends is put around x."""
+    for node in list(graph.nodes):
+        if node.target not in _NAMED_PADDING:
+            continue
+        call = arguments_of(node)
+        weight = tensors.get(str(call["weight"].target)) if call["weight"].op == "get_attr" else None
+        if weight is None:
+            continue
+        dims = weight.dim() - 2
+        dilation = list(call["dilation"]) * (dims if len(call["dilation"]) == 1 else 1)
+        same = call["padding"] == "same"
+        total = [d * (k - 1) if same else 0 for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        before, x = [each // 2 for each in total], call["input"]
+        if any(each % 2 for each in total):
+            around = [size for each in reversed(total) for size in (each // 2, each - each // 2)]
+            with graph.inserting_before(node):
+                x = graph.call_function(_aten.constant_pad_nd.default, (x, around))
+            before = [0] * dims
+        node.target = _NAMED_PADDING[node.target]
+        node.args = (x, call["weight"], call["bias"], call["stride"], before, call["dilation"], call["groups"])
+        node.kwargs = {}
 
 
 def _fold_one(graph: fx.Graph, tensors: dict[str, Tensor], layer: fx.Node, norm: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+import sparta.compiler.operators  # noqa: F401 - the ops that a stored graph may name
 from sparta.errors import FileFormatError, message
 
 __all__ = ["graph_from_json", "graph_text", "graph_to_json"]

@@ -169,7 +169,7 @@ class Int8Kernel(LinearKernel):
         integers = self._grid.integers(x) if x.is_floating_point() else x
         offset = bias if bias is None or self._output_scale == 1.0 else bias / self._output_scale
         y = self._kernel.run(packed, integers, self._multiplier, offset)
-        if self._epilogue.activation == "relu":  # the kernel did it
+        if _relu_inside(self._epilogue):  # the kernel did it
             return y if residual is None else y + residual
         return apply_epilogue(y, self._epilogue, residual)
 
@@ -178,6 +178,7 @@ class _Int8Linear(Implement):
     """An implement of ``int8_linear`` behind real numbers."""
 
     op = OP
+    every_epilogue = True
     inner: ClassVar[str]
 
     def supports(self, spec: KernelSpec) -> Support:
@@ -210,11 +211,16 @@ class _Int8Linear(Implement):
         return implement_named(self.inner, "int8_linear")
 
 
+def _relu_inside(epilogue: Epilogue) -> bool:
+    """Whether the integer kernel does the activation: a ReLU in front of the residual."""
+    return epilogue.activation == "relu" and not epilogue.residual_first
+
+
 def _integer_spec(spec: KernelSpec) -> KernelSpec:
     """Return the kernel spec of the product in integers."""
     grid = InputGrid.from_dict(spec.attributes)
     output = InputGrid.of_output(spec.attributes)
-    relu = "relu" if spec.epilogue.activation == "relu" else None
+    relu = "relu" if _relu_inside(spec.epilogue) else None
     return int8_linear_spec(
         spec["weight"],
         spec["input"].shape[0],

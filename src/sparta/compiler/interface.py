@@ -71,12 +71,13 @@ def request_for(name: str, spec: KernelSpec) -> dict[str, Any]:
     bias = "bias" if epilogue.bias else None
     calls = [{"target": _ATEN.get(spec.op, spec.op), "args": ["x", "weight", bias], "result": "layer"}]
     last = "layer"
-    if epilogue.activation is not None:
-        calls.append({"target": f"aten.{epilogue.activation}.default", "args": [last], "result": "activated"})
-        last = "activated"
-    if epilogue.residual:
-        calls.append({"target": "aten.add.Tensor", "args": [last, "residual"], "result": "sum"})
-        last = "sum"
+    behind = ["activation"] * (epilogue.activation is not None) + ["residual"] * epilogue.residual
+    for part in behind[::-1] if epilogue.residual_first else behind:
+        if part == "activation":
+            calls.append({"target": f"aten.{epilogue.activation}.default", "args": [last], "result": "activated"})
+        else:
+            calls.append({"target": "aten.add.Tensor", "args": [last, "residual"], "result": "sum"})
+        last = str(calls[-1]["result"])
     shape = _result_shape(spec)
     result = TeSA.dense(
         shape,

@@ -110,7 +110,7 @@ class KernelModule(nn.Module):
     def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Run the kernel for this size."""
         lowering = self.fused.lowering
-        kernel, packed = self._nearest(lowering.size(x))[1:] if len(self._built) > 1 else self._built[0][1:]
+        kernel, packed = self.kernel_for(lowering.size(x)) if len(self._built) > 1 else self._built[0][1:]
         return lowering.run(kernel, packed, x, self.bias, residual, self.fused.attributes)
 
     def weight(self) -> Tensor:
@@ -130,6 +130,10 @@ class KernelModule(nn.Module):
     def built(self, size: int) -> tuple[Kernel, Sequence[Tensor]]:
         """Return the kernel of a measured size and its packed weight."""
         return next((kernel, packed) for at, kernel, packed in self._built if at == size)
+
+    def kernel_for(self, size: int) -> tuple[Kernel, Sequence[Tensor]]:
+        """Return the kernel that runs activations of a size, and its packed weight."""
+        return self._nearest(size)[1:]
 
     def rebuild(self) -> None:
         """Build and pack all kernels for the present values, device and dtype."""

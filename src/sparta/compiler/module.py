@@ -39,6 +39,8 @@ class CompiledModel(nn.Module):
         The TeSAs that the compilation started from, by the original's tensor names.
     provenance
         Where and with what it was compiled.
+    run
+        The graph as its host runs it, where that was made already.
 
     Examples
     --------
@@ -49,7 +51,13 @@ class CompiledModel(nn.Module):
     """
 
     def __init__(
-        self, graph: fx.GraphModule, signature: Signature, report: Report, spec: Spec, provenance: Mapping[str, Any]
+        self,
+        graph: fx.GraphModule,
+        signature: Signature,
+        report: Report,
+        spec: Spec,
+        provenance: Mapping[str, Any],
+        run: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__()
         self.graph = graph
@@ -57,7 +65,7 @@ class CompiledModel(nn.Module):
         self.report = report
         self.spec = spec
         self.provenance = dict(provenance)
-        self._hosted: Callable[..., Any] | None = None
+        self._hosted = run
         super().train(mode=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original takes and returns

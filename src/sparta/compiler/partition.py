@@ -1,8 +1,8 @@
 """Partition: which calls of a program run as one fused kernel.
 
 A sub-graph starts at a layer with fixed weights and takes in what follows it as far as a kernel's epilogue reaches: an
-activation, then the addition of a residual. The one idea to know: fusing is decided here and only here; the specialiser
-gets one kernel spec a sub-graph and may not look further.
+activation and then a residual, or a residual and then a ReLU. The one idea to know: fusing is decided here and only
+here; the specialiser gets one kernel spec a sub-graph and may not look further.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from sparta.tesa.attribute import TeSA
 __all__ = ["SubGraph", "partition"]
 
 _aten = torch.ops.aten
-_ACTIVATIONS = {_aten.relu.default: "relu", _aten.silu.default: "silu", _aten.gelu.default: "gelu"}
+_ACTIVATIONS: dict[Any, str] = {_aten.relu.default: "relu", _aten.silu.default: "silu", _aten.gelu.default: "gelu"}
 
 
 @dataclass(frozen=True, eq=False)
 class SubGraph:
-    """One fused sub-graph: ``activation(layer(x) + bias) + residual``.
+    """One fused sub-graph: ``activation(layer(x) + bias) + residual``, or ``relu(layer(x) + bias + residual)``.
 
     Parameters
     ----------
@@ -142,14 +142,10 @@ def _reach(
     shapes: Mapping[fx.Node, Tensor], node: fx.Node, claimed: set[fx.Node], *, has_bias: bool
 ) -> tuple[tuple[fx.Node, ...], fx.Node | None, Epilogue]:
     """Return the calls from a layer's own to as far as the epilogue reaches, the residual, and the epilogue."""
-    nodes, activation, residual = [node], None, None
+    nodes, residual = [node], None
     follower = _only_user(node)
-    if (
-        follower is not None
-        and follower.target in _ACTIVATIONS
-        and follower.kwargs.get("approximate", "none") == "none"
-    ):
-        activation = _ACTIVATIONS[follower.target]
+    activation = _activation(follower)
+    if follower is not None and activation is not None:
         nodes.append(follower)
         follower = _only_user(follower)
     plain_sum = follower is not None and follower.target is _aten.add.Tensor and follower.kwargs.get("alpha", 1) == 1
@@ -158,7 +154,22 @@ def _reach(
         if isinstance(other, fx.Node) and other in shapes and _same(shapes[other], shapes[nodes[-1]]):
             residual = other
             nodes.append(follower)
-    return tuple(nodes), residual, Epilogue(bias=has_bias, activation=activation, residual=residual is not None)
+            follower = _only_user(follower)
+    added = residual is not None
+    last = follower if added and activation is None and _activation(follower) == "relu" else None
+    if last is not None:
+        nodes.append(last)
+        return tuple(nodes), residual, Epilogue(bias=has_bias, activation="relu", residual=True, residual_first=True)
+    return tuple(nodes), residual, Epilogue(bias=has_bias, activation=activation, residual=added)
+
+
+def _activation(node: fx.Node | None) -> str | None:
+    """Return the activation that a call is, if it is one that kernels know."""
+    if node is None or node.kwargs.get("approximate", "none") != "none":
+        return None
+    if node.target is _aten.hardtanh.default and tuple(node.args[1:]) == (0, 6) and not node.kwargs:
+        return "relu6"
+    return _ACTIVATIONS.get(node.target)
 
 
 def _operands(program: Program, anchor: Anchor) -> tuple[Tensor, Tensor | None]:

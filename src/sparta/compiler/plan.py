@@ -108,7 +108,9 @@ class Whole:
     base
         Which graph runs: ``"reduced"`` (compact, folded) or ``"original"``.
     host
-        What runs the calls between the kernels: ``"eager"`` or ``"inductor"``.
+        What runs the calls between the kernels: ``"eager"``, ``"panels"`` (eager, and neighbouring layers hand over
+        activations in their kernels' layout) or ``"inductor"``; with ``" graph"`` behind it (or
+        ``"graph"`` alone) all of it is replayed from a CUDA graph.
     milliseconds
         Medians of the whole model by variant, interleaved; empty where nothing was timed.
     reason

@@ -126,8 +126,9 @@ def reduced_program(result: PropagationResult) -> tuple[Program, int]:
 
 def _zeroed(result: PropagationResult, name: str, value: Tensor, origin: Origin | None = None) -> Tensor:
     """Return a tensor with zeros where nothing observes it, unless that would break up the blocks it is pruned in."""
-    if name not in result.spec or not value.is_floating_point():
-        return value
+    node = result._nodes.get(result.captured.tied.get(name, name))
+    if node is None or not value.is_floating_point() or bool(result.facts.observed_of(node).cells.all()):
+        return value  # before all its TeSAs are made, which takes long for a large model
     dead = result.spec[name].states(value.device) == DEAD
     dead = dead if origin is None else origin.take(dead)
     zeroed = torch.where(dead, torch.zeros((), dtype=value.dtype, device=value.device), value)

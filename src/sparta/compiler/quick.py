@@ -1,8 +1,8 @@
 """Quick: the same graph with less Python around each call, for models whose layers take microseconds.
 
-Calls of ATen overloads become calls of torch's own functions, tensors are looked up once, and a ReLU that alone reads
-a kernel's result writes in place. The one idea to know: this changes how a graph is called and never what it computes;
-the graph that is saved and given to Inductor stays the plain one.
+Calls of ATen overloads become calls of torch's own functions, tensors are looked up once, and a ReLU or ReLU6 that
+alone reads what a layer has just made writes in place. The one idea to know: this changes how a graph is called and
+never what it computes; the graph that is saved and given to Inductor stays the plain one.
 """
 
 from __future__ import annotations
@@ -39,6 +39,14 @@ _QUICKER: dict[object, Callable[..., Any]] = {
     _aten.permute.default: torch.permute,
     _aten.flatten.using_ints: torch.flatten,
 }
+_IN_PLACE: dict[object, Callable[..., Any]] = {
+    _aten.relu.default: torch.relu_,
+    _aten.hardtanh.default: torch._C._nn.hardtanh_,
+}
+# Calls that return a tensor of their own, never a view of another.
+_FRESH = frozenset(
+    {_aten.linear.default, _aten.conv1d.default, _aten.conv2d.default, _aten.add.Tensor, _aten.batch_norm.default}
+)
 
 
 def quickened(module: fx.GraphModule) -> Callable[..., Any]:
@@ -54,6 +62,7 @@ def quickened(module: fx.GraphModule) -> Callable[..., Any]:
     """
     graph, _ = copied(module.graph)
     first = next(iter(graph.nodes))
+    in_place = {node for node in graph.nodes if node.target in _IN_PLACE and _owns_its_input(node)}
     tensors = []
     for node in list(graph.nodes):
         if node.op == "get_attr":
@@ -64,14 +73,16 @@ def quickened(module: fx.GraphModule) -> Callable[..., Any]:
             node.replace_all_uses_with(lifted)
             first = node.next if node is first else first
             graph.erase_node(node)
+        elif node in in_place:
+            node.target = _IN_PLACE[node.target]
         elif node.op == "call_function" and node.target in _QUICKER:
-            node.target = torch.relu_ if _owns_its_input(node) else _QUICKER[node.target]
+            node.target = _QUICKER[node.target]
     return partial(fx.GraphModule(module, graph).forward, *tensors)
 
 
 def _owns_its_input(node: fx.Node) -> bool:
-    """Whether a ReLU is all that reads a kernel's result, as behind a residual sum: it may then write in place."""
-    if node.target is not _aten.relu.default:
-        return False
+    """Whether a call is all that reads the result of a kernel or layer: it may then write in place."""
     source = node.args[0]
-    return isinstance(source, fx.Node) and source.op == "call_module" and len(source.users) == 1
+    if not isinstance(source, fx.Node) or len(source.users) != 1:
+        return False
+    return source.op == "call_module" or source.target in _FRESH

@@ -22,6 +22,8 @@ from sparta.tables import table
 
 __all__ = ["Report", "Totals", "advice", "break_even"]
 
+_PRUNED_BY_CHANNEL = ("linear", "quantised_linear", "conv1d", "conv2d")
+
 
 @dataclass(frozen=True)
 class Totals:
@@ -207,7 +209,8 @@ def advice(layer: LayerPlan) -> str:
     hints = []
     if point is not None and 1.0 - layer.density < point:
         hints.append(f"prune it to about {point:.0%} in this pattern")
-    if not layer.pattern.startswith("block") and "channel" not in layer.pattern:
+    irregular = not layer.pattern.startswith("block") and "channel" not in layer.pattern
+    if irregular and layer.op in _PRUNED_BY_CHANNEL:
         hints.append(
             "prune in blocks of 4 output channels (sparta.Block(4, 1)), which CPU kernels run about twice as fast"
         )

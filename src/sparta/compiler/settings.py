@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
@@ -23,14 +24,28 @@ __all__ = ["ForgivingStore", "Session", "Show", "Tune"]
 Tune = Literal["quick", "full", "off"]
 Show = Callable[[str], None]
 _TUNES = ("quick", "full", "off")
+_FOR_LAYERS = 0.6  # of the budget
+_NOTHING = 0.02
 
 
 class ForgivingStore(TuningStore):
-    """The user's tuning store, or nothing where its folder cannot be used: tuning then starts anew each time."""
+    """The user's tuning store, or nothing where its folder cannot be used: tuning then starts anew each time.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    part
+        A part of the store for results that hold under other conditions; empty for the store itself.
+    """
+
+    def __init__(self, part: str = "") -> None:
         super().__init__()
         self.problem = ""
+        self._part = part
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the store, or of its part."""
+        return super().folder / self._part if self._part else super().folder
 
     def get(self, spec: KernelSpec) -> Entry | None:
         """Return the stored result, or None."""
@@ -62,6 +77,8 @@ class Session:
         Called with a line about what is being tried.
     reserve
         Seconds of the budget that are kept for what comes after measuring.
+    in_graphs
+        Whether the model may be replayed from a CUDA graph, so that the host's time does not count.
     """
 
     tune: Tune = "quick"
@@ -73,6 +90,7 @@ class Session:
     notes: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
     reserve: float = 0.0
+    in_graphs: bool = False
     _beyond: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -80,6 +98,11 @@ class Session:
             raise NameNotFoundError(did_you_mean(str(self.tune), _TUNES, "tune"))
         if self.budget_s is not None and not self.budget_s > 0:
             raise ValueRangeError(message(f"budget_s={self.budget_s}", "seconds above 0, or None for no limit"))
+
+    def use_graphs(self) -> None:
+        """Let the host's time not count: kernels are timed as CUDA graphs replay them, and kept apart from others."""
+        self.in_graphs = True
+        self.store = ForgivingStore("graphs")
 
     @property
     def elapsed(self) -> float:
@@ -97,6 +120,11 @@ class Session:
         overrun = min(self._beyond[1:], default=0.0)
         return max(0.0, self.budget_s - self.elapsed - self.reserve - overrun)
 
+    @property
+    def left_for_layers(self) -> float:
+        """Seconds that measuring layers one by one may still take, so that the whole can be measured after them."""
+        return self.left if self.budget_s is None else min(self.left, _FOR_LAYERS * self.budget_s - self.elapsed)
+
     @contextmanager
     def step(self, seconds: float) -> Iterator[None]:
         """Run one step that was given `seconds`, and learn what it takes beyond them."""
@@ -106,9 +134,14 @@ class Session:
         finally:
             self._beyond.append(max(0.0, self.elapsed - before - seconds))
 
-    def share(self, parts: int, most: float, of: float = 0.6) -> float:
-        """Return the seconds for one of `parts` steps that together may take the share `of` of what is left."""
-        return min(most, of * self.left / max(1, parts))
+    def share(self, parts: int, most: float) -> float:
+        """Return the seconds for one of `parts` layers that are still to be measured."""
+        return min(most, self.left_for_layers / max(1, parts))
+
+    def affords(self, seconds: float) -> bool:
+        """Whether a step can be paid for: by what is left, or because next to the budget it is nothing."""
+        small = self.budget_s is not None and seconds < _NOTHING * self.budget_s
+        return not self.interrupted and (seconds < self.left or small)
 
     def note(self, text: str) -> None:
         """Keep a line for the report, once."""

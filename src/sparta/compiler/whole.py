@@ -1,8 +1,8 @@
 """The whole model, measured end to end: wins of single layers can lose together, so the combination is timed too.
 
-Graphs (original, or compact and folded) and hosts (eager, or Inductor for what lies between the kernels) compete with
-the plan's kernels in and out, all in turns with the model as it was given. The one idea to know: the dense original
-graph is always among the rivals, so the result is never chosen to be slower than it.
+Graphs (original, or compact and folded) and hosts (eager, Inductor for what lies between the kernels, either replayed
+from a CUDA graph) compete with the plan's kernels in and out, all in turns with the model as it was given. The one idea
+to know: the dense original graph is always among the rivals, so the result is never chosen to be slower than it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch import fx
 
 from sparta.compiler.choose import Point
 from sparta.compiler.combine import combined
+from sparta.compiler.graphed import Graphed, on_cuda
 from sparta.compiler.kernels import KernelModule
+from sparta.compiler.panels import aligned, panelled
 from sparta.compiler.partition import SubGraph
 from sparta.compiler.plan import LayerPlan, Whole
 from sparta.compiler.program import Program
@@ -32,8 +34,10 @@ _SECONDS = {"quick": 1.5, "full": 6.0, "off": 1.0}
 _GAIN = 1.01  # what leaving a layer out must bring, so that noise does not choose
 _LEAST_CALLS = 3  # of each variant: two to warm up and one that counts
 _AS_HOPED = 0.6  # the share of the layers' own gains that the whole should show
+_INDUCTOR_SECONDS = 0.1  # for a call of the graph, about, before one was compiled here
 GIVEN, REDUCED = "model as given", "reduced graph"
 _ORIGINAL, _SPARSE = "original graph", "sparse"
+EAGER, INDUCTOR, GRAPH, PANELS = "eager", "inductor", "graph", "panels"
 
 Call = Callable[[], Any]
 
@@ -55,7 +59,7 @@ class Contest:
     points
         The activations of the sub-graphs at these sizes.
     inductor
-        Whether `torch.compile` competes as a host.
+        Whether `torch.compile` competes as a host. CUDA graphs do where the session says so.
     call_seconds
         What one call of the model as given takes, about.
     """
@@ -70,7 +74,10 @@ class Contest:
     session: Session
     inductor: bool = False
     call_seconds: float = 0.0
+    _seconds_a_call: float = _INDUCTOR_SECONDS
     _kernels: dict[str, KernelModule] = field(default_factory=dict)
+    _graphs: dict[tuple[str, frozenset[str]], fx.GraphModule] = field(default_factory=dict)
+    _hosted: dict[tuple[str, frozenset[str], str], Callable[..., Any]] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ the pieces
 
@@ -85,9 +92,28 @@ class Contest:
             found[group] = self._kernels[plan.name]
         return found
 
-    def built(self, base: str) -> fx.GraphModule:
-        """Return the graph that runs, with its kernels."""
-        return self.original.module() if base == "original" else combined(self.reduced, self.kernels())
+    def built(self, base: str, names: set[str] | None = None) -> fx.GraphModule:
+        """Return a graph, the reduced one with its kernels: all, or those of these names; made once."""
+        key = self._key(base, names)
+        if key not in self._graphs:
+            reduced = base != "original"
+            self._graphs[key] = combined(self.reduced, self.kernels(names)) if reduced else self.original.module()
+        return self._graphs[key]
+
+    def hosted(self, base: str, host: str, names: set[str] | None = None) -> Callable[..., Any]:
+        """Return a graph as its host runs it; made once, because compiling takes long."""
+        key = (*self._key(base, names), host)
+        if key not in self._hosted:
+            graph, plain = self.built(base, names), _without_graph(host)
+            recorded = plain != host and on_cuda(graph)
+            self._hosted[key] = (
+                Graphed(self.hosted(base, plain, names), quiet=True) if recorded else hosted(graph, plain)
+            )
+        return self._hosted[key]
+
+    def _key(self, base: str, names: set[str] | None) -> tuple[str, frozenset[str]]:
+        sparse = {plan.name for plan in self.plans if plan.sparse}
+        return base, frozenset() if base == "original" else frozenset(sparse if names is None else sparse & names)
 
     # ------------------------------------------------------------------ deciding
 
@@ -110,14 +136,18 @@ class Contest:
         if base == "original" or best.startswith(REDUCED):
             lost = f"dense: end to end, the {best} took {times[best]:.4g} ms and the sparse plan {_of(times):.4g} ms"
             self.make_dense({plan.name for plan in self.plans if plan.sparse}, lost)
+        if host == PANELS:
+            self._align()
         self._other_sizes()
         return Whole(base, host, times, _reason(times, best), best)
 
     def again(self, base: str, host: str) -> Whole | None:
         """Time a remembered decision once more; None where it does not hold any more."""
+        if host == PANELS:
+            self._align()
         if not self._affords(2):
             return Whole(base, host, reason="remembered; not timed again, the budget was spent")
-        call = self._call(self.built(base), host=host)
+        call = self._call(base, host)
         times = self._times({GIVEN: self.given, _label(base, host, sparse=bool(self.kernels())): call})
         best = next(name for name in times if name != GIVEN)
         if self.kernels() and times[best] > 1.03 * times[GIVEN]:
@@ -128,23 +158,89 @@ class Contest:
 
     def _variants(self) -> dict[str, Call]:
         calls = {GIVEN: self.given}
-        modules: dict[str, fx.GraphModule] = {_ORIGINAL: self.original.module()}
+        bases: dict[str, tuple[str, set[str] | None]] = {_ORIGINAL: ("original", None)}
         if self.reduced is not self.original:
-            modules[REDUCED] = self.reduced.module()
+            bases[REDUCED] = ("reduced", set())
         if self.kernels():
-            modules[_SPARSE] = combined(self.reduced, self.kernels())
-        for name, module in modules.items():
-            calls[name] = self._call(module)
-            if self.inductor and name != REDUCED and self.session.left > 0:
-                self.session.show(f"torch.compile of the {name}")
-                try:
-                    call = self._call(module, host="inductor")
-                    call()
-                except Exception as error:  # noqa: BLE001 - whatever Inductor raises, eager remains
-                    self.session.note(f"Inductor does not run the {name}: {str(error).strip().splitlines()[0]}")
-                else:
-                    calls[f"{name}, inductor"] = call
+            bases[_SPARSE] = ("reduced", None)
+        for name, (base, names) in bases.items():
+            for host in self._hosts(name):
+                if host == EAGER:
+                    calls[name] = self._call(base, host, names)
+                elif self._affords_preparing(f"{name}, {host}", base, host, names):
+                    self._add_hosted(calls, f"{name}, {host}", base, host, names)
+        self._add_panels(calls)
         return calls
+
+    def _add_panels(self, calls: dict[str, Call]) -> None:
+        """Add the sparse graph with activations in panels, where neighbouring layers can hand them over."""
+        if not self.kernels() or self.session.left <= 0:
+            return
+        plans = self._aligned()
+        kernels = {
+            group: self._kernels[plan.name] if plan is now else kernel_module(group, plan, self.points)
+            for group, plan, now in zip(self.groups, plans, self.plans, strict=True)
+            if plan.sparse
+        }
+        plain = combined(self.reduced, kernels)
+        if panelled(plain) is not plain:
+            calls[f"{_SPARSE}, {PANELS}"] = _called(hosted(plain, PANELS), self.inputs[0])
+
+    def _aligned(self) -> list[LayerPlan]:
+        """Return the plans with tiles that let neighbours hand over panels."""
+        sparse = {group: plan for group, plan in zip(self.groups, self.plans, strict=True) if plan.sparse}
+        first = self.points[0].values
+        return aligned(self.groups, self.plans, {plan.name: g.spec(first[g][0]) for g, plan in sparse.items()})
+
+    def _align(self) -> None:
+        """Take those plans."""
+        plans = self._aligned()
+        for plan, now in zip(plans, self.plans, strict=True):
+            if plan is not now:
+                self._kernels.pop(plan.name, None)
+        self.plans[:] = plans
+        self._graphs.clear()
+        self._hosted.clear()
+
+    def _hosts(self, name: str) -> list[str]:
+        """Return the hosts that compete for a variant."""
+        hosts = [EAGER, *[INDUCTOR] * (self.inductor and name != REDUCED)]
+        return hosts + [_in_graph(host) for host in hosts] if self.session.in_graphs else hosts
+
+    def _affords_preparing(self, name: str, base: str, host: str, names: set[str] | None) -> bool:
+        """Whether a host can be made ready in what is left of the budget: compiling cannot be cut short."""
+        seconds = 0.0
+        if host == INDUCTOR:
+            graph = self.built(base, names).graph
+            seconds = self._seconds_a_call * sum(node.op in ("call_function", "call_module") for node in graph.nodes)
+        if host == _in_graph(INDUCTOR) and (*self._key(base, names), INDUCTOR) not in self._hosted:
+            return False  # what is recorded is what was compiled just now
+        if self.session.affords(seconds):
+            return True
+        if seconds and not self.session.interrupted:
+            self.session.note(
+                f"{name} was not tried: compiling takes about {seconds:.0f} s, more than the budget has left"
+            )
+        return False
+
+    def _add_hosted(self, calls: dict[str, Call], name: str, base: str, host: str, names: set[str] | None) -> None:
+        """Add a variant with a host that has to prepare, unless that fails."""
+        self.session.show(f"preparing {name}")
+        before, graph = self.session.elapsed, self.built(base, names).graph
+        try:
+            call = self._call(base, host, names)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                call()
+            problem = getattr(self.hosted(base, host, names), "problem", "")
+        except Exception as error:  # noqa: BLE001 - whatever Inductor raises, eager remains
+            problem = f"{str(error).strip().splitlines()[0]}"
+        if host == INDUCTOR:
+            self._seconds_a_call = max(1e-3, (self.session.elapsed - before) / max(1, len(graph.nodes)))
+        if problem:
+            self.session.note(f"{name} does not run: {problem}")
+        else:
+            calls[name] = call
 
     def _leave_out(self) -> None:
         """Make layers dense while that makes the whole faster: larger groups first, then ever smaller ones.
@@ -154,8 +250,7 @@ class Contest:
         names = [plan.name for plan in sorted(self.plans, key=_saved) if plan.sparse]
         if not names or not self._affords(5):  # the contest of the variants must still be possible
             return
-        dense, sparse = self.reduced.module(), combined(self.reduced, self.kernels())
-        times = self._times({"dense": self._call(dense), "sparse": self._call(sparse)})
+        times = self._times({"dense": self._quick_call(set()), "sparse": self._quick_call(None)})
         predicted = sum(_saved(plan) for plan in self.plans if plan.sparse)
         as_hoped = times["dense"] - times["sparse"] >= _AS_HOPED * predicted
         tests = 2 if as_hoped else 12
@@ -175,13 +270,18 @@ class Contest:
         """Make these layers dense if the whole is faster without their kernels."""
         now = {plan.name for plan in self.plans if plan.sparse}
         self.session.show(f"end to end without {len(names)} of {len(now)} sparse layers")
-        both = {
-            "all": combined(self.reduced, self.kernels()),
-            "rest": combined(self.reduced, self.kernels(now - names)),
-        }
-        times = self._times({name: self._call(module) for name, module in both.items()})
-        if times["all"] > _GAIN * times["rest"]:
+        times = self._times({"all": self._quick_call(None), "rest": self._quick_call(now - names)})
+        lost = times["all"] > _GAIN * times["rest"]
+        self._forget(now if lost else now - names)
+        if lost:
             self.make_dense(names, "dense: faster alone, but not in the whole model")
+
+    def _forget(self, names: set[str]) -> None:
+        """Let go of a combination that will not run, and of the memory that its CUDA graph holds."""
+        key = ("reduced", frozenset(names))
+        self._graphs.pop(key, None)
+        for host in [each for *kind, each in self._hosted if tuple(kind) == key]:
+            del self._hosted[*key, host]
 
     def _other_sizes(self) -> None:
         """At the sizes beyond the first, keep the kernels only where they win together."""
@@ -189,8 +289,8 @@ class Contest:
             kernels = self.kernels()
             if not kernels or not self._affords(2):
                 return
-            sparse, dense = combined(self.reduced, kernels), self.reduced.module()
-            times = self._times({"dense": self._call(dense, inputs), "sparse": self._call(sparse, inputs)})
+            both = {"dense": set[str](), "sparse": None}
+            times = self._times({name: self._call("reduced", EAGER, names, inputs) for name, names in both.items()})
             if times["sparse"] > times["dense"]:
                 seen = self.reduced.values(inputs, {group.anchor.x for group in kernels})
                 sizes = {group.name: group.lowering.size(seen[group.anchor.x]) for group in kernels}
@@ -202,7 +302,8 @@ class Contest:
                     else plan
                     for plan in self.plans
                 ]
-                self._kernels.clear()
+                for made in (self._kernels, self._graphs, self._hosted):
+                    made.clear()
 
     def make_dense(self, names: set[str], note: str) -> None:
         """Let these layers run dense."""
@@ -210,22 +311,43 @@ class Contest:
 
     def _affords(self, variants: int) -> bool:
         """Whether what is left of the budget is enough to time this many variants at all."""
-        return self.session.left > _LEAST_CALLS * variants * self.call_seconds
+        return self.session.affords(_LEAST_CALLS * variants * self.call_seconds)
 
-    def _call(self, module: fx.GraphModule, inputs: Sequence[Any] | None = None, host: str = "eager") -> Call:
-        given = self.inputs[0] if inputs is None else inputs
-        run = hosted(module, host)
+    def _quick_call(self, names: set[str] | None) -> Call:
+        """Return the reduced graph with some of its kernels, by the host that is quickest to prepare."""
+        return self._call("reduced", GRAPH if self.session.in_graphs else EAGER, names)
 
-        def call() -> Any:  # noqa: ANN401 - flat outputs
-            with torch.no_grad():
-                return run(*given)
-
-        return call
+    def _call(self, base: str, host: str, names: set[str] | None = None, inputs: Sequence[Any] | None = None) -> Call:
+        return _called(self.hosted(base, host, names), self.inputs[0] if inputs is None else inputs)
 
     def _times(self, calls: Mapping[str, Call]) -> dict[str, float]:
         seconds = min(_SECONDS[self.session.tune], max(0.02, 0.5 * self.session.left))
-        found = compare(calls, warmup=2, iters=50, max_seconds=seconds)
+        # By the clock, until the device is done: whoever waits for a result waits for the host as well.
+        waiting = {name: _until_done(call) if self._cuda else call for name, call in calls.items()}
+        found = compare(waiting, warmup=2, iters=50, max_seconds=seconds, device="cpu")
         return {name: timing.median for name, timing in found.timings.items()}
+
+    @property
+    def _cuda(self) -> bool:
+        tensors = [*self.original.tensors.values(), *(x for x in self.inputs[0] if isinstance(x, torch.Tensor))]
+        return any(t.is_cuda for t in tensors)
+
+
+def _called(run: Callable[..., Any], inputs: Sequence[Any]) -> Call:
+    def call() -> Any:  # noqa: ANN401 - flat outputs
+        with torch.no_grad():
+            return run(*inputs)
+
+    return call
+
+
+def _until_done(call: Call) -> Call:
+    def waiting() -> Any:  # noqa: ANN401 - flat outputs
+        result = call()
+        torch.cuda.synchronize()
+        return result
+
+    return waiting
 
 
 def kernel_module(group: SubGraph, plan: LayerPlan, points: Sequence[Point]) -> KernelModule:
@@ -238,12 +360,23 @@ def kernel_module(group: SubGraph, plan: LayerPlan, points: Sequence[Point]) -> 
 
 
 def hosted(module: fx.GraphModule, host: str) -> Callable[..., Any]:
-    """Return a graph as its host runs it."""
-    if host != "inductor":
-        return quickened(module)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.compile(module)
+    """Return a graph as its host runs it; without a CUDA graph where its tensors are not on CUDA."""
+    plain = _without_graph(host)
+    if plain == INDUCTOR:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run: Callable[..., Any] = torch.compile(module)
+    else:
+        run = quickened(panelled(module) if plain == PANELS else module)
+    return Graphed(run) if plain != host and on_cuda(module) else run
+
+
+def _in_graph(host: str) -> str:
+    return GRAPH if host == EAGER else f"{host} {GRAPH}"
+
+
+def _without_graph(host: str) -> str:
+    return (host.removesuffix(GRAPH).rstrip() or EAGER) if host.endswith(GRAPH) else host
 
 
 def _saved(plan: LayerPlan) -> float:
@@ -254,13 +387,13 @@ def _saved(plan: LayerPlan) -> float:
 
 def _meaning(name: str) -> tuple[str, str]:
     """Return the graph and the host behind a variant's name."""
-    host = "inductor" if name.endswith(", inductor") else "eager"
-    return ("original" if name.startswith(_ORIGINAL) else "reduced"), host
+    variant, _, host = name.partition(", ")
+    return ("original" if variant == _ORIGINAL else "reduced"), host or EAGER
 
 
 def _label(base: str, host: str, *, sparse: bool) -> str:
     name = _ORIGINAL if base == "original" else _SPARSE if sparse else REDUCED
-    return f"{name}, inductor" if host == "inductor" else name
+    return name if host == EAGER else f"{name}, {host}"
 
 
 def _of(times: Mapping[str, float]) -> float:

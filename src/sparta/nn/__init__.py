@@ -2,12 +2,14 @@
 
 from sparta.nn.attention import SeqlenDynamicSparseAttention, SparseAttention
 from sparta.nn.conv import SparseConv1d, SparseConv2d
+from sparta.nn.int8 import SparseInt8Linear
 from sparta.nn.linear import SparseLinear
 from sparta.nn.matmul import SparseBatchMatMul
 from sparta.nn.moe import DynamicSparseMoE
 from sparta.nn.operator import OperatorBase
 from sparta.nn.softmax import SparseSoftmax
 from sparta.nn.swap import swap
+from sparta.nn.threshold import ThresholdLinear
 from sparta.nn.tuning import build, operators_of, tune
 
 __all__ = [
@@ -18,8 +20,10 @@ __all__ = [
     "SparseBatchMatMul",
     "SparseConv1d",
     "SparseConv2d",
+    "SparseInt8Linear",
     "SparseLinear",
     "SparseSoftmax",
+    "ThresholdLinear",
     "build",
     "operators_of",
     "swap",

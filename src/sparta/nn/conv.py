@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.nn.operator import OperatorBase, SampleInputs, as_inputs
 from sparta.specialize.conv import ConvGeometry, ConvKernel, conv_spec, dense_conv
-from sparta.specialize.conv_ops import ConvState
+from sparta.specialize.conv_ops import ConvState, run_conv
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.store import TuningStore
 from sparta.specialize.tuner import Choice, Problem, build, tune_kernel
@@ -81,7 +81,7 @@ class _SparseConv(OperatorBase):
             weight = torch.where(self.weight_mask, self.weight, 0.0)
             y = dense_conv(images, weight, self.bias, self.geometry)
         else:
-            y = torch.ops.sparta.conv(images, self.weight, self.bias, None, self._state.handle, not self.training)
+            y = run_conv(images, self.weight, self.bias, self._state, keep=not self.training)
         return y if x.dim() == self._dims + 2 else y.reshape(*batch, *y.shape[1:])
 
     def _images(self, x: Tensor, what: str = "an input") -> Tensor:

@@ -129,7 +129,9 @@ class SparseBatchMatMul(KernelOperator):
     # ------------------------------------------------------------------ for KernelOperator
 
     def _mask(self) -> Tensor:
-        return cast("Tensor", next(mask for name in _MASKS if (mask := getattr(self, name)) is not None))
+        # `torch.compile` cannot follow an assignment inside a generator on every Python.
+        masks = [getattr(self, name) for name in _MASKS]
+        return cast("Tensor", next(mask for mask in masks if mask is not None))
 
     def _product(self) -> Product:
         return Product(self.mode, self.transpose_A, self.transpose_B, self.compressed, self.block)

@@ -117,6 +117,11 @@ def _cleaned(q: Tensor, k: Tensor, v: Tensor, sight: Sequence[Tensor]) -> tuple[
     return torch.where(sees, q, 0.0), torch.where(seen, k, 0.0), torch.where(seen, v, 0.0)
 
 
+def _without_blind(y: Tensor, sight: Sequence[Tensor]) -> Tensor:
+    """Return the results with 0 for queries that see nothing, for which PyTorch's back ends do not agree."""
+    return torch.where(sight[0], y, 0.0) if sight else y
+
+
 class DenseAttentionKernel(AttentionKernel):
     """PyTorch's fused attention with the mask, or without where a mask is not needed."""
 
@@ -139,7 +144,7 @@ class DenseAttentionKernel(AttentionKernel):
         folded = (batches.fold(q), batches.fold(repeat_heads(q, k)), batches.fold(repeat_heads(q, v)))
         mask, causal = packed[0] if packed else None, self._causal and not self._full
         y = functional.scaled_dot_product_attention(*_cleaned(*folded, packed[1:]), attn_mask=mask, is_causal=causal)
-        return batches.unfold(y)
+        return batches.unfold(_without_blind(y, packed[1:]))
 
 
 @register
@@ -177,10 +182,11 @@ class _BlocksKernel(AttentionKernel):
         batches = Batches(broadcast(q=tuple(q.shape[:-2]), mask=self._mask_lead), self._mask_lead)
         folded = (batches.fold(q), batches.fold(repeat_heads(q, k)), batches.fold(repeat_heads(q, v)))
         layout = len(self._rows.tensors)
-        folded = _cleaned(*folded, packed[layout:])
+        sight = packed[layout:]
+        folded = _cleaned(*folded, sight)
         pieces = zip(*(torch.split(x, self._chunk(k, v)) for x in folded), strict=True)
         done = [self._attend(packed[:layout], *piece) for piece in pieces]
-        return batches.unfold(done[0] if len(done) == 1 else torch.cat(done))
+        return batches.unfold(_without_blind(done[0] if len(done) == 1 else torch.cat(done), sight))
 
     def _chunk(self, k: Tensor, v: Tensor) -> int:
         """Return how many problems to gather at a time."""

@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 
 from torch import Tensor
 
@@ -62,8 +63,9 @@ class Pairs:
 
     @property
     def won(self) -> bool:
-        """Whether the candidate may run instead of dense."""
-        return self.gain >= LEAST_GAIN and self.interval[0] >= LOWEST_GAIN
+        """Whether the candidate may run instead of dense; one or two pairs must be far above."""
+        enough = len(self.milliseconds) >= _FEWEST_LONG_PAIRS or self.gain >= _FAR_ABOVE
+        return enough and self.gain >= LEAST_GAIN and self.interval[0] >= LOWEST_GAIN
 
     @property
     def decided(self) -> bool:
@@ -90,10 +92,11 @@ def pairs_of(times: Comparison) -> Pairs:
     return Pairs(tuple(zip(dense, other, strict=True)))
 
 
-def confirm(dense: Callable[[], Tensor], candidate: Callable[[], Tensor]) -> Pairs:
+def confirm(dense: Callable[[], Tensor], candidate: Callable[[], Tensor], max_seconds: float = math.inf) -> Pairs:
     """Time a candidate and dense in turns until it is clear which is faster, or the time is up.
 
-    It takes 50 ms where the answer is clear and 0.4 s where it is not; the rest is up to :attr:`Pairs.won`.
+    It takes 50 ms where the answer is clear and 0.4 s where it is not, longer for calls that are longer than that; the
+    rest is up to :attr:`Pairs.won`. After `max_seconds` no new batch of pairs begins.
 
     Examples
     --------
@@ -102,15 +105,16 @@ def confirm(dense: Callable[[], Tensor], candidate: Callable[[], Tensor]) -> Pai
     >>> confirm(lambda: x @ x @ x @ x @ x, lambda: x).won
     True
     """
-    found = Pairs(())
+    found, deadline = Pairs(()), perf_counter() + max_seconds
+    hurry = max_seconds < _MOST_BATCHES * _BATCH_SECONDS
     for batch in range(_MOST_BATCHES):
         times = compare(
             {_DENSE: dense, _CANDIDATE: candidate},
-            warmup=1 if batch else 5,
+            warmup=1 if batch or hurry else 5,
             iters=_BATCH_PAIRS,
             max_seconds=_BATCH_SECONDS,
         )
         found = Pairs(found.milliseconds + pairs_of(times).milliseconds)
-        if found.decided:
+        if found.decided or perf_counter() >= deadline:
             break
     return found

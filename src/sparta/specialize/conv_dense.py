@@ -36,6 +36,7 @@ class _DenseConv(Implement):
     """``torch.nn.functional.conv1d`` or ``conv2d`` on the masked weight."""
 
     name = "dense"
+    every_epilogue = True
 
     def supports(self, spec: KernelSpec) -> Support:
         """Dense runs everything."""

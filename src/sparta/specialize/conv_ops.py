@@ -6,91 +6,46 @@ know: forward runs the chosen kernel with its epilogue; backward is dense, and m
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparta.errors import SpartaError, message
+from sparta.errors import ValueRangeError, message
 from sparta.specialize.conv import ConvGeometry, ConvKernel, dense_conv
-from sparta.specialize.kernel_spec import Epilogue, KernelSpec
-from sparta.tesa.attribute import TeSA
+from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.state import KernelState, state_of
 
-__all__ = ["ConvState", "conv"]
+__all__ = ["ConvState", "conv", "run_conv"]
 
 # How a gradient goes back through an activation, from the value before it.
 _DERIVATIVES: dict[str | None, Callable[[Tensor, Tensor], Tensor]] = {
     "relu": lambda grad, before: torch.ops.aten.threshold_backward(grad, before, 0),
     "gelu": torch.ops.aten.gelu_backward,
     "silu": torch.ops.aten.silu_backward,
+    "relu6": lambda grad, before: torch.ops.aten.hardtanh_backward(grad, before, 0, 6),
 }
-_handles = itertools.count(1)
-_states: weakref.WeakValueDictionary[int, ConvState] = weakref.WeakValueDictionary()
 
 
-class ConvState:
+class ConvState(KernelState):
     """The kernel of one convolution, and the packed weight of its last call.
 
     Parameters
     ----------
     spec
-        The kernel spec; the mask of its weight is what gradients of the weight are masked with.
+        The kernel spec; a residual must come behind the activation.
     forward
         The kernel that was built for it.
     """
 
     def __init__(self, spec: KernelSpec, forward: ConvKernel) -> None:
-        self.spec, self.forward = spec, forward
-        self.geometry = ConvGeometry.from_dict(spec.attributes)
-        self.handle = next(_handles)
-        _states[self.handle] = self
-        self._packed: tuple[Any, ...] | None = None
-        self._mask: Tensor | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ConvState:
-        # Kernels are immutable and shared; the copy's weight is another tensor, so it packs anew.
-        return ConvState(self.spec, self.forward)
-
-    @property
-    def weight(self) -> TeSA:
-        """TeSA of the weight."""
-        return self.spec["weight"]
-
-    @property
-    def epilogue(self) -> Epilogue:
-        """What is fused behind the convolution."""
-        return self.spec.epilogue
-
-    def packed(self, weight: Tensor, *, keep: bool) -> Sequence[Tensor]:
-        """Return the packed weight; with `keep`, the one of the last call if the weight has not changed since."""
-        if not keep or weight.is_inference():
-            return self.forward.pack(weight)
-        # Holding the storage keeps its address from being given to another weight.
-        storage = weight.untyped_storage()
-        key = (storage._cdata, weight.storage_offset(), weight._version, weight.dtype)
-        if self._packed is None or self._packed[0] != key:
-            self._packed = (key, storage, self.forward.pack(weight))
-        kept: Sequence[Tensor] = self._packed[2]
-        return kept
-
-    def mask(self, device: torch.device) -> Tensor:
-        """Return the mask of the weight on `device`."""
-        if self._mask is None or self._mask.device != device:
-            self._mask = self.weight.mask(device)
-        return self._mask
-
-
-def _state(handle: int) -> ConvState:
-    found = _states.get(handle)
-    if found is None:
-        raise SpartaError(
-            message(f"the kernels behind handle {handle} are gone", fix="keep the sparse module, or build it again")
-        )
-    return found
+        if spec.epilogue.residual_first:
+            given = f"the epilogue {spec.epilogue}"
+            raise ValueRangeError(message(given, "a residual behind the activation", "apply the ReLU to the result"))
+        super().__init__(spec["weight"], forward)
+        self.epilogue, self.geometry = spec.epilogue, ConvGeometry.from_dict(spec.attributes)
 
 
 @torch.library.custom_op("sparta::conv", mutates_args=())
@@ -103,7 +58,7 @@ def conv(
     keep: bool,  # noqa: FBT001 - an op schema
 ) -> Tensor:
     """Return ``activation(conv(x, W) + bias) + residual`` for x (B, C, ...), by the kernel behind `handle`."""
-    state = _state(handle)
+    state = state_of(handle, ConvState)
     return state.forward.run(state.packed(weight, keep=keep), x, bias, residual)
 
 
@@ -117,8 +72,21 @@ def _(
     keep: bool,  # noqa: FBT001
 ) -> Tensor:
     del bias, residual, keep
-    size = _state(handle).geometry.output_size(x.shape[2:], weight.shape[2:])
+    size = state_of(handle, ConvState).geometry.output_size(x.shape[2:], weight.shape[2:])
     return x.new_empty(x.shape[0], weight.shape[0], *size)
+
+
+def run_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: ConvState, *, keep: bool) -> Tensor:
+    """Return the same as :func:`conv`, without a residual; the op is left out where nothing needs it.
+
+    Going through the dispatcher costs the host more than a small kernel takes, and is of use only to autograd and to
+    whoever traces.
+    """
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    if recorded or type(x) is not Tensor or torch.compiler.is_compiling():
+        y: Tensor = torch.ops.sparta.conv(x, weight, bias, None, state.handle, keep)
+        return y
+    return state.forward.run(state.packed(weight, keep=keep), x, bias, None)
 
 
 @torch.library.custom_op("sparta::conv_backward", mutates_args=())
@@ -126,7 +94,7 @@ def conv_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, handle: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias; that of the weight is exactly 0 where it is pruned."""
-    state = _state(handle)
+    state = state_of(handle, ConvState)
     geometry, masked = state.geometry, state.weight.apply(weight)
     derivative = _DERIVATIVES.get(state.epilogue.activation)
     if derivative is not None:

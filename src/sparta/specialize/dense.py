@@ -33,6 +33,7 @@ class DenseLinear(Implement):
 
     name = "dense"
     op = "linear"
+    every_epilogue = True
 
     def supports(self, spec: KernelSpec) -> Support:
         """Dense runs everything."""

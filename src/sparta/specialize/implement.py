@@ -125,16 +125,32 @@ class Implement(ABC):
     first_run_compiles
         Whether a kernel is compiled at its first run and not by `build`; the tuner then runs several candidates once,
         side by side, before it times any.
+    every_epilogue
+        Whether it runs whatever an epilogue may say; others get no ReLU6, and no ReLU behind a residual.
     """
 
     name: ClassVar[str]
     op: ClassVar[str]
     version: ClassVar[int] = 1
     first_run_compiles: ClassVar[bool] = False
+    every_epilogue: ClassVar[bool] = False
+
+    def answer(self, spec: KernelSpec) -> Support:
+        """Say whether this implement can run `spec` with its epilogue, or why not; found out once for each spec."""
+        known: dict[Implement, Support] = spec.__dict__.setdefault("_answers", {})
+        if self not in known:
+            known[self] = self._answer(spec)
+        return known[self]
+
+    def _answer(self, spec: KernelSpec) -> Support:
+        epilogue = spec.epilogue
+        if not self.every_epilogue and (epilogue.residual_first or epilogue.activation == "relu6"):
+            return Support.no(f"it does not know the epilogue {epilogue}")
+        return self.supports(spec)
 
     @abstractmethod
     def supports(self, spec: KernelSpec) -> Support:
-        """Say whether this implement can run `spec`, or why not."""
+        """Say whether this implement can run `spec`, whatever its epilogue, or why not."""
 
     def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
         """Return the parameters to try for `spec`; empty, as here, when there is nothing to tune."""
@@ -198,7 +214,7 @@ def supported(spec: KernelSpec) -> tuple[list[Implement], dict[str, str]]:
     """Return the implements that can run `spec`, and for each other one the reason why it cannot."""
     able, reasons = [], {}
     for implement in implements_of(spec.op):
-        answer = implement.supports(spec)
+        answer = implement.answer(spec)
         if answer:
             able.append(implement)
         else:

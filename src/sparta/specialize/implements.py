@@ -9,13 +9,17 @@ import sparta.specialize.cpu.implement
 import sparta.specialize.cpu.int8
 import sparta.specialize.cpu.masked_input
 import sparta.specialize.cuda.attention
+import sparta.specialize.cuda.batch_matmul
 import sparta.specialize.cuda.cusparselt
 import sparta.specialize.cuda.implement
 import sparta.specialize.cuda.ragged_moe
+import sparta.specialize.cuda.softmax
 import sparta.specialize.cuda.two_four
+import sparta.specialize.cuda.unstructured
 import sparta.specialize.dense
 import sparta.specialize.int8_dense
 import sparta.specialize.moe
+import sparta.specialize.sampled
 import sparta.specialize.seqlen_attention
 import sparta.specialize.softmax
 import sparta.specialize.split

@@ -21,7 +21,7 @@ from sparta.tesa.state import decode_state, encode_state
 
 __all__ = ["ACTIVATIONS", "Epilogue", "KernelSpec"]
 
-ACTIVATIONS = ("relu", "gelu", "silu")
+ACTIVATIONS = ("relu", "gelu", "silu", "relu6")
 """The activations an epilogue may fuse; ``gelu`` is the exact one."""
 
 
@@ -29,20 +29,36 @@ ACTIVATIONS = ("relu", "gelu", "silu")
 class Epilogue:
     """What is done to a result before it is stored: ``activation(y + bias) + residual``.
 
+    Parameters
+    ----------
+    bias, activation, residual
+        What there is of each.
+    residual_first
+        The other order, of residual networks: ``relu(y + bias + residual)``. Only with a residual and ``"relu"``.
+
+    Examples
+    --------
     >>> str(Epilogue(bias=True, activation="relu"))
     'bias+relu'
+    >>> str(Epilogue(bias=True, activation="relu", residual=True, residual_first=True))
+    'bias+residual+relu'
     """
 
     bias: bool = False
     activation: str | None = None
     residual: bool = False
+    residual_first: bool = False
 
     def __post_init__(self) -> None:
         if self.activation is not None and self.activation not in ACTIVATIONS:
             raise NameNotFoundError(did_you_mean(self.activation, ACTIVATIONS, "activation"))
+        if self.residual_first and not (self.residual and self.activation == "relu"):
+            given = f"residual_first with residual={self.residual} and the activation {self.activation}"
+            raise ValueRangeError(message(given, "a residual and the activation 'relu'"))
 
     def __str__(self) -> str:
-        parts = ["bias"] * self.bias + [self.activation or ""] + ["residual"] * self.residual
+        last = [self.activation or "", *["residual"] * self.residual]
+        parts = ["bias"] * self.bias + (last[::-1] if self.residual_first else last)
         return "+".join(part for part in parts if part) or "none"
 
 

@@ -58,11 +58,15 @@ def linear_spec(
 
 
 def apply_epilogue(y: Tensor, epilogue: Epilogue, residual: Tensor | None) -> Tensor:
-    """Return ``activation(y) + residual`` (the bias is already in y)."""
+    """Return ``activation(y) + residual``, or ``relu(y + residual)`` if that is first; the bias is in y."""
+    if epilogue.residual_first and residual is not None:
+        return functional.relu(y + residual)
     if epilogue.activation == "relu":
         y = functional.relu(y)
     elif epilogue.activation == "gelu":
         y = functional.gelu(y)
     elif epilogue.activation == "silu":
         y = functional.silu(y)
+    elif epilogue.activation == "relu6":
+        y = functional.relu6(y)
     return y + residual if residual is not None else y

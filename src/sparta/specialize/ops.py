@@ -7,31 +7,25 @@ anew in training, and once per change of the weight in evaluation.
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparta.errors import SpartaError, message
 from sparta.specialize.linear import LinearKernel
+from sparta.specialize.state import KernelState, state_of
 from sparta.tesa.attribute import TeSA
 
 __all__ = ["LinearState", "linear", "run_linear"]
 
-_handles = itertools.count(1)
-_states: weakref.WeakValueDictionary[int, LinearState] = weakref.WeakValueDictionary()
 
-
-class LinearState:
+class LinearState(KernelState):
     """The kernels of one linear operator, and the packed weight of its last call.
 
     Parameters
     ----------
     weight
-        TeSA of the weight (N, K); its mask is what gradients of the weight are masked with.
+        TeSA of the weight (N, K).
     forward
         Kernel for ``x W^T + bias``.
     backward
@@ -39,47 +33,14 @@ class LinearState:
     """
 
     def __init__(self, weight: TeSA, forward: LinearKernel, backward: LinearKernel | None = None) -> None:
-        self.weight, self.forward, self.backward = weight, forward, backward
-        self.handle = next(_handles)
-        _states[self.handle] = self
-        self._packed: tuple[Any, ...] | None = None
-        self._mask: Tensor | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LinearState:
-        # Kernels are immutable and shared; the copy's weight is another tensor, so it packs anew.
-        return LinearState(self.weight, self.forward, self.backward)
-
-    def packed(self, weight: Tensor, *, keep: bool) -> Sequence[Tensor]:
-        """Return the packed weight; with `keep`, the one of the last call if the weight has not changed since."""
-        if not keep or weight.is_inference():
-            return self.forward.pack(weight)
-        key = (weight.data_ptr(), weight._version, weight.dtype)
-        if self._packed is None or self._packed[0] != key:
-            # Holding the storage keeps its address from being given to another weight.
-            self._packed = (key, weight.untyped_storage(), self.forward.pack(weight))
-        kept: Sequence[Tensor] = self._packed[2]
-        return kept
-
-    def mask(self, device: torch.device) -> Tensor:
-        """Return the mask of the weight on `device`."""
-        if self._mask is None or self._mask.device != device:
-            self._mask = self.weight.mask(device)
-        return self._mask
-
-
-def _state(handle: int) -> LinearState:
-    found = _states.get(handle)
-    if found is None:
-        raise SpartaError(
-            message(f"the kernels behind handle {handle} are gone", fix="keep the sparse module, or build it again")
-        )
-    return found
+        super().__init__(weight, forward)
+        self.backward = backward
 
 
 @torch.library.custom_op("sparta::linear", mutates_args=())
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, handle: int, keep: bool) -> Tensor:  # noqa: FBT001 - an op schema
     """Return ``x W^T + bias`` for x (M, K) and the masked weight (N, K), by the kernel behind `handle`."""
-    state = _state(handle)
+    state = state_of(handle, LinearState)
     return state.forward.run(state.packed(weight, keep=keep), x, bias, None)
 
 
@@ -105,7 +66,7 @@ def run_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearStat
 @torch.library.custom_op("sparta::linear_backward", mutates_args=())
 def linear_backward(grad: Tensor, x: Tensor, weight: Tensor, handle: int) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the weight; the latter is exactly 0 where the weight is pruned."""
-    state = _state(handle)
+    state = state_of(handle, LinearState)
     mask = state.mask(weight.device)
     grad_weight = torch.where(mask, grad.t() @ x, torch.zeros((), dtype=grad.dtype, device=grad.device))
     if state.backward is None:

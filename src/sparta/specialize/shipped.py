@@ -102,7 +102,7 @@ def shipped(spec: KernelSpec) -> ShippedEntry | None:
     if entry is None:
         return None
     implement = next((i for i in implements_of(spec.op) if i.name == entry.implement), None)
-    if implement is None or implement.version != entry.implement_version or not implement.supports(spec):
+    if implement is None or implement.version != entry.implement_version or not implement.answer(spec):
         return None
     return entry if includes(dict(implement.space(spec)), dict(entry.params)) else None
 

@@ -155,6 +155,7 @@ class SplitLinear(Implement):
 
     name = "split"
     op = "linear"
+    every_epilogue = True
 
     def supports(self, spec: KernelSpec) -> Support:
         """Take an irregular weight of some size, with enough of it in blocks or N:M, and a kernel for every part."""

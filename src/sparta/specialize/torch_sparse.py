@@ -55,6 +55,7 @@ class TorchCSR(Implement):
 
     name = "torch-csr"
     op = "linear"
+    every_epilogue = True
 
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32 on the CPU, sparse enough that an index can pay."""
@@ -76,6 +77,7 @@ class TorchBSR(Implement):
 
     name = "torch-bsr"
     op = "linear"
+    every_epilogue = True
 
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32 on the CPU, whole square blocks that divide the weight."""

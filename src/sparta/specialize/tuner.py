@@ -7,10 +7,12 @@ at a time. The one idea to know: the winner must beat dense once more, by 3 % in
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -30,8 +32,10 @@ __all__ = ["Choice", "Problem", "choose", "tune_kernel"]
 
 DENSE = "dense"
 _QUICK_SECONDS = 0.02
+_SEARCH_SHARE = 0.75  # of the seconds; the rest is for the longer run
 _RUNNERS_UP = 2  # how many candidates may try to beat dense in the longer run
 _MOST_COMPILERS = 4
+_GRAPH_MILLISECONDS, _MOST_CALLS = 0.2, 20  # of the calls in one graph: enough for the host to keep ahead
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ def tune_kernel(
     seed: int = 0,
     store: TuningStore | None = None,
     progress: Callable[..., object] | bool | None = None,
+    in_graphs: bool = False,
 ) -> Choice:
     """Return the fastest implement and parameters for a problem.
 
@@ -136,22 +141,25 @@ def tune_kernel(
     algo
         ``'grid'``, ``'rand'``, ``'tpe'`` or ``'evolution'``.
     max_trials, max_seconds
-        Budgets for the whole search.
+        Budgets: trials of the search, seconds for all of it. What is under way when the time is up is finished.
     store
         Where results are looked up and kept; None keeps nothing.
     progress
         True for a view on stderr, a callable that gets each trial and the best so far, None or False for nothing.
+    in_graphs
+        On CUDA, time kernels as CUDA graphs replay them, with operands that are not in the cache: without the host's
+        share, as in a model that is replayed whole.
     """
     stored = choose(problem.spec, store)
     if stored.entry is not None:
         return stored
-    dense = _callable(problem, build(problem.spec, {"_name": DENSE}))
-    check(dense(), problem.expected, reduction=problem.reduction, what=DENSE)
+    deadline = math.inf if max_seconds is None else perf_counter() + max_seconds
+    rivals = _Rivals.of(problem, in_graphs=in_graphs and problem.spec.device == "cuda" and not problem.backward)
 
     def objective(config: Mapping[str, Any], kernel: Kernel) -> float:
         if config["_name"] == DENSE:
             return 1.0
-        functions = {DENSE: dense, "candidate": _checked(problem, config, kernel)}
+        functions = {DENSE: rivals.dense, "candidate": rivals.candidate(config, kernel)}
         return 1.0 / pairs_of(compare(functions, warmup=2, iters=50, max_seconds=_QUICK_SECONDS)).gain
 
     result = search(
@@ -159,14 +167,14 @@ def tune_kernel(
         objective,
         algo=algo,
         max_trials=max_trials,
-        max_seconds=max_seconds,
+        max_seconds=None if max_seconds is None else _SEARCH_SHARE * max(1e-3, deadline - perf_counter()),
         seed=seed,
         initial=_starting_points(problem.spec),
         progress=progress or None,
         prepare=_compiler(problem),
         workers=min(_MOST_COMPILERS, os.cpu_count() or 1),
     )
-    choice = _confirmed(problem, dense, result, stored.refused)
+    choice = _confirmed(rivals, result, stored.refused, deadline)
     interrupted = choice.result is not None and choice.result.interrupted
     if store is not None and choice.entry is not None and not interrupted:
         store.put(problem.spec, choice.entry)
@@ -177,7 +185,7 @@ def build(spec: KernelSpec, config: Mapping[str, Any]) -> Kernel:
     """Build the kernel that a sample of the nested search space names."""
     params = {key: value for key, value in config.items() if key != "_name"}
     implement = implement_named(config["_name"], spec.op)
-    answer = implement.supports(spec)
+    answer = implement.answer(spec)
     if not answer:
         raise SpartaError(message(f"{implement.name} cannot run {spec}: {answer.reason}", fix="choose another one"))
     return implement.build(spec, params)
@@ -234,39 +242,90 @@ def _callable(problem: Problem, kernel: Kernel) -> Callable[[], Tensor]:
     return call_with_gradients
 
 
-def _checked(problem: Problem, config: Mapping[str, Any], kernel: Kernel) -> Callable[[], Tensor]:
-    """Return a candidate ready to run; raises PrunedTrial when it fails or computes something else."""
+@dataclass(frozen=True)
+class _Rivals:
+    """Dense and candidates of one problem as they are timed, several calls of each at a time in CUDA graphs."""
+
+    problem: Problem
+    dense: Callable[[], Tensor]
+    calls: int
+    in_graphs: bool
+
+    @staticmethod
+    def of(problem: Problem, *, in_graphs: bool) -> _Rivals:
+        """Return the rivals of a problem; raises where dense computes something else than what is expected."""
+        kernel = build(problem.spec, {"_name": DENSE})
+        dense = _callable(problem, kernel)
+        check(dense(), problem.expected, reduction=problem.reduction, what=DENSE)
+        if not in_graphs:
+            return _Rivals(problem, dense, 1, in_graphs=False)
+        alone = compare({DENSE: dense}, warmup=2, iters=20, max_seconds=_QUICK_SECONDS)[DENSE].min
+        calls = max(1, min(_MOST_CALLS, round(_GRAPH_MILLISECONDS / max(alone, 1e-3))))
+        return _Rivals(problem, _replayed(problem, kernel, calls), calls, in_graphs=True)
+
+    def candidate(self, config: Mapping[str, Any], kernel: Kernel) -> Callable[[], Tensor]:
+        """Return a candidate ready to be timed; raises PrunedTrial when it fails or computes something else."""
+        try:
+            call = _callable(self.problem, kernel)
+            check(call(), self.problem.expected, reduction=self.problem.reduction, what=config["_name"])
+        except CheckError as error:
+            raise PrunedTrial(f"wrong result: {str(error).splitlines()[0]}") from error
+        except SpartaError as error:
+            raise PrunedTrial(str(error)) from error
+        return _replayed(self.problem, kernel, self.calls) if self.in_graphs else call
+
+
+def _replayed(problem: Problem, kernel: Kernel, calls: int) -> Callable[[], Tensor]:
+    """Return so many calls of a kernel, replayed from a CUDA graph; one by one where it cannot be recorded."""
+    from sparta.specialize.cuda.graphs import copies, recorded
+
+    packed = () if problem.operand is None else kernel.pack(problem.operand)
+    held = copies(packed, calls) if packed else [()]
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            for number in range(calls - 1):
+                kernel.run(held[number % len(held)], *problem.inputs)
+            return kernel.run(held[(calls - 1) % len(held)], *problem.inputs)
+
     try:
-        call = _callable(problem, kernel)
-        check(call(), problem.expected, reduction=problem.reduction, what=config["_name"])
-    except CheckError as error:
-        raise PrunedTrial(f"wrong result: {str(error).splitlines()[0]}") from error
-    except SpartaError as error:
-        raise PrunedTrial(str(error)) from error
-    return call
+        graph, result = recorded(run)
+    except RuntimeError:
+        return run
+
+    def replay(_held: object = held) -> Tensor:  # a graph does not keep what it reads
+        graph.replay()
+        return result
+
+    return replay
 
 
-def _confirmed(
-    problem: Problem, dense: Callable[[], Tensor], result: TuningResult, refused: Mapping[str, str]
-) -> Choice:
+def _confirmed(rivals: _Rivals, result: TuningResult, refused: Mapping[str, str], deadline: float) -> Choice:
     """Time the best few against dense once more, longer, until one wins; dense if none does."""
     complete = sorted((t.value, t.number, t) for t in result.trials if t.value is not None)
     hopeful = [t for ratio, _, t in complete if t.params["_name"] != DENSE and ratio < 1.0][:_RUNNERS_UP]
-    dense_time, best = 0.0, ""
+    tried = any(trial.params["_name"] != DENSE for trial in result.trials)
+    dense_time, best, hurried = 0.0, "", not tried and perf_counter() >= deadline
     for trial in hopeful:
         try:
-            pairs = confirm(dense, _checked(problem, trial.params, build(problem.spec, trial.params)))
+            candidate = rivals.candidate(trial.params, build(rivals.problem.spec, trial.params))
+            pairs = confirm(rivals.dense, candidate, deadline - perf_counter())
         except KeyboardInterrupt:
             return _unconfirmed(hopeful[0], replace(result, interrupted=True), refused)
         except (SpartaError, RuntimeError):
             continue  # it worked once, and is not to be relied on
-        dense_time, best = pairs.dense_milliseconds, best or f"({trial.params['_name']}) reached {pairs.gain:.2f}x"
+        dense_time = pairs.dense_milliseconds / rivals.calls
+        best = best or f"({trial.params['_name']}) reached {pairs.gain:.2f}x"
+        hurried |= not pairs.decided and perf_counter() >= deadline
         if pairs.won:
             entry = Entry(trial.params["_name"], _params(trial), dense_time / pairs.gain, dense_time)
             return Choice(entry.implement, entry.params, f"{pairs.gain:.2f}x dense", entry, refused, result)
-    dense_time = dense_time or compare({DENSE: dense}, warmup=2, max_seconds=_QUICK_SECONDS)[DENSE].median
+    if not dense_time:
+        dense_time = compare({DENSE: rivals.dense}, warmup=2, max_seconds=_QUICK_SECONDS)[DENSE].median / rivals.calls
     why = "nothing was faster" if complete else "no candidate worked"
     reason = f"dense: the best candidate {best}" if best else f"dense: {why}"
+    if hurried:  # nothing that is worth keeping: more time may tell
+        return Choice(DENSE, {}, f"{reason} when the time was up", None, refused, result)
     return Choice(DENSE, {}, reason, Entry(DENSE, {}, dense_time, dense_time), refused, result)
 
 

@@ -134,6 +134,7 @@ class TvmLinear(Implement):
 
     name = "tvm"
     op = "linear"
+    every_epilogue = True
 
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32 on the CPU, for weights that are sparse enough."""

@@ -139,7 +139,8 @@ class TeSA:
         if state not in {CONSTANT, DEAD}:
             raise ValueRangeError(message(f"pruned={pruned!r}", "'constant' or 'dead'"))
         grid = Grid.from_dense(as_mask(mask))
-        states = Grid(grid.shape, grid.block, torch.where(grid.cells, LIVE, state).to(torch.uint8))
+        codes = torch.tensor([state, LIVE], dtype=torch.uint8)  # numbers would make an int64 a cell on the way
+        states = Grid(grid.shape, grid.block, torch.where(grid.cells, codes[1], codes[0]))
         return cls._of_states(states, value if state == CONSTANT else 0.0, format, dynamic)
 
     @classmethod
@@ -252,6 +253,8 @@ class TeSA:
         (64, 256)
         """
         chosen = bit_format(format)
+        if scale is None and self._is_plain(chosen):
+            return self  # with what has been found out about it
         code = Grid.uniform(self.shape, chosen.code, torch.uint8)
         if scale is None:
             unknown = Grid.uniform(self.shape, math.inf, torch.float64)
@@ -261,6 +264,15 @@ class TeSA:
             raise ValueRangeError(message("a scale that is not a positive finite number", "scales > 0"))
         zeros = parameter_grid(self.shape, zero_point, group, "zero_point")
         return replace(self, code=code, scale=scales, zero_point=zeros)
+
+    def _is_plain(self, chosen: BitFormat) -> bool:
+        """Whether all elements have one bit format, without quantisation parameters."""
+        grids = (self.code, self.scale, self.zero_point)
+        return all(grid.cells.numel() == 1 for grid in grids) and [grid.value() for grid in grids] == [
+            chosen.code,
+            math.inf,
+            0.0,
+        ]
 
     def with_dynamic(self, *dims: int) -> Self:
         """Return the same TeSA with exactly these dims dynamic (negative dims count from the end)."""
@@ -292,7 +304,11 @@ class TeSA:
         """Return how many elements are ``"live"``, ``"constant"`` or ``"dead"``."""
         if state not in _STATES:
             raise ValueRangeError(message(f"state {state!r}", "'live', 'constant' or 'dead'"))
-        return self._where(_STATES[state]).count()
+        return self._live if state == "live" else self._where(_STATES[state]).count()
+
+    @cached_property
+    def _live(self) -> int:
+        return self._where(LIVE).count()
 
     @cached_property
     def density(self) -> float:

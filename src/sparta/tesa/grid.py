@@ -115,6 +115,8 @@ class Grid:
     def count(self) -> int:
         """Return how many elements of the tensor hold a true cell (edge blocks count their real size)."""
         counts = self.cells != 0
+        if all(size % block == 0 for size, block in zip(self.shape, self.block, strict=True)):
+            return int(counts.count_nonzero()) * math.prod(self.block)
         for dim in reversed(range(len(self.shape))):
             cells, block = counts.shape[dim], self.block[dim]
             if cells == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -98,6 +98,14 @@ class Environment:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values that JSON can hold."""
         return cast("dict[str, Any]", _plain(asdict(self)))
+
+    def with_backend(self, name: str, *, available: bool, reason: str) -> Environment:
+        """Return the same with one more back end, of which only its own part of the package can tell.
+
+        >>> environment().with_backend("mine", available=True, reason="always").backends[-1].name
+        'mine'
+        """
+        return replace(self, backends=(*self.backends, Backend(name, available, reason)))
 
     def __str__(self) -> str:
         rows = [[backend.name, "yes" if backend.available else "no", backend.reason] for backend in self.backends]

@@ -1,6 +1,7 @@
 """Every convolution kernel against float64: any geometry, size, stride, density, tile, layout, instruction set."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -46,6 +47,18 @@ def conv_tiles(draw, outputs_each):
     return tile if outputs_each % tile.block == 0 else draw(st.just(type(tile)(block=1, mv=tile.mv)))
 
 
+@st.composite
+def conv_masks(draw, shape):
+    """Masks as training leaves them: of any density, in blocks of output channels, with dead and full filters."""
+    height = draw(st.sampled_from([1, 1, 4, 8]))
+    blocks = torch.rand(-(-shape[0] // height), *shape[1:]) < draw(st.sampled_from([0.0, 0.2, 0.6, 1.0]))
+    mask = blocks.repeat_interleave(height, 0)[: shape[0]]
+    if draw(st.booleans()):
+        mask[draw(st.integers(0, shape[0] - 1)) :: 3] = draw(st.booleans())
+        mask[:, draw(st.integers(0, shape[1] - 1))] = False
+    return mask
+
+
 def laid_out(x, layout):
     """The same values with other strides."""
     if layout == "channels last" and x.dim() == 4:
@@ -70,7 +83,7 @@ def expected(x, weight, mask, geometry, bias=None, activation=None, residual=Non
 def test_the_result_is_that_of_the_masked_dense_convolution(problem, isa, layout, image, data):
     geometry, shape, size = problem
     tile = data.draw(conv_tiles(shape[0] // geometry.groups if geometry.groups > 1 else 8))
-    mask = torch.rand(shape) < data.draw(st.sampled_from([0.0, 0.2, 0.6, 1.0]))
+    mask = data.draw(conv_masks(shape))
     weight = torch.where(mask, torch.randn(shape), torch.nan)
     x = laid_out(torch.randn(data.draw(st.integers(0, 3)), shape[1] * geometry.groups, *size), layout)
     bias = data.draw(st.sampled_from([None, torch.randn(shape[0])]))
@@ -115,11 +128,50 @@ def test_nan_and_inf_spread_to_the_pixels_that_read_them(problem, isa, image, ba
     assert torch.equal(~y.isfinite(), touched)
 
 
-def test_minus_zero_survives_where_nothing_is_added():
-    y = PackedConv(torch.ones(4, 1, 1, 1), torch.ones(4, 1, 1, 1) > 0, ConvGeometry.make(2))(torch.zeros(1, 1, 5, 5))
-    residual = torch.full_like(y, -0.0)
-    empty = PackedConv(torch.ones(4, 1, 1, 1), torch.zeros(4, 1, 1, 1) > 0, ConvGeometry.make(2))
-    assert torch.equal(empty(torch.ones(1, 1, 5, 5), residual=residual), torch.zeros_like(y))
+@settings(max_examples=40)
+@given(problems(), ISAS, st.sampled_from(IMAGES), st.sampled_from([torch.nan, torch.inf, -torch.inf]), st.data())
+def test_nan_and_inf_in_a_live_weight_spread_to_its_channel(problem, isa, image, bad, data):
+    geometry, shape, size = problem
+    weight = torch.randn(shape)
+    place = tuple(data.draw(st.integers(0, s - 1)) for s in shape)
+    weight[place] = bad
+    mask = torch.ones(shape, dtype=torch.bool)
+    x = torch.rand(1, shape[1] * geometry.groups, *size) + 0.5
+    y = PackedConv(weight, mask, geometry, image=image, isa=isa)(x)
+    # Also where it meets the zeros around the image: 0 * inf is NaN.
+    assert not bool(y[:, place[0]].isfinite().any())
+    y[:, place[0]] = 0.0
+    assert bool(y.isfinite().all())
+    mask[place] = False
+    assert bool(PackedConv(weight, mask, geometry, image=image, isa=isa)(x).isfinite().all())
+
+
+@pytest.mark.parametrize("isa", runnable_isas())
+@pytest.mark.parametrize("image", IMAGES)
+def test_zeros_have_the_sign_that_dense_gives_them(isa, image):
+    geometry = ConvGeometry.make(2, padding=1)
+    weight = torch.tensor([1.0, -1.0, 0.0, -0.0]).reshape(4, 1, 1, 1).expand(4, 2, 3, 3).contiguous()
+    mask = torch.rand(weight.shape) < 0.6
+    mask[3] = False
+    for zero in (0.0, -0.0):
+        x = torch.full((1, 2, 5, 5), zero)
+        for bias, residual in itertools.product((None, 0.0, -0.0), repeat=2):
+            beside = None if bias is None else torch.full((4,), bias)
+            added = None if residual is None else torch.full((1, 4, 5, 5), residual)
+            y = PackedConv(weight, mask, geometry, image=image, isa=isa)(x, beside, "relu", added)
+            truth = expected(x, weight, mask, geometry, beside, "relu", added)
+            assert torch.equal(y.double(), truth)
+            assert torch.equal(y.signbit(), truth.signbit())
+
+
+@pytest.mark.parametrize("isa", runnable_isas())
+def test_the_switch_forces_a_build(isa, monkeypatch):
+    monkeypatch.setenv("SPARTA_CPU_ISA", isa)
+    geometry = ConvGeometry.make(2, padding=1, stride=2)
+    weight, x = torch.randn(12, 3, 3, 3), torch.randn(2, 3, 11, 8)
+    packed = PackedConv(weight, weight > 0.3, geometry)
+    assert packed.library.isa == isa
+    check(packed(x), expected(x, weight, weight > 0.3, geometry), reduction=27)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

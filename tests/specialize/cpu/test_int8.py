@@ -1,5 +1,7 @@
 """Int8 kernels are exact: equal, bit for bit, to the integer product, in every build and for any shape."""
 
+from ctypes import addressof
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError
 from sparta.specialize.cpu import load, runnable_isas
 from sparta.specialize.cpu.int8 import PackedInt8Linear
-from sparta.specialize.cpu.library import Int8Call
+from sparta.specialize.cpu.library import INT8_CALL
 from sparta.specialize.implement import implement_named, supported
 from sparta.specialize.int8 import int8_linear_spec, requantisation, requantised
 from sparta.specialize.kernel_spec import Epilogue
@@ -46,6 +48,15 @@ def made(mask, tokens, data, **fields):
     return spec, x, random_bytes(mask.shape, "int8", extreme=extreme), multiplier, torch.randn(len(mask)) * 10
 
 
+def strided(x, kind):
+    """The same bytes with other strides, among bytes that are not to be read."""
+    if kind == "transposed":
+        return x.t().contiguous().t()
+    wide = torch.full((len(x), 2 * x.shape[1] + 3), 99, dtype=x.dtype)
+    chosen = wide[:, ::2][:, : x.shape[1]] if kind == "every other" else wide[:, 3 : 3 + x.shape[1]]
+    return x if kind == "contiguous" else chosen.copy_(x)
+
+
 def expected(spec, x, weight, multiplier, offset):
     zero = spec.attributes["input_zero_point"]
     live = torch.where(spec["weight"].mask(), weight.long(), 0)
@@ -58,8 +69,7 @@ def test_results_equal_the_integer_product(mask, isa, tokens, block, data):
     spec, x, weight, multiplier, offset = made(mask, tokens, data)
     packed = PackedInt8Linear(mask, isa=isa, block=block, mv=data.draw(st.integers(1, 4)))
     dtype = FORMATS[spec.attributes["output_format"]]
-    if data.draw(st.booleans()):
-        x = x.t().contiguous().t()
+    x = strided(x, data.draw(st.sampled_from(["contiguous", "transposed", "every other", "sliced"])))
     y = packed(
         x,
         packed.pack(weight),
@@ -72,6 +82,33 @@ def test_results_equal_the_integer_product(mask, isa, tokens, block, data):
     )
     assert y.dtype == dtype
     assert torch.equal(y, expected(spec, x, weight, multiplier, offset))
+
+
+@pytest.mark.parametrize("isa", runnable_isas())
+@pytest.mark.parametrize("relu", [False, True])
+def test_scales_that_are_no_numbers_and_signs_of_zero_are_as_dense_gives_them(isa, relu):
+    weight = random_bytes((5, 6), "int8")
+    weight[4] = 0
+    x = random_bytes((19, 6), "int8")
+    multiplier = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e38, -1.0])
+    spec = int8_linear_spec(TeSA.dense((5, 6)), 19, epilogue=Epilogue(bias=True, activation="relu" if relu else None))
+    packed = PackedInt8Linear(torch.ones(5, 6, dtype=torch.bool), isa=isa)
+    for offset in (None, torch.tensor([0.0, torch.inf, 1.0, 1e38, -0.0])):
+        y = packed(x, packed.pack(weight), multiplier, offset, relu=relu)
+        truth = requantised(x.long() @ weight.long().t(), spec, multiplier, offset)
+        assert torch.equal(y.nan_to_num(nan=7.0), truth.nan_to_num(nan=7.0))
+        # A clamp may give either zero.
+        assert relu or torch.equal(y.signbit()[:, 1:], truth.signbit()[:, 1:])
+
+
+@pytest.mark.parametrize("isa", runnable_isas())
+def test_the_switch_forces_a_build(isa, monkeypatch):
+    monkeypatch.setenv("SPARTA_CPU_ISA", isa)
+    weight, x = random_bytes((24, 40), "int8", extreme=True), random_bytes((33, 40), "uint8", extreme=True)
+    packed = PackedInt8Linear(weight > 0)
+    assert packed.library.isa == isa
+    y = packed(x, packed.pack(weight), torch.ones(24))
+    assert torch.equal(y.long(), x.long() @ (weight * (weight > 0)).long().t())
 
 
 @settings(max_examples=30)
@@ -148,4 +185,4 @@ def test_wrong_arguments_say_what_is_allowed():
     matrix = packed._matrix(values[0])
     matrix.bn = 3
     with pytest.raises(ValueRangeError, match="no kernel for"):
-        load().multiply_int8(matrix, Int8Call())
+        load().multiply_int8(addressof(matrix), bytes(INT8_CALL.size))

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from ctypes import addressof
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional
 
 from sparta.errors import NameNotFoundError, ShapeError, SpartaError, ValueRangeError
 from sparta.specialize.cpu import PackedLinear, Panel, candidates, load, runnable_isas
-from sparta.specialize.cpu.library import PanelCall, StreamCall
+from sparta.specialize.cpu.library import PANEL_CALL, STREAM_CALL
 from sparta.specialize.cpu.tile import AVX512_FORMS
 from sparta.tesa.attribute import TeSA
 from sparta.testing import check, linear_reference
@@ -225,6 +226,9 @@ def test_views_that_negate_and_gradients_are_understood():
     negated = z.conj().imag
     assert negated.is_neg()
     assert torch.equal(packed(negated), packed(negated.clone()))
+    x, bias = torch.randn(5, 6), torch.randn(8)
+    whole, shift = torch._neg_view(x), torch._neg_view(bias)  # contiguous, and still not what lies in memory
+    assert torch.equal(packed(whole, bias=shift), packed(-x, bias=-bias))
     x = torch.randn(5, 6, requires_grad=True)
     assert not packed(x, bias=torch.zeros(8, requires_grad=True)).requires_grad
 
@@ -329,8 +333,8 @@ def test_the_library_refuses_tiles_it_does_not_hold(layer):
     matrix = layer._matrix
     matrix.bn = 5
     with pytest.raises(ValueRangeError, match="no kernel for"):
-        library.multiply_panels(matrix, PanelCall())
+        library.multiply_panels(addressof(matrix), bytes(PANEL_CALL.size))
     stream = PackedLinear(torch.randn(8, 6), form="rows")._matrix
     stream.height = 5
     with pytest.raises(ValueRangeError, match="no kernel for"):
-        library.multiply_stream(stream, StreamCall())
+        library.multiply_stream(addressof(stream), bytes(STREAM_CALL.size))

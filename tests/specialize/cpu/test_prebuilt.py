@@ -143,3 +143,22 @@ def _empty(folder):
 def test_a_library_that_is_not_what_it_says_is_not_used(folder, damage):
     damage(folder)
     assert toolchain.prebuilt("portable") is None
+
+
+def test_what_runs_is_said(tmp_path, monkeypatch):
+    monkeypatch.delenv("SPARTA_CPU_SANITIZE", raising=False)
+    monkeypatch.setenv("SPARTA_CPU_ISA", "portable")
+    for number, (wanted, says) in enumerate([(False, "built without"), (False, "damaged"), (True, "portable: ")]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.setattr(toolchain, "PREBUILT", folder)
+        if number:
+            (folder / "portable.so").write_bytes(b"code")
+        if wanted:
+            (folder / MANIFEST).write_bytes(manifest(toolchain.SOURCES, {"portable": b"code"}))
+        available, reason = toolchain.prebuilt_state()
+        assert available is wanted
+        assert says in reason
+    monkeypatch.setenv("SPARTA_CPU_SANITIZE", "1")
+    assert toolchain.prebuilt_state()[0] is False
+    assert "sanitizers" in toolchain.prebuilt_state()[1]

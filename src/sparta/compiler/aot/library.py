@@ -74,6 +74,8 @@ def load_operators() -> Path:
     path = library_path()
     torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     torch.library.register_fake("sparta_aot::linear", _linear_shape)
+    torch.library.register_fake("sparta_aot::conv2d", _conv_shape)
+    torch.library.register_fake("sparta_aot::int8_linear", _int8_shape)
     return path
 
 
@@ -87,6 +89,25 @@ def _linear_shape(
 ) -> Tensor:
     del values, arrays, bias, residual
     return x.new_empty(x.shape[0], numbers[1])
+
+
+def _conv_shape(
+    x: Tensor,
+    values: Tensor,
+    arrays: Sequence[Tensor],
+    numbers: Sequence[int],
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    del values, arrays, bias, residual
+    return x.new_empty(x.shape[0], numbers[0], *numbers[10:12])
+
+
+def _int8_shape(
+    x: Tensor, operands: Sequence[Tensor], arrays: Sequence[Tensor], numbers: Sequence[int], offset: Tensor | None
+) -> Tensor:
+    del operands, arrays, offset
+    return x.new_empty(x.shape[0], numbers[0], dtype=(torch.float32, torch.int8, torch.uint8)[numbers[8]])
 
 
 def _compile(command: list[str]) -> bytes:

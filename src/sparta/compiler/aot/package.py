@@ -11,77 +11,21 @@ import os
 import warnings
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from sparta.compiler.aot.layers import DenseLayer, layer_for
 from sparta.compiler.aot.library import load_operators
+from sparta.compiler.int8 import OP, InputGrid
 from sparta.errors import ValueRangeError, message
-from sparta.specialize.cpu.library import STREAM_FORMS, activation_code
-from sparta.specialize.cpu.linear import PackedLinear
-from sparta.specialize.linear import apply_epilogue
 
 if TYPE_CHECKING:
     from sparta.compiler.kernels import KernelModule
     from sparta.compiler.module import CompiledModel
 
-__all__ = ["DenseLayer", "PackedLayer", "package"]
-
-_PANEL_ARRAYS = ("starts", "offsets", "rows", "costs", "chunk_columns")
-_STREAM_ARRAYS = ("starts", "indices", "step_starts", "step_lanes", "step_advances", "costs")
-_PANEL_FORM = -1
-
-
-class PackedLayer(nn.Module):
-    """A linear sub-graph as a call of ``sparta_aot::linear``; its buffers are all that the kernel reads."""
-
-    bias: Tensor | None
-
-    def __init__(self, packed: PackedLinear, values: Tensor, bias: Tensor | None, activation: str | None) -> None:
-        super().__init__()
-        tile, layout = packed.tile, packed.layout
-        panel = tile.form == "panel"
-        self._names = _PANEL_ARRAYS if panel else _STREAM_ARRAYS
-        for name in self._names:
-            array = layout.arrays.get(name, torch.empty(0, dtype=torch.int64))
-            # Inductor knows no unsigned words; bytes mean the same to whoever reads an address.
-            self.register_buffer(name, array.view(torch.uint8) if array.numel() else array)
-        self.register_buffer("values", values)
-        self.register_buffer("bias", bias)
-        indices = layout.arrays.get("indices")
-        self._numbers = [
-            _PANEL_FORM if panel else STREAM_FORMS[tile.form], packed.shape[0], packed.shape[1], layout.groups,
-            len(layout.arrays["chunk_columns"]) - 1 if panel else 0, tile.block, tile.mv if panel else 0,
-            tile.interleave if panel else 0, tile.prefetch, 0 if indices is None else indices.element_size(),
-            activation_code(activation),
-        ]  # fmt: skip
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return ``activation(x W^T + bias) + residual`` for x (..., K)."""
-        outputs, inputs = self._numbers[1:3]
-        arrays = [cast("Tensor", getattr(self, name)) for name in self._names]
-        added = None if residual is None else residual.reshape(-1, outputs)
-        y = torch.ops.sparta_aot.linear(x.reshape(-1, inputs), self.values, arrays, self._numbers, self.bias, added)
-        return cast("Tensor", y).reshape(*x.shape[:-1], outputs)
-
-
-class DenseLayer(nn.Module):
-    """A sub-graph by PyTorch's own operators."""
-
-    bias: Tensor | None
-
-    def __init__(self, kernel: KernelModule) -> None:
-        super().__init__()
-        self._fused = kernel.fused
-        self.register_buffer("weight", kernel.weight())
-        self.register_buffer("bias", None if kernel.bias is None else kernel.bias.clone())
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return ``activation(layer(x) + bias) + residual``."""
-        fused = self._fused
-        y = fused.lowering.dense(cast("Tensor", self.weight), x, self.bias, fused.attributes)
-        return apply_epilogue(y, fused.epilogue, residual)
+__all__ = ["package"]
 
 
 def package(
@@ -141,15 +85,13 @@ def _with_operators(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _layer(name: str, kernel: KernelModule) -> nn.Module:
-    if kernel.fused.op == "quantised_linear":
-        raise ValueRangeError(
-            message(f"{name} runs in int8", "layers in float32", "compile the model without int8 for a package")
-        )
-    _, built, packed = kernel._built[0]
-    inner = getattr(built, "_packed", None)
-    if kernel.fused.op == "linear" and isinstance(inner, PackedLinear) and kernel.live.dtype == torch.float32:
-        return PackedLayer(inner, packed[0], kernel.bias, kernel.fused.epilogue.activation)
+    found = layer_for(kernel)
+    if found is not None:
+        return found
     choice = next(iter(kernel.choices.values()))[1]
+    if kernel.fused.op == OP and InputGrid.of_output(kernel.fused.attributes) is not None:
+        given = f"{name} runs by {choice.implement} and hands integers to the next layer"
+        raise ValueRangeError(message(given, "the kernel cpu-int8", "compile the model without int8 for a package"))
     warnings.warn(f"{name}: {choice.implement} has no C++ operator; it is packaged dense", stacklevel=4)
     return DenseLayer(kernel)
 

@@ -108,21 +108,28 @@ def _panel_tiles(tokens: int, inputs: int, height: int, isa: str) -> Iterable[Ti
     if height % 4 == 0:
         # Sixteen registers hold at most 12 sums beside inputs and weights; AVX-512 has 32.
         widest = {8: 3, 4: 4} if isa == "avx512" else {8: 1, 4: 2}
-        for block in (8, 4) if height % 8 == 0 else (4,):
+        # Four vectors of tokens keep the multipliers busy with blocks of 4; with fewer, 8 rows share a load better.
+        blocks = (4,) if height % 8 else (4, 8) if min(most, widest[4]) == 4 else (8, 4)
+        for block in blocks:
             for mv in range(min(most, widest[block]), 0, -1):
-                for chunk in _chunks(inputs, mv):
+                for chunk in _chunks(inputs, mv, block):
                     yield Tile("panel", block, mv, k_chunk=chunk)
             if block == 8 and min(most, widest[8]) > 1 and inputs > _MANY_INPUTS:
                 yield Tile("panel", block, min(most, widest[8]), prefetch=4)
         return
     for mv in sorted({most, min(most, 2), 1}, reverse=True):
-        for interleave in (4, 2, 1) if mv == 1 else (2, 1) if mv == 2 else (1, 2):
-            for chunk in _chunks(inputs, mv)[: 3 if interleave == 1 else 1]:
+        for interleave in (2, 4, 1) if mv == 1 else (2, 1) if mv == 2 else (1, 2):
+            for chunk in _chunks(inputs, mv, 1)[: 3 if interleave == 1 else 1]:
                 yield Tile("panel", 1, mv, interleave, k_chunk=chunk)
 
 
-def _chunks(inputs: int, mv: int) -> tuple[int, ...]:
-    """Return the chunks of input channels to try, for tiles that are too wide for the caches without."""
+def _chunks(inputs: int, mv: int, block: int) -> tuple[int, ...]:
+    """Return the chunks of input channels to try, for tiles that are too wide for the caches without.
+
+    Blocks use what they load several times, so they gain less, and pay more for taking up sums again.
+    """
     if mv < 3 or inputs <= _SOME_INPUTS:
         return (0,)
-    return (384, 768, 0) if inputs > _MANY_INPUTS else (0, 384)
+    if inputs <= _MANY_INPUTS:
+        return (384, 0) if block == 1 else (0, 384)
+    return (384, 768, 0) if block == 1 else (768, 384, 0)

@@ -8,6 +8,8 @@ sizes seen last.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from ctypes import addressof
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,24 +20,29 @@ from torch import Tensor
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.specialize.conv import ConvGeometry
 from sparta.specialize.cpu.conv_image import ImagePlan, plan_image
-from sparta.specialize.cpu.library import ConvCall, PanelMatrix, activation_code, load
+from sparta.specialize.cpu.library import CONV_CALL, PanelMatrix, activation_code, load
 from sparta.specialize.cpu.packing import offset_table, pack_entries
 from sparta.specialize.cpu.tile import Tile
 
-__all__ = ["PackedConv"]
+__all__ = ["FixedPlan", "PackedConv"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KEPT_PLANS = 8
+_FIXED = (
+    *("in_channels", "in_rows", "in_columns", "out_rows", "out_columns", "stride_rows", "stride_columns", "slots"),
+    *("row_width", "band_tokens", "reach", "plane", "direct"),
+)
 
 
 @dataclass
 class _Plan:
-    """The layout of images of one size, and the C structures that say it; their addresses are those of `arrays`."""
+    """The layout of images of one size, and how C structures say it: addresses (of `arrays`), and `_FIXED` numbers."""
 
     image: ImagePlan
     arrays: dict[str, Tensor]
     matrix: PanelMatrix
-    call: ConvCall
+    addresses: tuple[int, ...]
+    numbers: dict[str, int]
 
     def matrix_for(self, values: Tensor) -> PanelMatrix:
         """Return the packed weight with these values."""
@@ -46,6 +53,22 @@ class _Plan:
             matrix.values = values.data_ptr()
             self.matrix = matrix
         return matrix
+
+
+@dataclass(frozen=True)
+class FixedPlan:
+    """All that a kernel reads for contiguous images of one size, for whoever calls it from elsewhere.
+
+    Attributes
+    ----------
+    arrays
+        Index arrays by name, those of the weight and those of the image.
+    numbers
+        The fields of ``PanelMatrix`` and of a call that are numbers.
+    """
+
+    arrays: dict[str, Tensor]
+    numbers: dict[str, int]
 
 
 class PackedConv:
@@ -141,7 +164,8 @@ class PackedConv:
         bias
             (N,).
         activation
-            ``'relu'``, ``'gelu'`` (the exact one), ``'silu'`` or None.
+            ``'relu'``, ``'gelu'`` (the exact one), ``'silu'``, ``'relu6'``, ``'relu_last'`` (a ReLU behind the
+            residual) or None.
         residual
             Like the result, of any strides.
         threads
@@ -149,24 +173,44 @@ class PackedConv:
         values
             Of another weight with the same mask, as :meth:`pack` returned them.
         """
-        images = self._images(x)
+        images, size, strides = self._images(x)
         count = torch.get_num_threads() if threads is None else threads
         if count < 1:
             raise ValueRangeError(message(f"threads is {threads}", "1 or more"))
-        plan = self._plan((images.shape[2], images.shape[3]), count, contiguous=images.is_contiguous())
-        y = torch.empty(images.shape[0], self.shape[0], *self._out_size(x, plan))
-        added = None if residual is None else self._checked(residual, "residual", tuple(y.shape)).contiguous()
+        plan = self._plan(size, count, contiguous=images.is_contiguous())
+        shape = (images.shape[0], self.shape[0], *self._out_size(x, plan))
+        y = torch.empty(shape)
+        added = None if residual is None else self._checked(residual, "residual", shape).contiguous()
         shift = None if bias is None else self._checked(bias, "bias", (self.shape[0],)).contiguous()
         matrix = plan.matrix_for(self._checked_values(values))
-        # A copy, because another thread may be running with other images.
-        call = ConvCall.from_buffer_copy(plan.call)
-        call.x, call.y, call.images = images.data_ptr(), y.data_ptr(), images.shape[0] if y.numel() else 0
-        call.x_strides[:] = images.stride()
-        call.activation, call.threads = activation_code(activation), count
-        call.bias = None if shift is None else shift.data_ptr()
-        call.residual = None if added is None else added.data_ptr()
-        self.library.multiply_conv(matrix, call)
+        call = CONV_CALL.pack(
+            images.data_ptr(),
+            y.data_ptr(),
+            0 if shift is None else shift.data_ptr(),
+            0 if added is None else added.data_ptr(),
+            *plan.addresses,
+            0 if 0 in shape else shape[0],
+            *strides,
+            *plan.numbers.values(),
+            activation_code(activation),
+            count,
+        )
+        self.library.multiply_conv(addressof(matrix), call)
         return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+    def fixed(self, size: Sequence[int], threads: int) -> FixedPlan:
+        """Return what a call for contiguous images of this size reads; threads only decide how they are cut up.
+
+        >>> packed = PackedConv(None, torch.ones(4, 2, 3, 3) > 0, ConvGeometry.make(2, padding=1))
+        >>> packed.fixed((5, 5), 1).numbers["out_rows"]
+        5
+        """
+        sizes = (1, *size) if self._dims == 1 else tuple(size)
+        image = (1, sizes[0] * sizes[1]) if self._pointwise else (sizes[0], sizes[1])
+        plan = self._plan(image, threads, contiguous=True)
+        matrix = {name: getattr(plan.matrix, name) for name in ("channels", "inputs", "groups", "chunks")}
+        matrix |= {name: getattr(plan.matrix, name) for name in ("bn", "mv", "interleave", "prefetch")}
+        return FixedPlan({**self.layout.arrays, **plan.arrays}, matrix | plan.numbers)
 
     def __getstate__(self) -> dict[str, Any]:
         # Addresses and the open library belong to this object in this process; a copy makes its own.
@@ -180,15 +224,15 @@ class PackedConv:
     def __repr__(self) -> str:
         return f"PackedConv({self.shape}, {self.geometry}, {self.library.isa}, {self.tile}, {self.image})"
 
-    def _images(self, x: Tensor) -> Tensor:
-        """Return the input as (B, C, rows, columns); one row where pixels need not know their neighbours."""
+    def _images(self, x: Tensor) -> tuple[Tensor, tuple[int, int], tuple[int, ...]]:
+        """Return the input, and its rows, columns and strides; one row where pixels need not know their neighbours."""
         images = self._checked(x, "x", (None, self._channels, *[None] * self._dims))
-        if self._dims == 1:
-            return images.unsqueeze(2)
         size, strides = images.shape[2:], images.stride()
-        if self._pointwise and strides[2] == size[1] * strides[3] and images.numel():
-            return images.as_strided((*images.shape[:2], 1, size.numel()), (*strides[:2], 0, strides[3]))
-        return images
+        if self._dims == 1:
+            return images, (1, size[0]), (*strides[:2], 0, strides[2])
+        if self._pointwise and strides[2] == size[1] * strides[3] and 0 not in images.shape:
+            return images, (1, size[0] * size[1]), (*strides[:2], 0, strides[3])
+        return images, (size[0], size[1]), strides
 
     def _out_size(self, x: Tensor, plan: _Plan) -> tuple[int, ...]:
         """Return the spatial size of the result."""
@@ -218,11 +262,18 @@ class PackedConv:
             "slot_columns": torch.tensor(image.slot_columns, dtype=torch.int32),
             "used": torch.from_numpy(used),
         }
-        plan = _Plan(image, arrays, self._matrix(arrays["offsets"]), _call(image, arrays, self._geometry, size))
-        plan.call.in_channels = self._channels
+        addresses = tuple(arrays[name].data_ptr() for name in ("slot_rows", "slot_columns", "used"))
+        numbers = self._numbers(image, size)
+        plan = _Plan(image, arrays, self._matrix(arrays["offsets"]), addresses, numbers)
         # A new dict, because another thread may be reading this one.
         self._plans = {**dict(list(self._plans.items())[1 - _KEPT_PLANS :]), key: plan}
         return plan
+
+    def _numbers(self, image: ImagePlan, size: tuple[int, int]) -> dict[str, int]:
+        """Return the numbers of a plan in the order of the C structure."""
+        numbers = (self._channels, *size, *image.out_size, *self._geometry.stride, len(image.slot_rows))
+        plan = (image.row_width, image.band_tokens, image.reach, image.plane, int(image.direct))
+        return dict(zip(_FIXED, (*numbers, *plan), strict=True))
 
     def _matrix(self, offsets: Tensor) -> PanelMatrix:
         layout, tile = self.layout, self.tile
@@ -233,13 +284,16 @@ class PackedConv:
 
     def _checked(self, tensor: Tensor, name: str, shape: tuple[int | None, ...]) -> Tensor:
         """Return a tensor as float32 with plain strides, without a copy where that can be."""
-        fits = tensor.dim() == len(shape) and all(w in (None, s) for w, s in zip(shape, tensor.shape, strict=True))
-        if not fits:
+        given_shape = tensor.shape
+        fits = len(given_shape) == len(shape) and all(w in (None, s) for w, s in zip(shape, given_shape, strict=True))
+        if given_shape != shape and not fits:
             wanted = tuple("any" if size is None else size for size in shape)
             raise ShapeError(message(f"{name} of shape {tuple(tensor.shape)}", f"{wanted}"))
         if not tensor.is_cpu or tensor.dtype not in _DTYPES:
             given = f"{name} of {tensor.dtype} on {tensor.device}"
             raise ValueRangeError(message(given, f"{', '.join(map(str, _DTYPES))} on cpu"))
+        if tensor.dtype is torch.float32 and not tensor.requires_grad and not tensor.is_neg():
+            return tensor  # the common case: nothing to do, and a call may take only a few microseconds
         return tensor.detach().resolve_neg().to(torch.float32)
 
     def _checked_values(self, values: Tensor | None) -> Tensor:
@@ -255,25 +309,4 @@ class PackedConv:
 def _with_one_row(geometry: ConvGeometry) -> ConvGeometry:
     return ConvGeometry(
         (1, *geometry.stride), ((0, 0), *geometry.padding), (1, *geometry.dilation), groups=geometry.groups
-    )
-
-
-def _call(image: ImagePlan, arrays: dict[str, Tensor], geometry: ConvGeometry, size: tuple[int, int]) -> ConvCall:
-    """Return the C structure of a call, without its images and epilogue."""
-    return ConvCall(
-        slot_rows=arrays["slot_rows"].data_ptr(),
-        slot_columns=arrays["slot_columns"].data_ptr(),
-        used=arrays["used"].data_ptr(),
-        in_rows=size[0],
-        in_columns=size[1],
-        out_rows=image.out_size[0],
-        out_columns=image.out_size[1],
-        stride_rows=geometry.stride[0],
-        stride_columns=geometry.stride[1],
-        slots=len(image.slot_rows),
-        row_width=image.row_width,
-        band_tokens=image.band_tokens,
-        reach=image.reach,
-        plane=image.plane,
-        direct=image.direct,
     )

@@ -18,6 +18,7 @@ from sparta.specialize.cpu.candidates import candidates
 from sparta.specialize.cpu.conv import PackedConv
 from sparta.specialize.cpu.conv_image import IMAGES
 from sparta.specialize.cpu.implement import layout_of, runs_here
+from sparta.specialize.cpu.library import fused_activation
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.implement import Implement, KernelLayout, Params, Support, register
 from sparta.specialize.kernel_spec import KernelSpec
@@ -29,7 +30,7 @@ class _CpuConvKernel(ConvKernel):
     def __init__(self, spec: KernelSpec, tile: Tile, image: str) -> None:
         geometry = ConvGeometry.from_dict(spec.attributes)
         self._packed = PackedConv(None, spec["weight"].mask("cpu"), geometry, image=image, **tile.to_dict())
-        self._activation = spec.epilogue.activation
+        self._activation = fused_activation(spec.epilogue)
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         return (self._packed.pack(operand.detach()),)
@@ -47,6 +48,7 @@ class _CpuConv(Implement):
     """Hand-written C++ kernels, compiled for this machine at their first use."""
 
     name = "cpu"
+    every_epilogue = True
 
     def supports(self, spec: KernelSpec) -> Support:
         """Any mask and geometry on the CPU in fp32, bf16 and fp16, where there is a compiler."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from sparta.errors import ShapeError, SpartaError, ValueRangeError, message
 from sparta.specialize.cpu.generate import Generated, generate
 from sparta.specialize.cpu.implement import compiles_here, runs_here
-from sparta.specialize.cpu.library import PanelCall, activation_code, load
+from sparta.specialize.cpu.library import PANEL_CALL, activation_code, fused_activation, load
 from sparta.specialize.cpu.toolchain import build, chosen_isa
 from sparta.specialize.implement import Implement, Params, Support, present, register
 from sparta.specialize.kernel_spec import KernelSpec
@@ -83,17 +83,18 @@ class GeneratedLinear:
         shift = None if bias is None else _floats(bias, "bias", (outputs,))
         values = _floats(values, "values", (len(self._positions),))
         y = torch.empty(len(x), outputs)
-        call = PanelCall(
+        call = PANEL_CALL.pack(
             rows.data_ptr(),
             y.data_ptr(),
             len(x),
             inputs,
             outputs,
-            None if shift is None else shift.data_ptr(),
-            None if added is None else added.data_ptr(),
+            0 if shift is None else shift.data_ptr(),
+            0 if added is None else added.data_ptr(),
             outputs,
             activation_code(activation),
             torch.get_num_threads() if threads is None else threads,
+            *(False, False),  # token-major at both ends
         )
         self._library.multiply_generated(self._groups, self.shape, values.data_ptr(), call)
         return y if x.dtype == torch.float32 else y.to(x.dtype)
@@ -102,7 +103,7 @@ class GeneratedLinear:
 class _GeneratedKernel(LinearKernel):
     def __init__(self, spec: KernelSpec) -> None:
         self._layer = GeneratedLinear(spec["weight"].mask("cpu"))
-        self._activation = spec.epilogue.activation
+        self._activation = fused_activation(spec.epilogue)
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         return (self._layer.pack(operand),)
@@ -118,6 +119,7 @@ class CpuGenerated(Implement):
 
     name = "cpu-generated"
     op = "linear"
+    every_epilogue = True
 
     def supports(self, spec: KernelSpec) -> Support:
         """Small layers for a few tokens, where code for x86-64 can be compiled."""

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from sparta.common.tuning import TunableItemCfg
 from sparta.specialize.cpu.candidates import candidates, default
-from sparta.specialize.cpu.library import Library
+from sparta.specialize.cpu.library import Library, fused_activation
 from sparta.specialize.cpu.linear import PackedLinear
 from sparta.specialize.cpu.packing import Layout
+from sparta.specialize.cpu.panel import Panel
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.cpu.toolchain import prebuilt
 from sparta.specialize.implement import Implement, KernelLayout, Params, Support, register
@@ -21,26 +22,47 @@ from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear import LinearKernel
 from sparta.testing.machine import probe_compiler
 
-__all__ = ["CpuLinear", "compiles_here", "layout_of", "library_here", "runs_here"]
+__all__ = ["CpuLinear", "CpuLinearKernel", "compiles_here", "layout_of", "library_here", "runs_here"]
 
 _FORMATS = ("fp32", "bf16", "fp16")
 
 
-class _CpuLinearKernel(LinearKernel):
+class CpuLinearKernel(LinearKernel):
+    """A built C++ kernel of ``linear``, which may also take and return panels."""
+
     def __init__(self, spec: KernelSpec, tile: Tile) -> None:
         self._packed = PackedLinear(None, spec["weight"], **tile.to_dict())
-        self._activation = spec.epilogue.activation
+        self._activation = fused_activation(spec.epilogue)
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
+        """Return the live values of the weight (N, K)."""
         return (self._packed.pack(operand.detach()),)
 
     def layout(self) -> KernelLayout:
+        """Return the index arrays and the tile."""
         return layout_of(self._packed.layout, self._packed.tile, self._packed.library)
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
+        """Return (M, N) for x (M, K), bias and residual."""
         x, bias, residual = inputs
         assert x is not None  # noqa: S101 - the operation's convention
         return self._packed(x, bias, self._activation, residual, values=packed[0])
+
+    @property
+    def panel_width(self) -> int | None:
+        """The tokens in a tile of the panels that it reads; None where it reads no panels."""
+        tile = self._packed.tile
+        return tile.mv * self._packed.library.lanes if tile.form == "panel" else None
+
+    def multiply(
+        self, packed: Sequence[Tensor], x: Tensor | Panel, bias: Tensor | None, residual: Tensor | None = None
+    ) -> Tensor:
+        """Return (M, N) for x (M, K), or for a panel of it."""
+        return self._packed(x, bias, self._activation, residual, values=packed[0])
+
+    def to_panel(self, packed: Sequence[Tensor], x: Tensor | Panel, bias: Tensor | None) -> Panel:
+        """Return the same as a panel, without a residual."""
+        return self._packed.to_panel(x, bias, self._activation, values=packed[0])
 
 
 def layout_of(layout: Layout, tile: Tile, library: Library) -> KernelLayout:
@@ -75,6 +97,7 @@ class CpuLinear(Implement):
 
     name = "cpu"
     op = "linear"
+    every_epilogue = True
 
     def supports(self, spec: KernelSpec) -> Support:
         """Any mask on the CPU in fp32, bf16 and fp16, where the library is there or a compiler is."""
@@ -91,7 +114,7 @@ class CpuLinear(Implement):
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
         """Compile the library if it is not there yet, and pack the mask."""
-        return _CpuLinearKernel(spec, Tile.parse(params["tile"]))
+        return CpuLinearKernel(spec, Tile.parse(params["tile"]))
 
 
 def _sizes(spec: KernelSpec) -> tuple[int, int, int, float, tuple[int, int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from ctypes import addressof
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn import functional
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.specialize.cpu.implement import layout_of, library_here
-from sparta.specialize.cpu.library import Int8Call, PanelMatrix, load
+from sparta.specialize.cpu.library import INT8_CALL, PanelMatrix, load
 from sparta.specialize.cpu.packing import pack_mask
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.implement import Implement, KernelLayout, Params, Support, present, register
@@ -66,6 +67,7 @@ class PackedInt8Linear:
         self._units = -(-inputs // _UNIT)
         units = self._whole_units(self.mask).view(outputs, self._units, _UNIT).any(-1)
         self.layout = pack_mask(units, self.tile, self.library.lanes)
+        self._bound: PanelMatrix | None = None
 
     def _whole_units(self, rows: Tensor) -> Tensor:
         """Return rows (M, K) as contiguous memory with zeros up to a whole unit."""
@@ -122,15 +124,16 @@ class PackedInt8Linear:
         if values.shape != self.layout.source.shape or values.dtype != torch.int32 or not values.is_contiguous():
             raise ShapeError(message(f"packed values of shape {tuple(values.shape)}", fix="take what pack() returned"))
         rows = self._whole_units(x.detach())
-        kept = [multiplier.contiguous(), None if offset is None else offset.contiguous()]
+        scale, shift = multiplier.contiguous(), None if offset is None else offset.contiguous()
         y = torch.empty(len(x), outputs, dtype=output[0])
-        call = Int8Call(
+        call = INT8_CALL.pack(
             rows.data_ptr(),
             y.data_ptr(),
             len(x),
             self._units,
             outputs,
-            *(None if vector is None else vector.data_ptr() for vector in kept),
+            scale.data_ptr(),
+            0 if shift is None else shift.data_ptr(),
             row_sums.data_ptr(),
             0.0 if relu else -math.inf,
             x.dtype == torch.uint8,
@@ -139,8 +142,17 @@ class PackedInt8Linear:
             output[1],
             torch.get_num_threads() if threads is None else threads,
         )
-        self.library.multiply_int8(self._matrix(values), call)
+        matrix = self._matrix_for(values)
+        self.library.multiply_int8(addressof(matrix), call)
         return y
+
+    def _matrix_for(self, values: Tensor) -> PanelMatrix:
+        """Return the C structure with these values, as in the last call where they are the same."""
+        bound, address = self._bound, values.data_ptr()
+        if bound is None or bound.values != address:
+            # A new one, because another thread may be running with other values.
+            bound = self._bound = self._matrix(values)
+        return bound
 
     def _matrix(self, values: Tensor) -> PanelMatrix:
         layout, tile = self.layout, self.tile

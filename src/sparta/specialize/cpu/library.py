@@ -9,28 +9,44 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+import struct
+from ctypes import Structure, c_char_p, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 from sparta.errors import NameNotFoundError, SpartaError, ValueRangeError, did_you_mean, message
 from sparta.specialize.cpu.toolchain import build, chosen_isa
+from sparta.specialize.kernel_spec import Epilogue
 
 __all__ = [
     "ACTIVATIONS",
-    "ConvCall",
-    "Int8Call",
+    "CONV_CALL",
+    "INT8_CALL",
+    "PANEL_CALL",
+    "STREAM_CALL",
     "Library",
-    "PanelCall",
     "PanelMatrix",
-    "StreamCall",
     "StreamMatrix",
     "load",
 ]
 
-ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3}
+ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3, "relu6": 4, "relu_last": 5}
+"""Numbers of the activations; ``relu_last`` comes behind the residual, all others in front of it."""
 # Numbers of the forms that weights for few tokens are stored in.
 STREAM_FORMS = {"columns": 0, "permuted": 1, "rows": 2, "bitmap": 3}
 _UNKNOWN_TILE, _NO_MEMORY = 1, 2
+
+
+# The activations of one call, as bytes: for few tokens and for many. Filling these in one go touches far less code than
+# a structure field by field, which is most of a call's cost beside the kernel when other work has filled the caches.
+# x, y, tokens, strides of x and y, bias, residual, its stride, activation, threads; and whether x and y are panels.
+STREAM_CALL = struct.Struct("@PPqqqPPqii")
+PANEL_CALL = struct.Struct("@PPqqqPPqiiii")
+# x, y, tokens, strides of x and y, multiplier, offset, row sums, floor; whether x is unsigned, its zero, the dtype of
+# the output, its zero, threads.
+INT8_CALL = struct.Struct("@PPqqqPPPfiiiii")
+# x, y, bias, residual, rows and columns of slots, what is used; images, four strides of x, twelve numbers of the plan
+# and `direct`, in the order of native/conv.h; activation, threads.
+CONV_CALL = struct.Struct("@7P17q3i")
 
 
 class PanelMatrix(Structure):
@@ -51,77 +67,6 @@ class PanelMatrix(Structure):
         ("mv", c_int32),
         ("interleave", c_int32),
         ("prefetch", c_int32),
-    )
-
-
-class PanelCall(Structure):
-    """The activations of one call for many tokens; see ``native/spmm.h``."""
-
-    _fields_ = (
-        ("x", c_void_p),
-        ("y", c_void_p),
-        ("tokens", c_int64),
-        ("x_stride", c_int64),
-        ("y_stride", c_int64),
-        ("bias", c_void_p),
-        ("residual", c_void_p),
-        ("residual_stride", c_int64),
-        ("activation", c_int32),
-        ("threads", c_int32),
-        ("x_is_panel", c_int32),
-        ("y_is_panel", c_int32),
-    )
-
-
-class ConvCall(Structure):
-    """The images of one convolution; see ``native/conv.h``."""
-
-    _fields_ = (
-        ("x", c_void_p),
-        ("y", c_void_p),
-        ("bias", c_void_p),
-        ("residual", c_void_p),
-        ("slot_rows", c_void_p),
-        ("slot_columns", c_void_p),
-        ("used", c_void_p),
-        ("images", c_int64),
-        ("x_strides", c_int64 * 4),
-        ("in_channels", c_int64),
-        ("in_rows", c_int64),
-        ("in_columns", c_int64),
-        ("out_rows", c_int64),
-        ("out_columns", c_int64),
-        ("stride_rows", c_int64),
-        ("stride_columns", c_int64),
-        ("slots", c_int64),
-        ("row_width", c_int64),
-        ("band_tokens", c_int64),
-        ("reach", c_int64),
-        ("plane", c_int64),
-        ("direct", c_int32),
-        ("activation", c_int32),
-        ("threads", c_int32),
-    )
-
-
-class Int8Call(Structure):
-    """The activations of one call of 8-bit integers; see ``native/int8.h``."""
-
-    _fields_ = (
-        ("x", c_void_p),
-        ("y", c_void_p),
-        ("tokens", c_int64),
-        ("x_stride", c_int64),
-        ("y_stride", c_int64),
-        ("multiplier", c_void_p),
-        ("offset", c_void_p),
-        ("row_sums", c_void_p),
-        ("floor", c_float),
-        ("x_is_unsigned", c_int32),
-        ("x_zero", c_int32),
-        ("output", c_int32),
-        ("y_zero", c_int32),
-        ("threads", c_int32),
     )
 
 
@@ -146,23 +91,6 @@ class StreamMatrix(Structure):
     )
 
 
-class StreamCall(Structure):
-    """The activations of one call for a few tokens; see ``native/gemv.h``."""
-
-    _fields_ = (
-        ("x", c_void_p),
-        ("y", c_void_p),
-        ("tokens", c_int64),
-        ("x_stride", c_int64),
-        ("y_stride", c_int64),
-        ("bias", c_void_p),
-        ("residual", c_void_p),
-        ("residual_stride", c_int64),
-        ("activation", c_int32),
-        ("threads", c_int32),
-    )
-
-
 @dataclass(frozen=True)
 class Library:
     """An open kernel library: its instruction set, the floats in one of its vectors, its functions."""
@@ -175,28 +103,36 @@ class Library:
         """Tell whether there is a kernel for that tile, and for the narrower ones at a ragged end."""
         return bool(self.handle.sparta_has_tile(bn, mv, interleave, prefetch))
 
-    def multiply_panels(self, matrix: PanelMatrix, call: PanelCall) -> None:
-        """Run the kernel for many tokens."""
-        _raise_for(self.handle.sparta_multiply_panels(matrix, call))
+    def multiply_panels(self, matrix: int, call: bytes) -> None:
+        """Run the kernel for many tokens: the address of a :class:`PanelMatrix`, and a ``PANEL_CALL``."""
+        code = self.handle.sparta_multiply_panels(matrix, call)
+        if code:
+            _raise_for(code)
 
-    def multiply_conv(self, matrix: PanelMatrix, call: ConvCall) -> None:
-        """Run the kernel for images."""
-        _raise_for(self.handle.sparta_multiply_conv(matrix, call))
+    def multiply_conv(self, matrix: int, call: bytes) -> None:
+        """Run the kernel for images: the address of a :class:`PanelMatrix`, and a ``CONV_CALL``."""
+        code = self.handle.sparta_multiply_conv(matrix, call)
+        if code:
+            _raise_for(code)
 
-    def multiply_int8(self, matrix: PanelMatrix, call: Int8Call) -> None:
-        """Run the kernel for 8-bit integers; the matrix has four of them in every value."""
-        _raise_for(self.handle.sparta_multiply_int8(matrix, call))
+    def multiply_int8(self, matrix: int, call: bytes) -> None:
+        """Run the kernel for 8-bit integers; the :class:`PanelMatrix` there has four of them in every value."""
+        code = self.handle.sparta_multiply_int8(matrix, call)
+        if code:
+            _raise_for(code)
 
     def multiply_generated(
-        self, groups: ctypes.Array[c_int64], shape: tuple[int, int], values: int, call: PanelCall
+        self, groups: ctypes.Array[c_int64], shape: tuple[int, int], values: int, call: bytes
     ) -> None:
         """Run the generated functions of a table, for a weight (N, K) with its values at this address."""
         count = len(groups) // 3
         _raise_for(self.handle.sparta_multiply_generated(ctypes.addressof(groups), count, *shape, values, call))
 
-    def multiply_stream(self, matrix: StreamMatrix, call: StreamCall) -> None:
-        """Run the kernel for a few tokens."""
-        _raise_for(self.handle.sparta_multiply_stream(matrix, call))
+    def multiply_stream(self, matrix: int, call: bytes) -> None:
+        """Run the kernel for a few tokens: the address of a :class:`StreamMatrix`, and a ``STREAM_CALL``."""
+        code = self.handle.sparta_multiply_stream(matrix, call)
+        if code:
+            _raise_for(code)
 
 
 def load(isa: str | None = None) -> Library:
@@ -229,14 +165,14 @@ def _loaded(isa: str, cache: str, sanitize: str) -> Library:
         raise SpartaError(message(given, fix=f"delete {path} to build them again")) from error
     handle.sparta_lanes.restype = c_int
     handle.sparta_has_tile.argtypes = (c_int, c_int, c_int, c_int)
-    handle.sparta_multiply_panels.argtypes = (POINTER(PanelMatrix), POINTER(PanelCall))
-    handle.sparta_multiply_conv.argtypes = (POINTER(PanelMatrix), POINTER(ConvCall))
-    handle.sparta_multiply_int8.argtypes = (POINTER(PanelMatrix), POINTER(Int8Call))
+    handle.sparta_multiply_panels.argtypes = (c_void_p, c_char_p)
+    handle.sparta_multiply_conv.argtypes = (c_void_p, c_char_p)
+    handle.sparta_multiply_int8.argtypes = (c_void_p, c_char_p)
     handle.sparta_multiply_generated.argtypes = (
         *(c_void_p, c_int64, c_int64, c_int64, c_void_p),
-        POINTER(PanelCall),
+        c_char_p,
     )
-    handle.sparta_multiply_stream.argtypes = (POINTER(StreamMatrix), POINTER(StreamCall))
+    handle.sparta_multiply_stream.argtypes = (c_void_p, c_char_p)
     handle.sparta_pack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int)
     handle.sparta_unpack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int)
     handle.sparta_pack.restype = handle.sparta_unpack.restype = None
@@ -253,6 +189,15 @@ def activation_code(name: str | None) -> int:
     if code is None:
         raise NameNotFoundError(did_you_mean(str(name), ACTIVATIONS, "activation"))
     return code
+
+
+def fused_activation(epilogue: Epilogue) -> str | None:
+    """Return the name that the kernels have for an epilogue's activation and its place.
+
+    >>> fused_activation(Epilogue(activation="relu", residual=True, residual_first=True))
+    'relu_last'
+    """
+    return "relu_last" if epilogue.residual_first else epilogue.activation
 
 
 def _raise_for(code: int) -> None:

@@ -7,6 +7,7 @@ the live weights alone give; NaN and inf that meet a live weight spread as they 
 
 from __future__ import annotations
 
+from ctypes import addressof
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.specialize.cpu.library import (
+    PANEL_CALL,
+    STREAM_CALL,
     STREAM_FORMS,
-    PanelCall,
     PanelMatrix,
-    StreamCall,
     StreamMatrix,
     activation_code,
     load,
@@ -31,6 +32,7 @@ __all__ = ["PackedLinear"]
 
 # Computed in float32, returned in the dtype of the input.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_pack_panel_call, _pack_stream_call = PANEL_CALL.pack, STREAM_CALL.pack
 
 
 class PackedLinear:
@@ -74,6 +76,7 @@ class PackedLinear:
         if self.tile.form in AVX512_FORMS and self.library.isa != "avx512":
             given = f"the form {self.tile.form!r} with the instruction set {self.library.isa}"
             raise ValueRangeError(message(given, "avx512", "take the form 'rows'"))
+        self._is_panel, self._tokens = self.tile.form == "panel", self.tile.mv * self.library.lanes
         self.layout: Layout = pack_mask(live, self.tile, self.library.lanes)
         self.shape = self.layout.shape
         self.values: Tensor | None = None if weight is None else self.pack(weight)
@@ -113,7 +116,8 @@ class PackedLinear:
         bias
             (N,).
         activation
-            ``'relu'``, ``'gelu'`` (the exact one), ``'silu'`` or None.
+            ``'relu'``, ``'gelu'`` (the exact one), ``'silu'``, ``'relu6'``, ``'relu_last'`` (a ReLU behind the
+            residual) or None.
         residual
             (..., N), of any strides.
         out
@@ -123,8 +127,13 @@ class PackedLinear:
         values
             Of another weight with the same mask, as :meth:`pack` returned them.
         """
+        outputs, inputs = self.shape
+        if out is None and residual is None and type(x) is Tensor and _is_plain(x, inputs):
+            tokens = x.shape[0]
+            y = torch.empty(tokens, outputs)
+            self._run(x, y, (tokens, inputs), (bias, activation, None), threads, values)
+            return y
         rows, tokens = self._inputs_of(x)
-        outputs = self.shape[0]
         shape: tuple[int, ...] = (tokens, outputs)
         dtype = torch.float32
         if not isinstance(x, Panel):
@@ -136,7 +145,9 @@ class PackedLinear:
                 raise ShapeError(message(f"a residual of shape {tuple(residual.shape)}", f"{shape}, as the result"))
             residual = self._rows_of(residual, "residual", outputs)
         y = torch.empty(tokens, outputs) if out is None else _target(out, shape, dtype, rows, residual)
-        self._run(rows, y, tokens, (bias, activation, residual), threads, values)
+        panel = isinstance(x, Panel)
+        stride = 0 if panel else rows.stride(0)
+        self._run(rows, y, (tokens, stride), (bias, activation, residual), threads, values, (panel, False))
         if out is None:
             y = y if len(shape) == 2 else y.view(shape)
             return y if dtype == torch.float32 else y.to(dtype)
@@ -157,17 +168,24 @@ class PackedLinear:
 
         ``x`` is (M, K) or a panel, ``residual`` a panel.
         """
-        if self.tile.form != "panel":
+        if not self._is_panel:
             given = f"a panel from the form {self.tile.form!r}"
             raise ValueRangeError(message(given, "the form 'panel'", "call the layer itself for a tensor"))
-        rows, tokens = self._inputs_of(x)
-        y = Panel.empty(tokens, self.shape[0], self.tile.mv * self.library.lanes)
+        panel = False
+        if isinstance(x, Panel):
+            self._check_panel(x, "x", self.shape[1])
+            rows, tokens, stride, panel = x.data, x.tokens, 0, True
+        else:
+            rows = self._rows_of(x, "x", self.shape[1])
+            tokens, stride = rows.shape[0], rows.stride(0)
+        y = Panel.empty(tokens, self.shape[0], self._tokens)
+        added = None
         if residual is not None:
-            self._checked_panel(residual, "residual", self.shape[0])
+            self._check_panel(residual, "residual", self.shape[0])
             if residual.tokens != tokens:
                 raise ShapeError(message(f"a residual of {residual.tokens} tokens", f"{tokens}, as x has"))
-        added = None if residual is None else residual.data
-        self._run(rows, y.data, tokens, (bias, activation, added), threads, values)
+            added = residual.data
+        self._run(rows, y.data, (tokens, stride), (bias, activation, added), threads, values, (panel, True))
         return y
 
     @property
@@ -194,35 +212,41 @@ class PackedLinear:
         self,
         x: Tensor,
         y: Tensor,
-        tokens: int,
+        rows: tuple[int, int],
         epilogue: tuple[Tensor | None, str | None, Tensor | None],
         threads: int | None,
         values: Tensor | None,
+        panels: tuple[bool, bool] = (False, False),
     ) -> None:
-        """Call the kernel with checked tensors: rows (M, C), or the data of panels, which have three dimensions."""
+        """Call the kernel with checked tensors: `rows` are the tokens and the stride of x, `panels` what x and y are.
+
+        Every attribute that is asked for costs time when other work has filled the caches, so few are.
+        """
+        tokens, stride = rows
         bias, activation, residual = epilogue
         if bias is not None:
             bias = self._checked_bias(bias)
-        threads = torch.get_num_threads() if threads is None else threads
+        if threads is None:
+            threads = torch.get_num_threads()
         if threads < 1:
             raise ValueRangeError(message(f"threads is {threads}", "1 or more"))
-        matrix = self._matrix_for(values)
+        matrix = self._matrix if values is None and self.values is not None else self._matrix_for(values)
         call = (
             x.data_ptr(),
             y.data_ptr(),
             tokens,
-            x.stride(0),
-            y.stride(0),
-            None if bias is None else bias.data_ptr(),
-            None if residual is None else residual.data_ptr(),
+            stride,
+            self.shape[0],
+            0 if bias is None else bias.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
             0 if residual is None else residual.stride(0),
-            activation_code(activation),
+            0 if activation is None else activation_code(activation),
             threads,
         )
-        if isinstance(matrix, PanelMatrix):
-            self.library.multiply_panels(matrix, PanelCall(*call, x.ndim == 3, y.ndim == 3))
+        if self._is_panel:
+            self.library.multiply_panels(addressof(matrix), _pack_panel_call(*call, *panels))
         else:
-            self.library.multiply_stream(matrix, StreamCall(*call))
+            self.library.multiply_stream(addressof(matrix), _pack_stream_call(*call))
 
     def _describe(self) -> PanelMatrix | StreamMatrix:
         """Return the C structure of the packed weight; the tensors behind its addresses live in the layout."""
@@ -260,17 +284,17 @@ class PackedLinear:
     def _inputs_of(self, x: Tensor | Panel) -> tuple[Tensor, int]:
         """Return the activations as the kernel reads them, and how many tokens they are."""
         if isinstance(x, Panel):
-            return self._checked_panel(x, "x", self.shape[1]).data, x.tokens
+            self._check_panel(x, "x", self.shape[1])
+            return x.data, x.tokens
         rows = self._rows_of(x, "x", self.shape[1])
         return rows, rows.shape[0]
 
     def _rows_of(self, tensor: Tensor, name: str, width: int) -> Tensor:
         """Return a tensor as float32 rows (M, width) with unit stride, without a copy where that can be."""
+        if _is_plain(tensor, width):
+            return tensor
         if not tensor.is_cpu:
             raise ValueRangeError(message(f"{name} is on {tensor.device}", "cpu", "move it with .cpu()"))
-        plain = tensor.dtype == torch.float32 and tensor.ndim == 2 and tensor.is_contiguous() and not tensor.is_neg()
-        if plain and tensor.shape[1] == width:
-            return tensor  # the common case, and a call may take only a few microseconds
         if tensor.dtype not in _DTYPES:
             raise ValueRangeError(message(f"{name} is {tensor.dtype}", ", ".join(map(str, _DTYPES))))
         if tensor.ndim == 0 or tensor.shape[-1] != width:
@@ -281,17 +305,31 @@ class PackedLinear:
         return rows if rows.stride(1) == 1 else rows.contiguous()
 
     def _checked_bias(self, bias: Tensor) -> Tensor:
-        if bias.shape != (self.shape[0],) or bias.device.type != "cpu" or bias.dtype not in _DTYPES:
+        if bias.shape != (self.shape[0],) or not bias.is_cpu or bias.dtype not in _DTYPES:
             given = f"a bias of shape {tuple(bias.shape)} and {bias.dtype} on {bias.device}"
             raise ShapeError(message(given, f"({self.shape[0]},), a float dtype, on cpu"))
-        return bias.detach().to(torch.float32).contiguous()
+        if bias.dtype is torch.float32 and bias.is_contiguous() and not bias.is_neg():
+            return bias
+        return bias.detach().resolve_neg().to(torch.float32).contiguous()
 
-    def _checked_panel(self, panel: Panel, name: str, channels: int) -> Panel:
-        tile = self.tile.mv * self.library.lanes
-        if self.tile.form != "panel" or panel.channels != channels or panel.tile != tile:
+    def _check_panel(self, panel: Panel, name: str, channels: int) -> None:
+        size = self._tokens
+        if not self._is_panel or panel.data.shape != (-(-panel.tokens // size), channels, size):
             given = f"{name} is a panel of {panel.channels} channels in tiles of {panel.tile}"
-            raise ShapeError(message(given, f"{channels} channels in tiles of {tile}, in the form 'panel'"))
-        return panel
+            raise ShapeError(message(given, f"{channels} channels in tiles of {size}, in the form 'panel'"))
+
+
+def _is_plain(tensor: Tensor, width: int) -> bool:
+    """Tell whether a kernel can read a tensor as it is: the common case."""
+    shape = tensor.shape
+    return (
+        len(shape) == 2
+        and shape[1] == width
+        and tensor.dtype is torch.float32
+        and tensor.is_contiguous()
+        and tensor.is_cpu
+        and not tensor.is_neg()
+    )
 
 
 def _live(weight: Tensor | None, mask: Tensor | TeSA | None) -> Tensor:

@@ -162,32 +162,26 @@ def _pack_stream(mask: Bools, tile: Tile) -> Layout:
 
 
 def _pack_permuted(mask: Bools) -> Layout:
-    """Lay out 16 rows side by side: in each chunk of 32 inputs, step s holds the s-th live weight of every row.
-
-    A table with a place for every (group, chunk, step, lane) puts the entries in order without sorting them.
-    """
+    """Lay out 16 rows side by side: in each chunk of 32 inputs, step s holds the s-th live weight of every row."""
     outputs, inputs = mask.shape
     groups, chunks = -(-outputs // _LANES), -(-inputs // CHUNK_INPUTS)
-    counts, column = _lists(mask)
-    row = np.repeat(np.arange(outputs), counts)
-    chunk = column // CHUNK_INPUTS
-    cell = row * chunks + chunk  # entries of one row and chunk are neighbours
-    step = np.arange(len(cell)) - _running(np.bincount(cell, minlength=outputs * chunks))[cell]
-    table = np.zeros((groups * chunks * CHUNK_INPUTS, _LANES), dtype=np.uint8)
-    table[((row // _LANES) * chunks + chunk) * CHUNK_INPUTS + step, row % _LANES] = column % CHUNK_INPUTS + 1
-
-    steps = np.flatnonzero(table.any(axis=1))
-    lists = table[steps]
-    in_step, lane = np.nonzero(lists)
-    at = steps[in_step] // CHUNK_INPUTS  # group and chunk
-    index = lists[in_step, lane] - 1
-    source = (at // max(chunks, 1) * _LANES + lane) * inputs + at % max(chunks, 1) * CHUNK_INPUTS + index
-    step_group, step_chunk = np.divmod(steps // CHUNK_INPUTS, max(chunks, 1))
+    table, most = _live_by_step(mask)
+    halves = table.view(np.uint64)
+    steps = np.flatnonzero(halves[:, 0] | halves[:, 1])
+    lists = table[steps].reshape(-1)
+    live = lists != 0
+    step_group, step_chunk = np.divmod(steps // most, max(chunks, 1))
+    first = step_group * (_LANES * inputs) + step_chunk * CHUNK_INPUTS
+    position = np.int32 if mask.size < 2**31 else np.int64  # half the memory to go through
+    places = first.astype(position)[:, None] + (np.arange(_LANES) * inputs).astype(position)
+    index = lists[live] - np.uint8(1)
+    source = places.reshape(-1)[live] + index
     advances, before = _advances(step_group, step_chunk)
-    lanes = np.packbits(lists != 0, axis=1, bitorder="little").view("<u2").reshape(-1)
+    lanes = np.packbits(live, bitorder="little").view("<u2")
     group_steps = np.bincount(np.insert(step_group, before, step_group[before]), minlength=groups)
+    rows = np.pad(np.count_nonzero(mask, axis=1), (0, groups * _LANES - outputs))
     arrays = {
-        "starts": _running(np.bincount(row // _LANES, minlength=groups)),
+        "starts": _running(rows.reshape(groups, _LANES).sum(axis=1)),
         "indices": _with_padding(index, _PADDING),
         "step_starts": _running(group_steps),
         "step_lanes": _with_padding(np.insert(lanes, before, 0), _PADDING),
@@ -195,6 +189,30 @@ def _pack_permuted(mask: Bools) -> Layout:
         "costs": _running(group_steps + 4),
     }
     return _layout(mask, groups, arrays, source, padded=False)
+
+
+def _live_by_step(mask: Bools) -> tuple[NDArray[np.uint8], int]:
+    """Return (groups * chunks * steps, 16) and the number of steps: 1 + the place in its chunk of a lane's s-th weight.
+
+    A chunk of a row is one word of 32 bits. Every step takes the lowest bit of all words at once; what is left of a
+    word without any is 0.
+    """
+    outputs, inputs = mask.shape
+    groups, chunks = -(-outputs // _LANES), -(-inputs // CHUNK_INPUTS)
+    whole = np.zeros((groups * _LANES, chunks * CHUNK_INPUTS), dtype=np.bool_)
+    whole[:outputs, :inputs] = mask
+    bits = np.packbits(whole, axis=1, bitorder="little").view("<u4").reshape(groups, _LANES, chunks)
+    words = np.ascontiguousarray(bits.transpose(0, 2, 1)).reshape(-1, _LANES)
+    taken: list[NDArray[np.uint8]] = []
+    lowest, place = np.empty_like(words), np.empty(words.shape, dtype=np.int32)
+    while not taken or words.any():
+        np.bitwise_and(words, np.negative(words, out=lowest), out=lowest)
+        words ^= lowest
+        # A power of two as a float has its exponent in the upper bits; of 0 they are 0.
+        np.right_shift(lowest.astype(np.float32).view(np.int32), 23, out=place)
+        place -= 126
+        taken.append(np.maximum(place, 0, out=place).astype(np.uint8))
+    return np.stack(taken, axis=1).reshape(-1, _LANES), len(taken)
 
 
 def _advances(group: Ints, chunk: Ints) -> tuple[Ints, Ints]:

@@ -17,7 +17,7 @@ from sparta.specialize.cpu.library import Library
 __all__ = ["Panel"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Panel:
     """Activations of M tokens with C channels in the panel layout.
 
@@ -52,9 +52,9 @@ class Panel:
     @staticmethod
     def empty(tokens: int, channels: int, tile: int) -> Panel:
         """Return a panel with nothing in it yet."""
-        panel = object.__new__(Panel)  # right by construction, and made in every call: no need to check
-        object.__setattr__(panel, "data", torch.empty(-(-tokens // tile), channels, tile))
-        object.__setattr__(panel, "tokens", tokens)
+        panel = _new(Panel)  # right by construction, and made in every call: no need to check, and none to waste
+        _set_data(panel, torch.empty(-(-tokens // tile), channels, tile))
+        _set_tokens(panel, tokens)
         return panel
 
     @staticmethod
@@ -91,3 +91,7 @@ class Panel:
             self.data.data_ptr(), self.tokens, self.channels, mv, y.data_ptr(), y.stride(0), threads
         )
         return y
+
+
+_new = object.__new__
+_set_data, _set_tokens = (vars(Panel)[name].__set__ for name in ("data", "tokens"))

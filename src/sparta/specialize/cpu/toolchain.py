@@ -34,7 +34,7 @@ from sparta.files import private_folder, write_atomic
 from sparta.specialize.cpu.flags import ISAS, NEEDS, compiler_flags, intact_library, source_files
 from sparta.testing.machine import Compiler, probe_compiler, probe_cpu
 
-__all__ = ["ISAS", "build", "isa_flags", "prebuilt", "runnable_isas"]
+__all__ = ["ISAS", "build", "isa_flags", "prebuilt", "prebuilt_state", "runnable_isas"]
 
 SOURCES = Path(__file__).parent / "native"
 
@@ -128,6 +128,23 @@ def prebuilt(isa: str | None = None) -> Path | None:
     True
     """
     return None if _sanitizing() else _checked_once(PREBUILT, chosen_isa(isa))
+
+
+def prebuilt_state() -> tuple[bool, str]:
+    """Return whether the kernel library that came with the package is what runs here, and which one or why not.
+
+    >>> isinstance(prebuilt_state()[0], bool)
+    True
+    """
+    isa = chosen_isa()
+    found = prebuilt(isa)
+    if found is not None:
+        return True, f"{isa}: {found}"
+    if _sanitizing():
+        return False, "SPARTA_CPU_SANITIZE is set, so kernels are compiled with sanitizers"
+    if not (PREBUILT / f"{isa}.so").exists():
+        return False, f"the package was built without a library for {isa}; kernels are compiled at their first use"
+    return False, f"{PREBUILT / f'{isa}.so'} is damaged or of other sources; kernels are compiled at their first use"
 
 
 @functools.cache

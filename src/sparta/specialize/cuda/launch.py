@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparta.errors import ValueRangeError, message
 from sparta.specialize.cuda.block_linear import INTERPRETED, block_linear
+from sparta.specialize.cuda.nvrtc import raw_stream
 from sparta.specialize.cuda.tile import BlockTile
 
 __all__ = ["BlockLinearLauncher"]
@@ -104,7 +105,7 @@ class BlockLinearLauncher:
             return
         compiled = self._compiled.get(key)
         if compiled is not None:
-            compiled[grid](*arguments)
+            compiled[grid](*arguments, stream=raw_stream(device))  # given, it is not looked up
             return
         options = {"num_warps": self.tile.warps, "num_stages": self.tile.stages, "launch_pdl": bool(self.tile.early)}
         try:

@@ -186,7 +186,7 @@ inline void store_pixels(const float* sums, int64_t tile, int64_t rows, int64_t 
         const int64_t at = row * plane + segment->pixel + j;
         Vec sum = activate<Act>(load_some(sums + row * tile + segment->token + j, pixels) + shift);
         if (residual) sum += load_some(residual + at, pixels);
-        store_some(y + at, sum, pixels);
+        store_some(y + at, activate_last<Act>(sum), pixels);
       }
     }
   }
@@ -211,7 +211,7 @@ inline void multiply_tokens(const BandTask& task, int64_t begin, int64_t count, 
   const RowsKernel kernel = find_kernel(matrix.bn, vectors, matrix.interleave, matrix.prefetch > 0);
   const int64_t tile = matrix.mv * kLanes, plane = call.out_rows * call.out_columns;
   const int64_t groups_each = kBlockRows / matrix.bn;
-  const bool in_registers = whole && (call.activation == kNone || call.activation == kRelu);
+  const bool in_registers = whole && fits_registers(call.activation);
   Segment segments[kMostTokens];
   const int64_t runs = whole ? 0 : find_segments(call, begin, count, segments);
   for (int64_t block = first; block < last; block += kBlocksTogether) {
@@ -221,8 +221,7 @@ inline void multiply_tokens(const BandTask& task, int64_t begin, int64_t count, 
     float* y = task.y + row * plane;
     const float* bias = call.bias ? call.bias + row : nullptr;
     const float* residual = task.residual ? task.residual + row * plane : nullptr;
-    const RowsFinish finish{call.bias, residual ? residual + begin : nullptr,
-                            call.activation == kRelu ? 0.0f : -std::numeric_limits<float>::infinity()};
+    const RowsFinish finish = rows_finish(call.bias, residual ? residual + begin : nullptr, call.activation);
     kernel(RowsTask{&matrix, 0, block * groups_each, std::min((block + blocks) * groups_each, matrix.groups),
                     task.x + begin, whole ? y + begin : task.sums, row, whole ? plane : tile,
                     in_registers ? &finish : nullptr});

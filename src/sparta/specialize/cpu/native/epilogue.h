@@ -1,13 +1,13 @@
-// What happens to a sum before it is stored: y = activation(sum + bias) + residual, on data that is still in the cache.
-// The one idea to know: the activation is a template parameter, chosen once a block of rows, so inner loops have no
-// branches for it.
+// What happens to a sum before it is stored: y = activation(sum + bias) + residual, or relu(sum + bias + residual), on
+// data that is still in the cache. The one idea to know: the activation is a template parameter, chosen once a block of
+// rows, so inner loops have no branches for it; where it stands is part of it: kReluLast comes after the residual.
 #pragma once
 
 #include "simd.h"
 
 namespace sparta {
 
-enum Activation : int32_t { kNone = 0, kRelu = 1, kGelu = 2, kSilu = 3 };
+enum Activation : int32_t { kNone = 0, kRelu = 1, kGelu = 2, kSilu = 3, kRelu6 = 4, kReluLast = 5 };
 
 struct Epilogue {
   const float* bias;      // one a channel, or null
@@ -30,11 +30,25 @@ SPARTA_INLINE Vec gelu(Vec x) {
   return x * (x < Vec{} ? tail : splat(1.0f) - tail);
 }
 
+SPARTA_INLINE Vec relu(Vec x) { return x < Vec{} ? Vec{} : x; }  // NaN is not below 0 and stays
+
+// Before the residual is added.
 template <Activation Act>
 SPARTA_INLINE Vec activate(Vec x) {
-  if constexpr (Act == kRelu) return x < Vec{} ? Vec{} : x;  // NaN is not below 0 and stays
+  if constexpr (Act == kRelu) return relu(x);
   if constexpr (Act == kGelu) return gelu(x);
   if constexpr (Act == kSilu) return x / (splat(1.0f) + exp(-x));
+  if constexpr (Act == kRelu6) {
+    const Vec above = relu(x);
+    return above > splat(6.0f) ? splat(6.0f) : above;
+  }
+  return x;
+}
+
+// After it.
+template <Activation Act>
+SPARTA_INLINE Vec activate_last(Vec x) {
+  if constexpr (Act == kReluLast) return relu(x);
   return x;
 }
 
@@ -50,6 +64,8 @@ inline void with_activation(int32_t activation, F f) {
     case kRelu: return f(ActivationTag<kRelu>());
     case kGelu: return f(ActivationTag<kGelu>());
     case kSilu: return f(ActivationTag<kSilu>());
+    case kRelu6: return f(ActivationTag<kRelu6>());
+    case kReluLast: return f(ActivationTag<kReluLast>());
     default: return f(ActivationTag<kNone>());
   }
 }
@@ -61,7 +77,7 @@ SPARTA_INLINE void finish_channels(Vec sum, const Epilogue& epilogue, int64_t ch
   if (epilogue.bias) sum += load_some(epilogue.bias + channel, count);
   sum = activate<Act>(sum);
   if (residual) sum += load_some(residual, count);
-  store_some(out, sum, count);
+  store_some(out, activate_last<Act>(sum), count);
 }
 
 }  // namespace sparta

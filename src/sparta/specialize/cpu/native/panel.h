@@ -31,11 +31,6 @@ SPARTA_NOINLINE void pack_square(const float* from, int64_t stride, int64_t rows
                                  int64_t tile) {
   Vec square[kLanes];
   load_square<Whole>(from, stride, rows, columns, square);
-  if constexpr (Whole) {
-    // So many rows at a time are more than the hardware's prefetchers follow.
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) __builtin_prefetch(from + i * stride + 4 * kLanes);
-  }
   transpose(square);
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) {
@@ -43,18 +38,19 @@ SPARTA_NOINLINE void pack_square(const float* from, int64_t stride, int64_t rows
   }
 }
 
-// Packs the columns [begin, end) of `tokens` (at most `tile`) token-major rows into one panel tile. Tokens that do not
-// exist become 0 up to the next whole vector; vectors without any token are left alone, nobody reads them.
+// Packs the columns [begin, end) of `tokens` (at most `tile`) token-major rows into one panel tile that begins with
+// column `begin`. Tokens that do not exist become 0 up to the next whole vector; vectors without any token are left
+// alone, nobody reads them.
 inline void pack_tile(const float* x, int64_t stride, int64_t tokens, int64_t begin, int64_t end, int64_t tile,
                       float* panel) {
-  for (int64_t first = 0; first < tokens; first += kLanes) {
-    const int64_t rows = std::min<int64_t>(tokens - first, kLanes);
-    const float* from = x + first * stride;
-    float* to = panel + first;
-    for (int64_t k = begin; k < end; k += kLanes) {
-      const int64_t columns = std::min<int64_t>(end - k, kLanes);
+  // All tokens of a few channels before the next channels: whole rows of the panel are written at once.
+  for (int64_t k = begin; k < end; k += kLanes) {
+    const int64_t columns = std::min<int64_t>(end - k, kLanes);
+    for (int64_t first = 0; first < tokens; first += kLanes) {
+      const int64_t rows = std::min<int64_t>(tokens - first, kLanes);
       const bool whole = rows == kLanes && columns == kLanes;
-      (whole ? pack_square<true> : pack_square<false>)(from + k, stride, rows, columns, to + k * tile, tile);
+      (whole ? pack_square<true> : pack_square<false>)(x + first * stride + k, stride, rows, columns,
+                                                       panel + (k - begin) * tile + first, tile);
     }
   }
 }
@@ -77,7 +73,7 @@ SPARTA_NOINLINE void unpack_square(const float* from, int64_t tile, int64_t rows
     if (!Whole && i >= tokens) break;
     Vec sum = activate<Act>(square[i] + shift);
     if (residual) sum += load_some(residual + i * residual_stride, count);
-    store_some(y + i * stride, sum, count);
+    store_some(y + i * stride, activate_last<Act>(sum), count);
   }
 }
 
@@ -109,7 +105,7 @@ inline void finish_rows(float* panel, int64_t tile, int64_t channel, int64_t row
       const int64_t at = row * tile + j * kLanes;
       Vec sum = activate<Act>(load(panel + at) + shift);
       if (residual) sum += load(residual + at);
-      store(panel + at, sum);
+      store(panel + at, activate_last<Act>(sum));
     }
   }
 }

@@ -75,6 +75,39 @@ SPARTA_INLINE V splat(float value) {
   return value - V{};
 }
 
+#if defined(__clang__) || __GNUC__ >= 12
+#define SPARTA_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SPARTA_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
+#endif
+
+// Four floats, repeated over all lanes: one load for four weights, which pick() then spreads.
+SPARTA_INLINE Vec load_four(const float* from) {
+#if defined(SPARTA_AVX512)
+  return (Vec)_mm512_broadcast_f32x4(_mm_loadu_ps(from));
+#elif defined(SPARTA_AVX2)
+  return (Vec)_mm256_broadcast_ps(reinterpret_cast<const __m128*>(from));
+#else
+  return load(from);
+#endif
+}
+
+template <int Which, int... Lane>
+SPARTA_INLINE Vec pick_lane(Vec four, std::integer_sequence<int, Lane...>) {
+  return SPARTA_SHUFFLE(four, four, ((Lane & ~3) + Which)...);
+}
+
+// One of the four that load_four() has loaded, in all lanes; `which` is known where loops are unrolled.
+SPARTA_INLINE Vec pick(Vec four, int which) {
+  constexpr auto kAll = std::make_integer_sequence<int, kLanes>();
+  switch (which) {
+    case 0: return pick_lane<0>(four, kAll);
+    case 1: return pick_lane<1>(four, kAll);
+    case 2: return pick_lane<2>(four, kAll);
+    default: return pick_lane<3>(four, kAll);
+  }
+}
+
 // e^x to 2 ulp; 0 and inf beyond the range of float, NaN for NaN.
 SPARTA_INLINE Vec exp(Vec x) {
   const Vec kTooLarge = splat(88.8f), kTooSmall = splat(-104.0f);
@@ -99,12 +132,6 @@ SPARTA_INLINE Vec exp(Vec x) {
   const Vec second = (Vec)((exponent - half + 127) << 23);
   return power * first * second;
 }
-
-#if defined(__clang__) || __GNUC__ >= 12
-#define SPARTA_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SPARTA_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
-#endif
 
 // Exchanges the off-diagonal halves of every 2*Span x 2*Span square that rows `a` and `b`, Span apart, run through.
 template <int Span, int... Lane>

@@ -1,8 +1,11 @@
 // y = x W^T for many tokens: vectors run along tokens, weights are broadcast. A group of BN output channels shares one
 // list of input channels; every entry loads MV vectors of activations and multiplies each with BN weights. The one idea
 // to know: this machine class loads one wide vector a cycle and multiplies two, so a tile is good when
-// MV * BN multiplications pay for its MV + BN loads, and an unstructured weight (BN = 1) gains by interleaving rows.
+// MV * BN multiplications pay for its MV + BN loads, and an unstructured weight (BN = 1) gains by interleaving rows and
+// by loading four of its values at once.
 #pragma once
+
+#include <limits>
 
 #include "panel.h"
 #include "threads.h"
@@ -49,12 +52,22 @@ struct PanelCall {
   int32_t y_is_panel;
 };
 
-// An epilogue that is cheap enough for registers: max(sum + bias, floor) + residual.
+// An epilogue that is cheap enough for registers: max(min(max(sum + bias, floor), ceiling) + residual, last_floor).
 struct RowsFinish {
   const float* bias;      // one a channel, or null
   const float* residual;  // laid out as the output and from `first_row` on, or null
   float floor;            // 0 for ReLU, -inf for none
+  float ceiling;          // 6 for ReLU6, inf for none
+  float last_floor;       // 0 for a ReLU behind the residual, -inf for none
 };
+
+inline bool fits_registers(int32_t activation) { return activation != kGelu && activation != kSilu; }
+
+inline RowsFinish rows_finish(const float* bias, const float* residual, int32_t activation) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  return {bias, residual, activation == kRelu || activation == kRelu6 ? 0.0f : -kInfinity,
+          activation == kRelu6 ? 6.0f : kInfinity, activation == kReluLast ? 0.0f : -kInfinity};
+}
 
 // One block of rows, one chunk of columns.
 struct RowsTask {
@@ -73,10 +86,39 @@ SPARTA_INLINE const float* at_offset(const float* x, uint32_t offset) {
   return reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + offset);
 }
 
+// One weight of one row.
+template <int MV>
+SPARTA_INLINE void multiply_single(const float* from, Vec weight, Vec (&sums)[MV]) {
+#pragma GCC unroll 4
+  for (int j = 0; j < MV; ++j) sums[j] += weight * load(from + j * kLanes);
+}
+
+// One entry of a group: MV vectors of inputs times BN weights.
+template <int BN, int MV>
+SPARTA_INLINE void multiply_entry(const float* values, const Vec (&inputs)[MV], Vec (&sums)[BN][MV]) {
+  // Narrow tiles of the widest vectors wait for loads: of every four weights, two come with one load and are spread by
+  // the shuffle unit.
+  constexpr bool kSpread = kLanes == 16 && BN % 4 == 0 && MV <= 2;
+#pragma GCC unroll 8
+  for (int r = 0; r < BN; ++r) {
+    const Vec weight = kSpread && r % 4 >= 2 ? pick(load_four(values + r / 4 * 4), r % 4) : splat(values[r]);
+#pragma GCC unroll 4
+    for (int j = 0; j < MV; ++j) sums[r][j] += weight * inputs[j];
+  }
+}
+
 template <int BN, int MV, bool Prefetch>
 SPARTA_INLINE void multiply(const float* x, const uint32_t* offsets, const float* values, int64_t entries,
                             int64_t ahead, Vec (&sums)[BN][MV]) {
-  for (int64_t i = 0; i < entries; ++i) {
+  int64_t i = 0;
+  if constexpr (BN == 1) {
+    for (; i + 4 <= entries; i += 4) {
+      const Vec four = load_four(values + i);
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) multiply_single<MV>(at_offset(x, offsets[i + n]), pick(four, n), sums[0]);
+    }
+  }
+  for (; i < entries; ++i) {
     const float* from = at_offset(x, offsets[i]);
     if constexpr (Prefetch) {
       const float* later = at_offset(x, offsets[i + ahead]);
@@ -86,12 +128,7 @@ SPARTA_INLINE void multiply(const float* x, const uint32_t* offsets, const float
     Vec inputs[MV];
 #pragma GCC unroll 4
     for (int j = 0; j < MV; ++j) inputs[j] = load(from + j * kLanes);
-#pragma GCC unroll 8
-    for (int r = 0; r < BN; ++r) {
-      const Vec weight = splat(values[i * BN + r]);
-#pragma GCC unroll 4
-      for (int j = 0; j < MV; ++j) sums[r][j] += weight * inputs[j];
-    }
+    multiply_entry<BN, MV>(values + i * BN, inputs, sums);
   }
 }
 
@@ -108,13 +145,14 @@ SPARTA_INLINE void put(const RowsTask& task, int64_t row, float* y, const Vec (&
   if (task.finish) {
     const RowsFinish& finish = *task.finish;
     const Vec shift = splat(finish.bias ? finish.bias[row] : -0.0f);  // adding -0 changes nothing, not even a -0
-    const Vec floor = splat(finish.floor);
+    const Vec floor = splat(finish.floor), ceiling = splat(finish.ceiling), last_floor = splat(finish.last_floor);
 #pragma GCC unroll 4
     for (int j = 0; j < MV; ++j) {
       const Vec sum = sums[j] + shift;
       Vec out = sum < floor ? floor : sum;  // NaN is not below and stays
+      out = out > ceiling ? ceiling : out;
       if (finish.residual) out += load(finish.residual + (y - task.y) + j * kLanes);
-      store(y + j * kLanes, out);
+      store(y + j * kLanes, out < last_floor ? last_floor : out);
     }
     return;
   }
@@ -162,13 +200,17 @@ void multiply_interleaved(const RowsTask& task) {
       values[r] = matrix.values + starts[group + r];
       common = std::min(common, starts[group + r + 1] - starts[group + r]);
     }
-    for (int64_t i = 0; i < common; ++i) {
+    common = common / 4 * 4;
+    for (int64_t i = 0; i < common; i += 4) {
+      Vec fours[Rows];
 #pragma GCC unroll 4
-      for (int r = 0; r < Rows; ++r) {
-        const float* from = at_offset(task.x, offsets[r][i]);
-        const Vec weight = splat(values[r][i]);
+      for (int r = 0; r < Rows; ++r) fours[r] = load_four(values[r] + i);
 #pragma GCC unroll 4
-        for (int j = 0; j < MV; ++j) sums[r][0][j] += weight * load(from + j * kLanes);
+      for (int n = 0; n < 4; ++n) {
+#pragma GCC unroll 4
+        for (int r = 0; r < Rows; ++r) {  // by turns, so that no sum waits for itself
+          multiply_single<MV>(at_offset(task.x, offsets[r][i + n]), pick(fours[r], n), sums[r][0]);
+        }
       }
     }
 #pragma GCC unroll 4
@@ -219,9 +261,13 @@ inline bool multiply_tile(const PanelMatrix& matrix, const PanelCall& call, int6
   const int64_t vectors = ceil_div(tokens, kLanes);
   const RowsKernel kernel = find_kernel(matrix.bn, vectors, matrix.interleave, matrix.prefetch > 0);
 
-  float* packed = call.x_is_panel ? nullptr : input_scratch.get(matrix.inputs * tile);
-  if (!call.x_is_panel && !packed && matrix.inputs > 0) return false;
-  const float* x = call.x_is_panel ? call.x + index * matrix.inputs * tile : packed;
+  // One chunk of the input is packed at a time, over the one before, which stays in the cache so.
+  int64_t columns = 0;
+  for (int64_t chunk = 0; chunk < matrix.chunks; ++chunk) {
+    columns = std::max(columns, matrix.chunk_columns[chunk + 1] - matrix.chunk_columns[chunk]);
+  }
+  float* packed = call.x_is_panel ? nullptr : input_scratch.get(columns * tile);
+  if (!call.x_is_panel && !packed && columns > 0) return false;
   // With several chunks every row must wait for the last one; with one, a block at a time is enough.
   const int64_t scratch_rows = (matrix.chunks > 1 ? end - begin : kBlocksTogether) * kBlockRows;
   float* sums = call.y_is_panel ? nullptr : output_scratch.get(scratch_rows * tile);
@@ -233,9 +279,12 @@ inline bool multiply_tile(const PanelMatrix& matrix, const PanelCall& call, int6
   if (call.residual) epilogue.residual += index * tile * (call.y_is_panel ? matrix.channels : call.residual_stride);
 
   for (int64_t chunk = 0; chunk < matrix.chunks; ++chunk) {
-    if (packed) {
-      pack_tile(call.x + index * tile * call.x_stride, call.x_stride, tokens, matrix.chunk_columns[chunk],
-                matrix.chunk_columns[chunk + 1], tile, packed);
+    const float* x = call.x + index * matrix.inputs * tile;
+    if (!call.x_is_panel) {
+      const int64_t first = matrix.chunk_columns[chunk];
+      pack_tile(call.x + index * tile * call.x_stride, call.x_stride, tokens, first, matrix.chunk_columns[chunk + 1],
+                tile, packed);
+      x = packed - first * tile;  // offsets count from column 0
     }
     for (int64_t block = begin; block < end; block += kBlocksTogether) {
       const int64_t blocks = std::min(kBlocksTogether, end - block);

@@ -1,0 +1,186 @@
+"""Tables of the CPU kernels: layers, convolutions, integers, chains, and other runtimes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from renderers.registry import Record, markdown, renderer, source
+
+_RIVAL_NAMES = {"eager": "PyTorch eager", "compile": "`torch.compile`", "onnxruntime": "ONNX Runtime"}
+
+
+def _rivals(results: Record) -> str:
+    """Return who stands for dense, in words."""
+    names = [_RIVAL_NAMES.get(name, f"PyTorch {name}") for name in results.get("rivals", ["eager"])]
+    return names[0] if len(names) == 1 else f"the best of {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _pattern(height: int) -> str:
+    return "unstructured" if height == 1 else f"block {height}×1"
+
+
+def _by_sparsity(
+    rows: Sequence[Record], keys: Sequence[str], cell: Callable[[Record], str]
+) -> tuple[list[str], dict[tuple[Any, ...], list[str | None]]]:
+    """Return heads and lines with a column and its target for each sparsity, and the share of the roof at the end."""
+    sparsities = sorted({row["sparsity"] for row in rows})
+    heads = [head for sparsity in sparsities for head in (f"{100 * sparsity:g} %", "target")]
+    lines: dict[tuple[Any, ...], list[str | None]] = {}
+    for key in dict.fromkeys(tuple(_hashable(row[name]) for name in keys) for row in rows):
+        found = [row for row in rows if tuple(_hashable(row[name]) for name in keys) == key]
+        by = {row["sparsity"]: row for row in found}
+        line: list[str | None] = []
+        for sparsity in sparsities:
+            row = by.get(sparsity)
+            target = None if row is None or row["target"] is None else f"{row['target']:g}"
+            line += [None if row is None else cell(row), target]
+        shares = [_share(row) for row in found]
+        known = [share for share in shares if share is not None]
+        lines[key] = [*line, f"{100 * min(known):.0f} to {100 * max(known):.0f} %" if known else None]
+    return [*heads, "of the roof"], lines
+
+
+def _hashable(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _share(row: Record) -> float | None:
+    """Return the share of the roof: one number, or the larger of several ways to run a layer."""
+    share = row.get("roof_share")
+    return max(share.values()) if isinstance(share, dict) else share
+
+
+def _without_empty(heads: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    """Return a table without the columns that have nothing in them."""
+    kept = [place for place in range(len(heads)) if any(line[place] is not None for line in lines)]
+    return markdown([heads[place] for place in kept], [[line[place] for place in kept] for line in lines])
+
+
+def _roof(lines: dict[tuple[Any, ...], list[str | None]]) -> str:
+    """Return what the last column is, where there is one."""
+    if all(line[-1] is None for line in lines.values()):
+        return ""
+    return (
+        " The last column is the larger share of what one core can do, in multiply-adds of live weights or in bytes, "
+        "measured in the same run."
+    )
+
+
+@renderer("cpu-layers", "cpu_layers")
+def cpu_layers(found: Sequence[Record]) -> str:
+    """Return linear layers on the CPU: a row for each number of tokens and pattern, a column for each sparsity."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        heads, lines = _by_sparsity(results["summary"], ("tokens", "height"), _cpu_cell)
+        title = (
+            f"Times faster than {_rivals(results)}, geometric means over the shapes: as a drop-in, and in brackets "
+            "with the layout kept between sparse layers, which is what the targets are for."
+            f"{_roof(lines)} {source(record)}"
+        )
+        rows = [[tokens, _pattern(height), *line] for (tokens, height), line in lines.items()]
+        parts.append(f"{title}\n\n{_without_empty(['tokens', 'pattern', *heads], rows)}")
+    return "\n\n".join(parts)
+
+
+def _cpu_cell(row: Record) -> str:
+    if "cold" in row:
+        return f"{row['cold']:.1f}"
+    return f"{row['drop-in']:.1f} ({row['panel']:.1f})"
+
+
+@renderer("cpu-conv", "cpu_conv")
+def cpu_conv(found: Sequence[Record]) -> str:
+    """Return convolutions on the CPU: a row for each kernel size and pattern, a column for each sparsity."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        heads, lines = _by_sparsity(results["summary"], ("kernel", "height"), lambda row: f"{row['speedup']:.1f}")
+        title = (
+            f"Times faster than {_rivals(results)}, one image, geometric means over ResNet's layers."
+            f"{_roof(lines)} {source(record)}"
+        )
+        rows = [[f"{kernel}×{kernel}", _pattern(height), *line] for (kernel, height), line in lines.items()]
+        parts.append(f"{title}\n\n{_without_empty(['kernel', 'pattern', *heads], rows)}")
+    return "\n\n".join(parts)
+
+
+@renderer("cpu-int8", "cpu_int8")
+def cpu_int8(found: Sequence[Record]) -> str:
+    """Return int8 layers on the CPU: a row for each number of tokens and block, a column for each sparsity."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        heads, lines = _by_sparsity(
+            results["summary"], ("tokens", "block"), lambda row: f"{row['int8']:.1f} ({row['fp32']:.1f})"
+        )
+        title = (
+            "Times faster than dense int8 (the better of oneDNN and `torch._int_mm`), and in brackets than dense fp32, "
+            f"geometric means over the shapes.{_roof(lines)} {source(record)}"
+        )
+        rows = [[tokens, f"block {block[0]}×{block[1]}", *line] for (tokens, block), line in lines.items()]
+        parts.append(f"{title}\n\n{_without_empty(['tokens', 'pattern', *heads], rows)}")
+    return "\n\n".join(parts)
+
+
+_CHAIN_NAMES = {"mlp": "MLP, four layers of 1024", "ffn": "six feed-forward blocks, 768-3072-768", "conv": "four 1×1"}
+
+
+@renderer("cpu-chains", "cpu_chains")
+def cpu_chains(found: Sequence[Record]) -> str:
+    """Return chains of layers on the CPU: packed in every call, and with the layout kept."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        rows = []
+        for cell in results["chains"]:
+            size = (
+                f"{cell['size']}×{cell['size']} pixels"
+                if cell["kind"] == "conv"
+                else f"{cell['size']} token{'s' * (cell['size'] > 1)}"
+            )
+            gains = [cell["speedup"].get(name) for name in ("apart", "kept")]
+            share = max(reached["share"] for reached in cell["roof"].values())
+            line = [_CHAIN_NAMES[cell["kind"]], size, _pattern(cell["height"]), f"{100 * cell['sparsity']:g} %"]
+            line += [None if gain is None else f"{gain:.1f}" for gain in gains]
+            ahead = cell.get("ahead")
+            line += [cell["target"], f"{100 * share:.0f} %", None if ahead is None else f"{ahead:.1f}"]
+            rows.append(line)
+        title = (
+            "Times faster than the best of PyTorch eager, `torch.compile` and ONNX Runtime, whole chains: with packing "
+            f"and unpacking in every layer, and with the layout kept from the first to the last. {source(record)}"
+        )
+        heads = ["chain", "input", "pattern", "sparsity", "packed in each", "layout kept", "target", "of the roof"]
+        parts.append(f"{title}\n\n{_without_empty([*heads, 'times faster than DeepSparse'], rows)}")
+    return "\n\n".join(parts)
+
+
+@renderer("cpu-peers", "cpu_peers")
+def cpu_peers(found: Sequence[Record]) -> str:
+    """Return layers beside other runtimes: a row for each layer, ours and DeepSparse's speedup over ONNX Runtime."""
+    parts = []
+    for record in found:
+        cells = record["results"]["layers"]
+        rows = []
+        for cell in cells:
+            sizes = "×".join(map(str, cell["sizes"]))
+            theirs = cell.get("deepsparse") or {}
+            ratio = (
+                theirs["onnxruntime"] / theirs["deepsparse"] if {"onnxruntime", "deepsparse"} <= set(theirs) else None
+            )
+            line = [f"{cell['kind']} {sizes}", _pattern(cell["height"]), f"{100 * cell['sparsity']:g} %"]
+            line += [f"{cell['speedup'][name]:.1f}" for name in ("best dense", "onnxruntime")]
+            line += [None if number is None else f"{number:.1f}" for number in (ratio, cell.get("ahead"))]
+            rows.append(line)
+        ahead = [cell["ahead"] for cell in cells if cell.get("ahead") is not None]
+        verdict = "" if not ahead else f" Ahead of DeepSparse in {sum(a > 1 for a in ahead)} of {len(ahead)} rows."
+        title = (
+            "Drop-in layers, times faster than dense: the better of PyTorch eager and ONNX Runtime, and ONNX Runtime "
+            "alone. DeepSparse 1.8.0 runs in a process of its own and is compared by its speedup over ONNX Runtime "
+            f"there.{verdict}"
+        )
+        heads = ["layer", "pattern", "sparsity", "over best dense", "over ONNX Runtime"]
+        heads += ["DeepSparse over ONNX Runtime", "times faster than DeepSparse"]
+        parts.append(f"{title} {source(record)}\n\n{_without_empty(heads, rows)}")
+    return "\n\n".join(parts)

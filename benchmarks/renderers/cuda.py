@@ -1,0 +1,129 @@
+"""Tables of the CUDA kernels."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from renderers.registry import Record, markdown, renderer, source
+
+
+@renderer("block-linear", "block_linear")
+def block_linear(found: Sequence[Record]) -> str:
+    """Return block-sparse linear layers on a GPU: a row for each block and sparsity, a column for the tokens."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        cells: dict[tuple[int, float, int], list[float]] = {}
+        for row in results["linear"]:
+            cells.setdefault((row["block"], row["sparsity"], row["tokens"]), []).append(row["ratio"])
+        tokens = sorted({key[2] for key in cells})
+        rows = []
+        for block, sparsity in dict.fromkeys(sorted(key[:2] for key in cells)):
+            line = [cells.get((block, sparsity, count)) for count in tokens]
+            means = [None if ratios is None else f"{statistics.geometric_mean(ratios):.2f}" for ratios in line]
+            rows.append([f"{block}×{block}", f"{100 * sparsity:g} %", *means])
+        title = (
+            f"Times faster than the best dense in {results['dtype']}, by the number of tokens: geometric means "
+            f"over the shapes measured. Below 1.03, dense is chosen and runs. {source(record)}"
+        )
+        parts.append(f"{title}\n\n{markdown(['block', 'sparsity', *map(str, tokens)], rows)}")
+    return "\n\n".join(parts)
+
+
+@renderer("two-four", "two_four")
+def two_four(found: Sequence[Record]) -> str:
+    """Return linear layers with 2:4 weights on a GPU: a row for each shape, a column for each number of tokens."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        cells = {(tuple(row["shape"]), row["tokens"]): row for row in results["linear"]}
+        tokens = sorted({key[1] for key in cells})
+        rows = []
+        for shape in dict.fromkeys(key[0] for key in cells):
+            line = [cells.get((shape, count)) for count in tokens]
+            rows.append(
+                [f"{shape[0]}×{shape[1]}", *(None if c is None else f"{c['ratio']:.2f} {c['best']}" for c in line)]
+            )
+        title = (
+            f"Times faster than the best dense in {results['dtype']}, by the number of tokens, and the fastest "
+            f"implement for 2:4. Below 1.03, dense is chosen and runs. {source(record)}"
+        )
+        parts.append(f"{title}\n\n{markdown(['weight', *map(str, tokens)], rows)}")
+    return "\n\n".join(parts)
+
+
+@renderer("cuda-attention", "attention")
+def attention(found: Sequence[Record]) -> str:
+    """Return sparse attention on a GPU: a row for each mask, decoding and padded batches below."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        rows = []
+        for row in results["attention"]:
+            sizes = f"{row['queries']}×{row['keys']}×{row['width']}"
+            kind = f"{row['pattern']}, forward and backward" if row["backward"] else row["pattern"]
+            flex = row["us"].get("FlexAttention")
+            ahead = None if flex is None else f"{flex / row['us']['triton-flash']:.2f}"
+            line = [sizes, kind, f"{row['density']:.2f}", f"{row['ratio']:.2f}", ahead]
+            rows.append([*line, f"{100 * row['of_limit']:.0f} %", f"{row['tflops']:.0f}"])
+        for row in results["decode"]:
+            share = f"{100 * row['ratio'] * row['density']:.0f} %"
+            rows.append(
+                [f"1×{row['keys']}×128", "decode", f"{row['density']:.2f}", f"{row['ratio']:.2f}", None, share, None]
+            )
+        lengths = results["lengths"]
+        share = f"{100 * lengths['of_limit']:.0f} %"
+        rows.append(
+            ["16384×16384×128", "lengths", f"{lengths['fill']:.2f}", f"{lengths['ratio']:.2f}", None, share, None]
+        )
+        title = (
+            f"`triton-flash` in {results['dtype']}: times faster than the best dense attention (Flash or cuDNN) "
+            "and than FlexAttention with the same mask; the limit is one over the density (for lengths, of what is not "
+            f"padding). {source(record)}"
+        )
+        heads = ["queries×keys×width", "mask", "density", "over dense", "over FlexAttention", "of the limit", "TFLOP/s"]
+        parts.append(f"{title}\n\n{markdown(heads, rows)}")
+    return "\n\n".join(parts)
+
+
+@renderer("cuda-moe", "moe")
+def moe(found: Sequence[Record]) -> str:
+    """Return experts on a GPU: a row for each layer."""
+    parts = []
+    for record in found:
+        rows = []
+        for row in record["results"]["moe"]:
+            sizes = f"{row['experts']} experts, {row['inputs']}×{row['outputs']}"
+            speed = row["tflops"]
+            products = [f"{speed[f'{name} product']:.0f}" for name in ("dense", "grouped_mm", "triton-ragged")]
+            layers = [f"{speed[f'{name} layer']:.0f}" for name in ("grouped_mm", "triton-ragged")]
+            rows.append([f"{row['tokens']}×{row['visits']}", sizes, *products, *layers])
+        title = (
+            "TFLOP/s of the product alone, on rows sorted by expert, and of the whole layer from tokens to tokens: one "
+            f"dense product of that size, `torch._grouped_mm`, and `triton-ragged`. {source(record)}"
+        )
+        heads = [
+            "tokens×visits",
+            "layer",
+            "dense",
+            "grouped_mm",
+            "triton-ragged",
+            "grouped_mm layer",
+            "triton-ragged layer",
+        ]
+        parts.append(f"{title}\n\n{markdown(heads, rows)}")
+    return "\n\n".join(parts)
+
+
+@renderer("cuda-host", "host_cost")
+def host(found: Sequence[Record]) -> str:
+    """Return what a call costs the host."""
+    parts = []
+    for record in found:
+        costs = record["results"]["host_us"]
+        plain = costs["functional.linear"]
+        rows = [[name, f"{us:.1f}", f"{us - plain:+.1f}"] for name, us in costs.items()]
+        title = f"Microseconds of the host for one call of a small layer. {source(record)}"
+        parts.append(f"{title}\n\n{markdown(['call', 'us', 'above functional.linear'], rows)}")
+    return "\n\n".join(parts)

@@ -1,0 +1,104 @@
+"""Tables of the training methods: accuracy beside dense, and what holding masks costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from renderers.registry import Record, markdown, renderer, source
+
+_HEADINGS = {"digits": "digits (8 × 8, 1,797 images)", "mnist": "MNIST", "fashion": "Fashion-MNIST"}
+_NETWORKS = {"mlp": "MLP", "cnn": "CNN"}
+
+
+def _accuracies(found: Sequence[Record]) -> str:
+    """Return methods by sparsity: accuracy and its loss beside dense, two columns a network."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        networks = list(dict.fromkeys(row["model"] for row in results["rows"]))
+        dense = {row["model"]: row for row in results["rows"] if row["method"] == "dense"}
+        keys = dict.fromkeys((row["method"], row["asked"]) for row in results["rows"])
+        rows = []
+        for method, asked in keys:
+            cells: list[str] = []
+            for network in networks:
+                row = next(
+                    (r for r in results["rows"] if (r["model"], r["method"], r["asked"]) == (network, method, asked)),
+                    None,
+                )
+                cells += ["", ""] if row is None else [_sparsity(row), _accuracy(row, dense[network])]
+            rows.append([method, "" if asked is None else f"{100 * asked:g} %", *cells])
+        heads = [head for n in networks for head in (f"{_NETWORKS[n]}: zeros", f"{_NETWORKS[n]}: accuracy")]
+        title = f"{_HEADINGS[results['data']]}, mean of {results['seeds']} seeds ± their standard deviation, in percent"
+        parts.append(f"{title}. {source(record)}\n\n{markdown(['method', 'asked', *heads], rows)}")
+    return "\n\n".join(parts)
+
+
+def _sparsity(row: Record) -> str:
+    mark = {True: "", False: " (not as asked)", None: ""}[row["exact"]]
+    return f"{100 * row['sparsity']:.1f} %{mark}"
+
+
+def _accuracy(row: Record, dense: Record) -> str:
+    loss = row["accuracy"] - dense["accuracy"]
+    beside = "" if row is dense else f" ({loss:+.2f})"
+    return f"{row['accuracy']:.2f} ± {row['spread']:.2f}{beside}"
+
+
+renderer("training-accuracy-mnist", "training_accuracy_mnist")(_accuracies)
+renderer("training-accuracy-digits", "training_accuracy_digits")(_accuracies)
+
+
+def _created(found: Sequence[Record]) -> str:
+    """Return the accuracies of recipes, a row a method, a column a network and sparsity."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        cells = {(row["method"], row["model"], row["asked"]): row for row in results["rows"]}
+        methods, networks, asked = (dict.fromkeys(key[place] for key in cells) for place in range(3))
+        columns = [(network, share) for network in networks for share in asked]
+        heads = [f"{_NETWORKS[network]}, {100 * (share or 0):g} %" for network, share in columns]
+        rows = [[method, *(_created_cell(cells.get((method, *column))) for column in columns)] for method in methods]
+        title = (
+            f"{_HEADINGS[results['data']]}, {results['train_images']:,} images to train with and "
+            f"{results['test_images']:,} to test: accuracy in percent by network and sparsity, {_seeds(results)}. "
+            f"{results['dense_epochs']} epochs dense, then {results['epochs']} of each row."
+        )
+        parts.append(f"{title} {source(record)}\n\n{markdown(['', *heads], rows)}")
+    return "\n\n".join(parts)
+
+
+def _seeds(results: Record) -> str:
+    many = results["seeds"] > 1
+    return f"mean of {results['seeds']} seeds ± their standard deviation" if many else "one seed"
+
+
+def _created_cell(row: Record | None) -> str:
+    if row is None:
+        return ""
+    mark = f" ({100 * row['sparsity']:.1f} % zeros)" if row["exact"] is False else ""
+    spread = f" ± {row['spread']:.2f}" if len(row["accuracies"]) > 1 else ""
+    return f"{row['accuracy']:.2f}{spread}{mark}"
+
+
+renderer("create-accuracy-digits", "create_accuracy_digits")(_created)
+renderer("create-accuracy-mnist", "create_accuracy_mnist")(_created)
+renderer("create-accuracy-fashion", "create_accuracy_fashion")(_created)
+
+
+@renderer("training-overhead", "training_overhead")
+def overheads(found: Sequence[Record]) -> str:
+    """Return what holding masks costs: milliseconds of a step, and the share that is added."""
+    rows = []
+    for record in found:
+        results = record["results"]
+        for precision in ("fp32", "bf16 autocast"):
+            steps = results[precision]
+            for kind, step in steps.items():
+                added = None if kind == "dense" else f"{100 * step['overhead']:+.1f} %"
+                where = f"{record['device']}, batch {results['batch']}"
+                rows.append([where, precision, kind, f"{step['median_ms']:.2f}", f"{step['spread_ms']:.2f}", added])
+    text = f"{found[0]['results']['network']}, CIFAR-sized images, {100 * found[0]['results']['sparsity']:g} % sparse. "
+    text += " ".join(source(record) for record in found)
+    columns = ["device", "precision", "step", "median ms", "spread ms", "added"]
+    return f"{text}\n\n{markdown(columns, rows)}"

@@ -1,0 +1,295 @@
+"""SparseInt8Linear: a linear layer of 8-bit integers with a sparse weight, run by the fastest implement there is.
+
+``SparseInt8Linear.from_float(dense, weight_mask, calibration=inputs)`` rounds a trained layer to integers. The one idea
+to know: it takes and returns real numbers (or integers of its input's grid, which are not rounded again), sums exactly
+in integers, and is for inference: it has no gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_you_mean, message
+from sparta.nn.operator import OperatorBase, SampleInputs, as_inputs
+from sparta.specialize.int8 import RANGES, Int8LinearKernel, int8_linear_spec, requantisation
+from sparta.specialize.int8_ops import Int8State, run_int8_linear
+from sparta.specialize.kernel_spec import Epilogue, KernelSpec
+from sparta.specialize.store import TuningStore
+from sparta.specialize.tuner import Choice, Problem, build, tune_kernel
+from sparta.tesa.attribute import TeSA
+from sparta.tesa.mask import as_mask
+
+__all__ = ["SparseInt8Linear"]
+
+_DTYPES = {"int8": torch.int8, "uint8": torch.uint8}
+
+
+class SparseInt8Linear(OperatorBase):
+    """A linear layer with a sparse int8 weight; make one with :meth:`from_float`.
+
+    Parameters
+    ----------
+    weight
+        (N, K), int8, zero where it is pruned.
+    weight_scale
+        (N,): a row stands for ``weight * weight_scale``.
+    bias
+        (N,) or None, in real numbers.
+    weight_mask
+        (N, K), bool, or a TeSA; None takes the nonzero weights as live.
+    input_scale, input_zero_point, input_format
+        The grid that inputs are rounded to, in ``'int8'`` or ``'uint8'``: ``(integer - zero_point) * scale``.
+
+    Examples
+    --------
+    >>> dense, x = nn.Linear(64, 32), torch.randn(100, 64)
+    >>> mask = torch.rand(8, 16).repeat_interleave(4, 0).repeat_interleave(4, 1) < 0.2
+    >>> layer = SparseInt8Linear.from_float(dense, mask, calibration=x)
+    >>> exact = nn.functional.linear(x, dense.weight * mask, dense.bias)
+    >>> bool((layer(x) - exact).abs().max() < 0.05)
+    True
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    weight_mask: Tensor
+    input_scale: Tensor
+    input_zero_point: Tensor
+
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None = None,
+        weight_mask: Tensor | TeSA | None = None,
+        *,
+        input_scale: float,
+        input_zero_point: int = 0,
+        input_format: str = "uint8",
+    ) -> None:
+        super().__init__()
+        if weight.ndim != 2 or weight.dtype != torch.int8:
+            raise ShapeError(message(f"a weight of shape {tuple(weight.shape)} and {weight.dtype}", "int8 (N, K)"))
+        outputs, inputs = weight.shape
+        for name, vector in (("weight_scale", weight_scale), ("bias", bias)):
+            if vector is not None and vector.shape != (outputs,):
+                raise ShapeError(message(f"{name} of shape {tuple(vector.shape)}", f"({outputs},)"))
+        kept = _checked_mask(weight_mask, weight)
+        _check_grid(input_scale, input_zero_point, input_format)
+        self.in_features, self.out_features, self.input_format = inputs, outputs, input_format
+        self.register_buffer("weight", torch.where(kept, weight.detach(), 0))
+        self.register_buffer("weight_scale", weight_scale.detach().float())
+        self.register_buffer("bias", None if bias is None else bias.detach().float())
+        self.register_buffer("weight_mask", kept)
+        self.register_buffer("input_scale", torch.tensor(float(input_scale), dtype=torch.float64))
+        self.register_buffer("input_zero_point", torch.tensor(int(input_zero_point), dtype=torch.int32))
+        self.register_buffer("_multiplier", None, persistent=False)
+        self._grid_changed()
+
+    @classmethod
+    def from_float(
+        cls,
+        dense: nn.Linear,
+        weight_mask: Tensor | TeSA | None = None,
+        *,
+        calibration: Tensor | Iterable[Tensor] | None = None,
+        input_scale: float | None = None,
+        input_zero_point: int = 0,
+        input_format: str = "uint8",
+    ) -> SparseInt8Linear:
+        """Round a trained linear layer to integers: its weight symmetric with one scale a row, its input on one grid.
+
+        Parameters
+        ----------
+        dense
+            The layer; it is not changed.
+        weight_mask
+            (N, K), bool or 0/1, or a TeSA; None takes the nonzero weights as live.
+        calibration
+            Inputs (..., K) as they will be in use, one tensor or several: the grid covers all of them.
+        input_scale, input_zero_point, input_format
+            The grid itself, instead of `calibration`.
+        """
+        if not isinstance(dense, nn.Linear):
+            raise ValueRangeError(message(f"a {type(dense).__name__}", "a torch.nn.Linear"))
+        if (calibration is None) == (input_scale is None):
+            raise ValueRangeError(message("both or neither of calibration and input_scale", "one of them"))
+        if calibration is not None:
+            input_scale, input_zero_point = _covering(calibration, dense.in_features, input_format)
+        real = dense.weight.detach()
+        kept = _checked_mask(weight_mask, real)
+        live = torch.where(kept, real, 0.0)
+        # A dead row has no largest weight; any scale will do for its zeros.
+        largest = live.abs().amax(1) if live.shape[1] else live.new_zeros(len(live))
+        scale = torch.where(largest > 0, largest / 127, 1.0)
+        integers = (live / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+        return cls(
+            integers,
+            scale,
+            dense.bias,
+            kept,
+            input_scale=cast("float", input_scale),
+            input_zero_point=input_zero_point,
+            input_format=input_format,
+        )
+
+    def _grid_changed(self) -> None:
+        """Read the grid again and run dense: what was tuned has another grid in it."""
+        self._scale, self._zero = float(self.input_scale), int(self.input_zero_point)
+        self._fold_scales()
+        self._state: Int8State | None = None
+        self.choice = None
+
+    def _fold_scales(self) -> None:
+        self._multiplier: Tensor = requantisation(self.weight_scale, self._scale)[0]
+
+    # ------------------------------------------------------------------ running
+
+    def quantise(self, x: Tensor) -> Tensor:
+        """Return inputs rounded to the layer's grid, as 8-bit integers.
+
+        >>> layer = SparseInt8Linear(torch.ones(2, 3, dtype=torch.int8), torch.ones(2), input_scale=0.5)
+        >>> layer.quantise(torch.tensor([[0.0, 1.0, 1e9]])).tolist()
+        [[0, 2, 255]]
+        """
+        low, high = RANGES[self.input_format]
+        shifted = (x.float() * (1.0 / self._scale)).round() + self._zero
+        return shifted.clamp(low, high).to(_DTYPES[self.input_format])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output (..., N), float32, for x (..., K) in real numbers or as integers of its grid."""
+        rows = self._rows(x)
+        y = (
+            self._dense(rows)
+            if self._state is None
+            else run_int8_linear(rows, self.weight, *self._scales(), self._state)
+        )
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+    def _rows(self, x: Tensor, what: str = "an input") -> Tensor:
+        if x.dim() < 1 or x.shape[-1] != self.in_features:
+            raise ShapeError(message(f"{what} of shape {tuple(x.shape)}", f"(..., {self.in_features})"))
+        wanted = _DTYPES[self.input_format]
+        if not x.is_floating_point() and x.dtype != wanted:
+            raise ValueRangeError(message(f"{what} of {x.dtype}", f"a floating-point dtype, or {wanted}"))
+        rows = x.reshape(-1, self.in_features)
+        return self.quantise(rows) if x.is_floating_point() else rows
+
+    def _scales(self) -> tuple[Tensor, Tensor | None]:
+        """Return multiplier and offset; a module that was cast to a short dtype still computes in float32."""
+        return self._multiplier.float(), None if self.bias is None else self.bias.float()
+
+    def _dense(self, rows: Tensor) -> Tensor:
+        # Integers up to 2^53 are exact in float64, and the result is rounded once, as kernels do it.
+        sums = (rows.double() - self._zero) @ self.weight.double().t()
+        multiplier, offset = self._scales()
+        y = sums.float().double() * multiplier.double()
+        return (y if offset is None else y + offset.double()).float()
+
+    # ------------------------------------------------------------------ choosing
+
+    def tune(
+        self,
+        inputs: SampleInputs,
+        *,
+        backward: bool = False,
+        store: TuningStore | None = None,
+        **options: Any,  # noqa: ANN401 - passed on to `tune_kernel`
+    ) -> Choice:
+        """Measure all implements on these inputs and keep the fastest; dense stays if nothing is faster.
+
+        Parameters
+        ----------
+        inputs
+            ``(x,)``, as they will be in use: the number of rows decides which implement wins. Others run as well.
+        backward
+            Taken as every module takes it; there are no gradients.
+        store
+            Where results are kept for the next time; None keeps nothing.
+        options
+            ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``progress``; see
+            :func:`sparta.specialize.tuner.tune_kernel`.
+        """
+        del backward
+        rows = self._rows(as_inputs(inputs, 1)[0].detach(), "a sample input")
+        spec = self._spec_for(rows)
+        expected = self._dense(rows).double()
+        problem = Problem(spec, self.weight, (rows, *self._scales()), expected, max(1, self.in_features))
+        choice = tune_kernel(problem, store=store, **options)
+        self._install(spec, choice)
+        return choice
+
+    def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
+        del backward  # there are no gradients
+        return self._spec_for(self._rows(as_inputs(inputs, 1)[0], "a sample input"))
+
+    def _spec_for(self, rows: Tensor) -> KernelSpec:
+        return int8_linear_spec(
+            TeSA.from_mask(self.weight_mask),
+            len(rows),
+            input_format=self.input_format,
+            input_zero_point=self._zero,
+            epilogue=Epilogue(bias=self.bias is not None),
+        )
+
+    def _install(self, spec: KernelSpec, choice: Choice) -> None:
+        self._state = Int8State(spec["weight"], cast("Int8LinearKernel", build(spec, choice.config)))
+        self.choice = choice
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # noqa: ANN401
+        """Load the integers, their mask and the grid; another mask or grid undoes what was tuned for the present."""
+        mask, grid = self.weight_mask.clone(), (self._scale, self._zero)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        loaded = (float(self.input_scale), int(self.input_zero_point))
+        self._fold_scales()
+        if grid != loaded or not torch.equal(mask, self.weight_mask.to(mask.device)):
+            self._grid_changed()
+
+    def extra_repr(self) -> str:
+        """Say the sizes, the grid, the mask and what runs."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        grid = f"input {self.input_format}, scale {self._scale:.3g}, zero point {self._zero}"
+        density = self.weight_mask.float().mean().item() if self.weight_mask.numel() else 0.0
+        return f"{sizes}, {grid}, density {density:.3g}, {super().extra_repr()}"
+
+
+def _checked_mask(mask: Tensor | TeSA | None, weight: Tensor) -> Tensor:
+    """Return the mask of a weight as bool, on its device."""
+    if mask is None:
+        return weight.detach() != 0
+    kept = mask.mask(weight.device) if isinstance(mask, TeSA) else as_mask(mask).to(weight.device, copy=True)
+    if kept.shape != weight.shape:
+        raise ShapeError(message(f"weight_mask of shape {tuple(kept.shape)}", f"{tuple(weight.shape)}"))
+    return kept
+
+
+def _check_grid(scale: float, zero_point: int, format: str) -> None:
+    if format not in RANGES:
+        raise NameNotFoundError(did_you_mean(format, RANGES, "input format"))
+    low, high = RANGES[format]
+    if not (scale > 0 and math.isfinite(scale) and low <= zero_point <= high):
+        given = f"an input scale of {scale} and a zero point of {zero_point} in {format}"
+        raise ValueRangeError(message(given, f"a scale above 0, and a zero point of {low} to {high}"))
+
+
+def _covering(calibration: Tensor | Iterable[Tensor], inputs: int, format: str) -> tuple[float, int]:
+    """Return the scale and zero point of the grid that covers all values of some inputs, and 0 exactly."""
+    if format not in RANGES:
+        raise NameNotFoundError(did_you_mean(format, RANGES, "input format"))
+    least, most = 0.0, 0.0
+    for x in [calibration] if isinstance(calibration, Tensor) else calibration:
+        if x.dim() < 1 or x.shape[-1] != inputs:
+            raise ShapeError(message(f"a calibration input of shape {tuple(x.shape)}", f"(..., {inputs})"))
+        if x.numel():
+            low, high = torch.aminmax(x.detach())
+            least, most = min(least, float(low)), max(most, float(high))
+    if not math.isfinite(most - least):
+        raise ValueRangeError(message("calibration inputs with NaN or inf", "finite ones"))
+    scale = (most - least) / 255 or 1.0
+    return scale, max(RANGES[format][0], min(RANGES[format][1], RANGES[format][0] + round(-least / scale)))

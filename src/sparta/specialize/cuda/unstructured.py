@@ -1,0 +1,247 @@
+"""``cuda-bitmap``: unstructured weights for few tokens, streamed once as bits and live values.
+
+The kernel is CUDA C++ (``native/bitmap.cu``), compiled at run time for one tile; it needs the bulk copies of Hopper.
+The one idea to know: with few tokens a linear layer takes as long as its weight takes to read, and a weight of density
+d is about d + 0.09 of the bytes. A pruned weight counts as 0, so a token that is not finite makes its results not
+finite, as in the dense layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparta.common.tuning import TunableItemCfg
+from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.specialize.cuda.bitmap import GROUPS, RUNS, SLAB, BitmapLayout, largest_record
+from sparta.specialize.cuda.nvrtc import Function, compile_cuda, load_function, nvrtc_obstacle
+from sparta.specialize.implement import Implement, Params, Support, present, register
+from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.linear import LinearKernel
+
+__all__ = ["Bitmap", "BitmapTile"]
+
+_SOURCE = Path(__file__).parent / "native" / "bitmap.cu"
+_ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "silu": 3}
+_FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_TOKENS = (8, 16)
+_MOST_LIVE = 0.75  # above it bits and values are hardly less than the dense weight
+_SPARSE, _DENSE = 0.16, 0.4  # densities between which neither kind of bitmap is known to be the better one
+_HOPPER = (9, 0)
+_SHARED = 227 * 1024
+# slabs, warps, cluster, stages: what keeps enough copies on their way and enough warps busy.
+_SHAPES = ((1, 8, 1, 2), (1, 16, 1, 2), (2, 8, 1, 2), (1, 4, 1, 3), (2, 16, 1, 2), (2, 4, 1, 3))
+
+
+@dataclass(frozen=True)
+class BitmapTile:
+    """How one block of threads cuts its work; it changes the speed, and of the result only how sums are rounded.
+
+    Parameters
+    ----------
+    tokens
+        Rows of x that a block multiplies.
+    group, run
+        How the weight is packed, see :class:`~sparta.specialize.cuda.bitmap.BitmapLayout`.
+    slabs
+        Slabs of 16 outputs that a warp multiplies; x is read once for all of them.
+    warps
+        Warps of a block, which share the input channels.
+    cluster
+        Blocks that share the input channels of the same outputs.
+    stages
+        Chunks of 128 input channels that a warp has on their way at once.
+
+    Examples
+    --------
+    >>> BitmapTile.parse(str(BitmapTile(8, slabs=2))) == BitmapTile(8, slabs=2)
+    True
+    """
+
+    tokens: int = 8
+    group: int = 1
+    run: int = 8
+    slabs: int = 1
+    warps: int = 8
+    cluster: int = 1
+    stages: int = 2
+
+    def __post_init__(self) -> None:
+        least = min(self.slabs, self.warps, self.cluster, self.stages)
+        fits = self.tokens in _TOKENS and self.group in GROUPS and self.run in RUNS
+        if not fits or least < 1 or self.warps > 32 or self.cluster > 8:
+            allowed = "tokens of 8 or 16, groups of 1 or 2, runs of 4 or 8, at most 32 warps, clusters of at most 8"
+            raise ValueRangeError(message(f"the tile {self}", allowed))
+
+    @property
+    def rows(self) -> int:
+        """Outputs of a block."""
+        return self.slabs * SLAB
+
+    def shared_bytes(self, largest: int) -> int:
+        """Return the shared memory of a block for records of at most `largest` bytes."""
+        stage = self.slabs * largest
+        barriers = -(-self.warps * self.stages * 8 // 16) * 16
+        return barriers + self.warps * max(self.stages * stage, self.tokens * (self.rows + 4) * 4)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={value}" for name, value in asdict(self).items())
+
+    @classmethod
+    def parse(cls, text: str) -> BitmapTile:
+        """Return the tile that ``str(tile)`` wrote."""
+        parts = dict(part.partition("=")[::2] for part in text.split(","))
+        known = [each.name for each in fields(cls)]
+        if not set(parts) <= set(known) or not all(value.isdigit() for value in parts.values()):
+            raise ValueRangeError(message(f"the tile {text!r}", f"name=number with the names {', '.join(known)}"))
+        return cls(**{name: int(value) for name, value in parts.items()})
+
+
+class _Call(ctypes.Structure):
+    """The argument of the kernel; see ``native/bitmap.cu``."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("records", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("x_stride", ctypes.c_longlong),
+        ("tokens", ctypes.c_int),
+        ("outputs", ctypes.c_int),
+        ("inputs", ctypes.c_int),
+        ("chunks", ctypes.c_int),
+        ("slot", ctypes.c_int),
+    )
+
+
+class _BitmapKernel(LinearKernel):
+    """Sums in float32 in one fixed order: equal inputs give equal bits."""
+
+    def __init__(self, spec: KernelSpec, tile: BitmapTile) -> None:
+        self._layout = BitmapLayout(spec["weight"], tile.group, tile.run)
+        self._tile, self._activation = tile, spec.epilogue.activation
+        self._dtype = _FORMATS[str(spec["input"].format)]
+        self._functions: dict[torch.device, Function] = {}
+        # What a call needs is worked out here: the host must keep up with a kernel of a few microseconds.
+        self._outputs, self._inputs = spec["weight"].shape
+        self._padded_inputs = -(-self._inputs // 8) * 8
+        self._chunks, self._slot = self._layout.grid[1], self._layout.largest
+        self._blocks = -(-self._outputs // tile.rows) * tile.cluster
+
+    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
+        if operand.dtype != self._dtype:
+            raise ValueRangeError(message(f"a weight in {operand.dtype}", f"{self._dtype}, as when built"))
+        return self._layout.pack(operand)
+
+    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
+        x, bias, residual = inputs
+        (x,) = present(x)
+        records, offsets = packed
+        x = self._addressable(x)
+        tokens, outputs, device = x.shape[0], self._outputs, x.device
+        y = x.new_empty(tokens, outputs)
+        if residual is not None:
+            if residual.shape != y.shape:
+                raise ShapeError(message(f"a residual of shape {tuple(residual.shape)}", f"{tuple(y.shape)}"))
+            residual = residual.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        if not tokens:
+            return y
+        call = _Call(
+            x.data_ptr(), records.data_ptr(), offsets.data_ptr(), None if bias is None else bias.data_ptr(),
+            None if residual is None else residual.data_ptr(), y.data_ptr(), x.stride(0), tokens, outputs,
+            self._padded_inputs, self._chunks, self._slot,
+        )  # fmt: skip
+        function = self._functions.get(device) or self._load(device)
+        function.launch((self._blocks, -(-tokens // self._tile.tokens)), call, device)
+        return y
+
+    def _addressable(self, x: Tensor) -> Tensor:
+        """Return x (M, K) with rows of whole 16-byte pieces, copied only if they are not."""
+        k = self._inputs
+        if x.dim() != 2 or x.shape[1] != k:
+            raise ShapeError(message(f"an input of shape {tuple(x.shape)}", f"(M, {k})"))
+        if x.dtype != self._dtype:
+            raise ValueRangeError(message(f"an input in {x.dtype}", f"{self._dtype}, as the weight", "cast one"))
+        if k % 8:
+            return functional.pad(x, (0, -k % 8))
+        fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+        return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+    def _load(self, device: torch.device) -> Function:
+        tile = self._tile
+        numbers = {name.upper(): value for name, value in asdict(tile).items()}
+        numbers |= {"IS_HALF": int(self._dtype == torch.float16), "ACTIVATION": _ACTIVATIONS[self._activation]}
+        code = compile_cuda(_SOURCE.read_text(), numbers, torch.cuda.get_device_capability(device))
+        shared = tile.shared_bytes(self._slot)
+        self._functions[device] = load_function(code, "bitmap", tile.warps * 32, shared, device)
+        return self._functions[device]
+
+
+@register
+class Bitmap(Implement):
+    """CUDA C++ on any mask, for up to 16 tokens."""
+
+    name = "cuda-bitmap"
+    op = "linear"
+    first_run_compiles = True
+
+    def supports(self, spec: KernelSpec) -> Support:
+        """Bf16 and fp16 on Hopper, weights of which at most three quarters are live, few tokens."""
+        weight = spec["weight"]
+        if spec.device != "cuda":
+            return Support.no(f"it runs on CUDA, not on {spec.device}")
+        if str(spec["input"].format) not in _FORMATS:
+            return Support.no(f"it computes {', '.join(_FORMATS)}, not {spec['input'].format}")
+        if not 0 < weight.numel < 1 << 31:
+            return Support.no(f"the weight has {weight.numel} elements; it counts from 1 to 2^31")
+        if spec["input"].shape[0] > _TOKENS[-1]:
+            return Support.no(f"{spec['input'].shape[0]} tokens; it streams the weight for at most {_TOKENS[-1]}")
+        if weight.density > _MOST_LIVE:
+            return Support.no(f"{weight.density:.2f} of the weight is live; at most {_MOST_LIVE} pays")
+        reason = _obstacle()
+        return Support.no(reason) if reason else Support.yes("bits and live values are streamed once")
+
+    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
+        """Return the tiles that are worth timing for this layer."""
+        return {"tile": TunableItemCfg("choice", _value=[str(tile) for tile in _tiles(spec)])}
+
+    def default(self, spec: KernelSpec) -> dict[str, Any]:
+        """Return the best guess."""
+        return {"tile": str(_tiles(spec)[0])}
+
+    def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
+        """Lay out the weight; the kernel is compiled at its first run."""
+        return _BitmapKernel(spec, BitmapTile.parse(params["tile"]))
+
+
+def _tiles(spec: KernelSpec) -> list[BitmapTile]:
+    """Return tiles that fit into shared memory, the best guess first."""
+    rows, density = spec["input"].shape[0], spec["weight"].density
+    tokens = next((each for each in _TOKENS if each >= rows), _TOKENS[-1])
+    groups = (1,) if density > _DENSE else (2,) if density < _SPARSE else (1, 2)
+    largest = {group: largest_record(spec["weight"], group) for group in groups}
+    tiles = [BitmapTile(tokens, group, 8, *shape) for shape in _SHAPES for group in groups]
+    if density > _DENSE:  # runs of 4 take more steps, but values that lanes want at once stand closer together
+        tiles += [BitmapTile(tokens, 1, 4, *shape) for shape in _SHAPES[:2]]
+    return [tile for tile in tiles if tile.shared_bytes(largest[tile.group]) <= _SHARED]
+
+
+@functools.cache
+def _obstacle() -> str:
+    """Return why the kernel cannot run here; empty when it can."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if torch.cuda.get_device_capability() < _HOPPER:
+        return "it needs a GPU of compute capability 9.0 or more"
+    return nvrtc_obstacle()

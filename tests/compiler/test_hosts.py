@@ -1,0 +1,60 @@
+"""Hosts that a machine does not have give way to those it has, and what is counted off a budget is stated."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import sparta
+from compiler import nets
+from sparta.compiler.settings import Session
+from sparta.compiler.whole import hosted
+from sparta.specialize.linear import linear_spec
+from sparta.specialize.tuner import Problem, tune_kernel
+from sparta.testing import block_mask
+
+
+def test_a_model_of_a_cuda_graph_runs_without_cuda(tmp_path):
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    fast = sparta.compile(model, x, tune="off")
+    assert torch.equal(hosted(fast.graph, "graph")(x)[0], fast(x))
+    fast.report = replace(
+        fast.report, plan=replace(fast.report.plan, whole=replace(fast.report.plan.whole, host="graph"))
+    )
+    fast.save(tmp_path / "graph.sparta")
+    torch.testing.assert_close(sparta.load(tmp_path / "graph.sparta")(x), model(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_graphs_change_nothing_where_there_are_none():
+    mask = block_mask((32, 32), (4, 1), 0.8, seed=0)
+    weight, x = torch.randn(32, 32) * mask, torch.randn(8, 32)
+    spec = linear_spec(sparta.TeSA.from_mask(mask), 8, torch.float32)
+    problem = Problem(spec, weight, (x, None, None), x.double() @ weight.double().T, 32)
+    choice = tune_kernel(problem, max_trials=2, max_seconds=2, in_graphs=True)
+    assert choice.entry is not None
+
+
+def test_a_budget_keeps_something_for_the_whole():
+    session = Session(budget_s=1000.0)
+    assert 0 < session.left_for_layers < session.left
+    assert session.share(parts=4, most=1e9) <= session.left_for_layers / 3
+    session.started -= 700.0
+    assert session.left_for_layers <= 0 < session.left
+    assert session.affords(200.0)
+    session.started -= 400.0
+    assert session.left == 0
+    assert session.affords(1.0)  # nothing, next to the budget
+    assert not session.affords(200.0)
+    session.interrupted = True
+    assert not session.affords(1.0)
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(3, 4), torch.rand(8, 12) * (torch.rand(8, 12) > 0.5), torch.ones(5, 7)])
+def test_what_is_found_out_of_a_tensor_is_kept(tensor):
+    known = sparta.TeSA.from_zeros(tensor)
+    assert known.count("live") == int(tensor.count_nonzero())
+    assert known.with_format(torch.float32) is known
+    assert known.with_format("int8", scale=0.5) is not known
+    other = known.with_format(torch.float16)
+    assert other is not known
+    assert str(other.format) == ("fp16" if known.count("live") else "any")
