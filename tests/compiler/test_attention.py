@@ -8,7 +8,7 @@ from torch.nn import functional
 import sparta
 from compiler.conftest import forcing
 from sparta.compiler.constants import kept_pairs
-from sparta.compiler.operators import config_text
+from sparta.compiler.operators import config_text, without_operators
 
 
 class Masked(nn.Module):
@@ -66,6 +66,15 @@ def test_a_fixed_mask_is_skipped(form, tmp_path):
     again = sparta.load(tmp_path / "a.sparta")
     agree(again(x), model(x))
     agree(torch.compile(again.graph, backend="aot_eager")(x)[0], model(x))
+
+
+def test_without_python_it_is_a_plain_call():
+    model, x = Masked(local()), torch.randn(3, 32, 16)
+    graph = compiled(model, x).graph
+    without_operators(graph.graph)
+    graph.recompile()
+    assert not any(str(node.target).startswith("sparta.") for node in graph.graph.nodes)
+    agree(graph(x)[0], model(x))
 
 
 def test_any_batch():

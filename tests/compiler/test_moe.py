@@ -6,6 +6,8 @@ from torch import nn
 
 import sparta
 from compiler.conftest import forcing
+from sparta.compiler.operators import without_operators
+from sparta.errors import ValueRangeError
 from sparta.nn import DynamicSparseMoE
 
 
@@ -48,6 +50,12 @@ def test_what_the_module_was_built_with_stays_if_nothing_is_measured():
     fast = sparta.compile(model, x, tune="off")
     assert "sorted" in str(experts_call(fast).args[-1])
     torch.testing.assert_close(fast(x), model(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_experts_need_python():
+    fast = sparta.compile(Routed().eval(), torch.randn(9, 16), tune="off")
+    with pytest.raises(ValueRangeError, match="mixture of experts"):
+        without_operators(fast.graph.graph)
 
 
 def test_measured(own_stores):

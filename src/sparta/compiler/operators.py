@@ -17,10 +17,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparta.errors import SpartaError
+from sparta.errors import SpartaError, ValueRangeError, message
 from sparta.specialize.attention import attention_spec
 from sparta.specialize.batch_matmul import Product
 from sparta.specialize.implement import Kernel
@@ -28,7 +28,7 @@ from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.moe import moe_spec
 from sparta.specialize.tuner import DENSE, build
 
-__all__ = ["config_text", "experts", "fixed_product", "masked_attention", "product_with"]
+__all__ = ["config_text", "experts", "fixed_product", "masked_attention", "product_with", "without_operators"]
 
 _State = tuple[Kernel, Sequence[Tensor]]
 # By the tensor that a kernel was built for, as long as it lives: its version, and kernels by what else they depend on.
@@ -117,6 +117,28 @@ def _experts_kernel(
     return _kernel(KernelSpec(spec.op, spec.operands, spec.epilogue, spec.attributes, device.type), config)
 
 
+def without_operators(graph: fx.Graph) -> None:
+    """Put PyTorch's own calls in the places of these ops, for whoever runs a graph without Python.
+
+    Raises :class:`ValueRangeError` for a mixture of experts, which has no such form.
+    """
+    for node in list(graph.nodes):
+        with graph.inserting_before(node):
+            if node.target is torch.ops.sparta.masked_attention.default:
+                fresh = graph.call_function(torch.ops.aten.scaled_dot_product_attention.default, node.args[:4])
+            elif node.target is torch.ops.sparta.fixed_product.default:
+                x, matrix, left = node.args[:3]
+                sides = (matrix, x) if left else (x, matrix)
+                fresh = graph.call_function(torch.ops.aten.matmul.default, sides)
+            elif node.target is torch.ops.sparta.experts.default:
+                given = f"{node.name}, a mixture of experts"
+                raise ValueRangeError(message(given, "calls that run without Python", "write it as dense layers"))
+            else:
+                continue
+        node.replace_all_uses_with(fresh)
+        graph.erase_node(node)
+
+
 def _state(
     held: Tensor, key: tuple[Any, ...], config: str, spec_and_mask: Callable[[], tuple[KernelSpec, Tensor]]
 ) -> _State:
@@ -136,7 +158,7 @@ def _state(
 def _kernel(spec: KernelSpec, config: str) -> Kernel:
     try:
         return build(spec, json.loads(config))
-    except (SpartaError, ValueError, KeyError, TypeError) as error:  # a stored text may say anything
+    except (SpartaError, ValueError, KeyError, TypeError, AttributeError) as error:  # a stored text may say anything
         reason = str(error).splitlines()[0]
         warnings.warn(f"the kernel {config} does not run here ({reason}); dense does", stacklevel=4)
         return build(spec, {"_name": DENSE})

@@ -76,8 +76,11 @@ def package(
 def _with_operators(graph: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of the graph in which every kernel module is one that C++ can run."""
     from sparta.compiler.kernels import KernelModule
+    from sparta.compiler.operators import without_operators
 
     copy = deepcopy(graph)
+    without_operators(copy.graph)
+    copy.recompile()
     for name, kernel in [(n, m) for n, m in copy.named_modules() if isinstance(m, KernelModule)]:
         parent, _, last = name.rpartition(".")
         setattr(copy.get_submodule(parent), last, _layer(name, kernel))
