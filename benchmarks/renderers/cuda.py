@@ -127,3 +127,45 @@ def host(found: Sequence[Record]) -> str:
         title = f"Microseconds of the host for one call of a small layer. {source(record)}"
         parts.append(f"{title}\n\n{markdown(['call', 'us', 'above functional.linear'], rows)}")
     return "\n\n".join(parts)
+
+
+@renderer("cuda-decode", "decode")
+def decode(found: Sequence[Record]) -> str:
+    """Return layers with few tokens: unstructured weights, and small inputs that are skipped."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        for kind, what in (("bitmap", "weights pruned"), ("threshold", "inputs skipped")):
+            tokens = sorted({row["tokens"] for row in results[kind]})
+            cells: dict[tuple[float, int], list[float]] = {}
+            for row in results[kind]:
+                cells.setdefault((row["sparsity"], row["tokens"]), []).append(row["ratio"])
+            sparsities = sorted({key[0] for key in cells})
+            rows = [
+                [f"{100 * s:g} %", *(f"{statistics.geometric_mean(cells[s, m]):.2f}" for m in tokens)]
+                for s in sparsities
+            ]
+            shapes = len({tuple(row["shape"]) for row in results[kind]})
+            name = {"bitmap": "`cuda-bitmap`, unstructured weights", "threshold": "`ThresholdLinear`"}[kind]
+            title = (
+                f"{name}: times faster than the best dense in {results['dtype']}, by the number of tokens; geometric "
+                f"means over {shapes} shapes. {source(record)}"
+            )
+            parts.append(f"{title}\n\n{markdown([what, *map(str, tokens)], rows)}")
+    return "\n\n".join(parts)
+
+
+@renderer("cuda-products", "batch_matmul")
+def products(found: Sequence[Record]) -> str:
+    """Return batched products with one sparse matrix, sparse softmax, and attention made of them."""
+    parts = []
+    for record in found:
+        rows = []
+        for row in record["results"]["cases"]:
+            marks = [name for name in ("compressed", "biased", "backward") if row[name]]
+            sizes = f"{row['batches']}×{row['size']}×{row['depth']}"
+            block = f"{row['block']}×{row['block']}"
+            rows.append([" ".join([row["what"], *marks]), sizes, block, row["density"], f"{row['ratio']:.2f}"])
+        title = f"Times faster than dense in {record['results']['dtype']}. {source(record)}"
+        parts.append(f"{title}\n\n{markdown(['what', 'size', 'block', 'density', 'over dense'], rows)}")
+    return "\n\n".join(parts)

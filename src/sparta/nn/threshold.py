@@ -20,7 +20,7 @@ from sparta.specialize.cuda.threshold import threshold_linear, threshold_obstacl
 __all__ = ["ThresholdLinear"]
 
 _MOST_GATHERED = 0.25  # of the inputs: where more are live, copying their weights costs more than it saves
-_FEW = 8  # tokens
+_FEW = 8  # tokens on the CPU; the CUDA kernel has its own limit
 
 
 class ThresholdLinear(nn.Module):
@@ -37,8 +37,8 @@ class ThresholdLinear(nn.Module):
     Notes
     -----
     Each token has its own zeros; a weight is skipped if its input is 0 for all tokens of the call, so the gain fades
-    with every further token. NaN is never small. Where autograd records, all weights are read, and gradients are those
-    of the formula: 0 for small inputs.
+    with every further token; on CUDA, weights are skipped for one token only. NaN is never small. Where autograd
+    records, all weights are read, and gradients are those of the formula: 0 for small inputs.
 
     Examples
     --------

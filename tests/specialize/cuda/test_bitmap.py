@@ -140,6 +140,7 @@ def test_refusals_have_reasons():
     assert "not fp32" in reason(half, dtype=torch.float32)
     assert "17 tokens" in reason(half, rows=17)
     assert "is live" in reason(mask_of(64, 64, 0.9))
+    assert "is live" in reason(half, rows=16)
     assert "0 elements" in reason(torch.ones(0, 4, dtype=torch.bool))
 
 

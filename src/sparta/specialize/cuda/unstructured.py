@@ -33,8 +33,8 @@ _SOURCE = Path(__file__).parent / "native" / "bitmap.cu"
 _ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "silu": 3}
 _FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TOKENS = (8, 16)
-_MOST_LIVE = 0.75  # above it bits and values are hardly less than the dense weight
-_SPARSE, _DENSE = 0.16, 0.4  # densities between which neither kind of bitmap is known to be the better one
+_MOST_LIVE = {8: 0.55, 16: 0.35}  # density by tokens, up to which it was faster than dense on an H200
+_SPARSE, _DENSE = 0.16, 0.4  # densities between which neither kind of bitmap is always the better one
 _HOPPER = (9, 0)
 _SHARED = 227 * 1024
 # slabs, warps, cluster, stages: what keeps enough copies on their way and enough warps busy.
@@ -197,7 +197,7 @@ class Bitmap(Implement):
     first_run_compiles = True
 
     def supports(self, spec: KernelSpec) -> Support:
-        """Bf16 and fp16 on Hopper, weights of which at most three quarters are live, few tokens."""
+        """Bf16 and fp16 on Hopper, weights and numbers of tokens for which it was faster than dense somewhere."""
         weight = spec["weight"]
         if spec.device != "cuda":
             return Support.no(f"it runs on CUDA, not on {spec.device}")
@@ -207,8 +207,9 @@ class Bitmap(Implement):
             return Support.no(f"the weight has {weight.numel} elements; it counts from 1 to 2^31")
         if spec["input"].shape[0] > _TOKENS[-1]:
             return Support.no(f"{spec['input'].shape[0]} tokens; it streams the weight for at most {_TOKENS[-1]}")
-        if weight.density > _MOST_LIVE:
-            return Support.no(f"{weight.density:.2f} of the weight is live; at most {_MOST_LIVE} pays")
+        most = _MOST_LIVE[_width(spec)]
+        if weight.density > most:
+            return Support.no(f"{weight.density:.2f} of the weight is live; at most {most} pays for so many tokens")
         reason = _obstacle()
         return Support.no(reason) if reason else Support.yes("bits and live values are streamed once")
 
@@ -227,14 +228,18 @@ class Bitmap(Implement):
 
 def _tiles(spec: KernelSpec) -> list[BitmapTile]:
     """Return tiles that fit into shared memory, the best guess first."""
-    rows, density = spec["input"].shape[0], spec["weight"].density
-    tokens = next((each for each in _TOKENS if each >= rows), _TOKENS[-1])
-    groups = (1,) if density > _DENSE else (2,) if density < _SPARSE else (1, 2)
+    tokens, density = _width(spec), spec["weight"].density
+    groups = (1,) if density > _DENSE else (2,) if density < _SPARSE else (2, 1)
     largest = {group: largest_record(spec["weight"], group) for group in groups}
     tiles = [BitmapTile(tokens, group, 8, *shape) for shape in _SHAPES for group in groups]
     if density > _DENSE:  # runs of 4 take more steps, but values that lanes want at once stand closer together
         tiles += [BitmapTile(tokens, 1, 4, *shape) for shape in _SHAPES[:2]]
     return [tile for tile in tiles if tile.shared_bytes(largest[tile.group]) <= _SHARED]
+
+
+def _width(spec: KernelSpec) -> int:
+    """Return how many tokens a block multiplies."""
+    return next((each for each in _TOKENS if each >= spec["input"].shape[0]), _TOKENS[-1])
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """How fast is a layer of experts on CUDA? Times of ``triton-ragged`` beside ``torch._grouped_mm`` and dense.
 
-Run with ``python benchmarks/cuda/moe.py``. Each contender is a CUDA graph of a few calls and graphs take turns. Two
+Run with ``python benchmarks/gpu/moe.py``. Each contender is a CUDA graph of a few calls and graphs take turns. Two
 things are timed: the product alone, on rows that are sorted already for `torch._grouped_mm` and that are not for ours,
 and the whole layer, from tokens and the experts they ask to the sum of the answers. "dense" is one matrix product of
 the same size for all rows: what no mixture of experts reaches.

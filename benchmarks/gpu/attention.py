@@ -1,6 +1,6 @@
 """How fast is sparse attention on CUDA? Times of ``triton-flash`` beside dense attention and FlexAttention.
 
-Run with ``python benchmarks/cuda/attention.py``. Each contender is a CUDA graph of a few calls and graphs take turns.
+Run with ``python benchmarks/gpu/attention.py``. Each contender is a CUDA graph of a few calls and graphs take turns.
 Dense is PyTorch's attention without a mask, by FlashAttention and by cuDNN, whichever is faster; the limit of a mask is
 one over its density. Decoding is bounded by reading keys and values instead, and is also given in bytes a second.
 """

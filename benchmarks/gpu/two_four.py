@@ -1,6 +1,6 @@
 """How fast is a 2:4 linear layer on CUDA? Our streaming kernel and cuSPARSELt against the fastest dense layer.
 
-Run with ``python benchmarks/cuda/two_four.py``. Calls are graphed over rotated weights and graphs take turns; for many
+Run with ``python benchmarks/gpu/two_four.py``. Calls are graphed over rotated weights and graphs take turns; for many
 tokens, calls are timed eager too, where PyTorch's own 2:4 tensor pays for its host work. Dense is timed on a random and
 on the pruned weight and compiled; the fastest of them is what ratios refer to.
 """

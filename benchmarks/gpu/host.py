@@ -1,6 +1,6 @@
 """What does a call of a sparse layer cost the host? Microseconds a call, beside `functional.linear`.
 
-Run with ``python benchmarks/cuda/host.py``. The layers are so small that the GPU is done before the host comes back;
+Run with ``python benchmarks/gpu/host.py``. The layers are so small that the GPU is done before the host comes back;
 rounds of calls take turns, and the median round counts. The kernels in CUDA C++ are started by both bindings, the one
 at run time by ctypes and, behind it, the compiled operator.
 """

@@ -1,15 +1,27 @@
 """How fast is decoding on CUDA with unstructured weights or skipped inputs? Against the fastest dense layer.
 
-Run with ``python benchmarks/cuda/decode.py``. Calls are graphed over rotated weights and graphs take turns; ratios
+Run with ``python benchmarks/gpu/decode.py``. Calls are graphed over rotated weights and graphs take turns; ratios
 refer to the dense layer on the random or the pruned weight, whichever is faster. The limit is the time that the bytes
 which a kernel must read take at the rate that a copy reaches.
 
-What bounds the bitmap kernel, by arithmetic: 4 x 132 schedulers that issue one instruction a cycle at 1.98 GHz make
-33 T lane instructions a second. With a bit an element the kernel spends 5.1 of them on an element (test, load and step
-are 3; the rest is heads, counts, packing and the matrix unit): at most 6.5 T elements a second, which is 3.0 times what
-dense reads at 4.3 TB/s. Bytes, 2 d + 0.19 an element, allow 1.7x, 2.5x, 5.2x at 50, 70, 90 %. With a bit for two
-neighbours it is 3.3 instructions and 2 (1 - s s) + 0.09 bytes for a sparsity s, which allow 1.25x, 1.8x, 4.2x. So from
-about 80 % on the second one is used.
+What should bound the bitmap kernel, by arithmetic: 4 x 132 schedulers that issue one instruction a cycle at 1.98 GHz
+make 33 T lane instructions a second. With a bit an element the kernel spends 5.3-5.8 of them on an element (test, load
+and step are 3; the rest is heads, counts, packing and the matrix unit): about 6 T elements a second, which is 2.8 times
+what dense reads at 4.3 TB/s. Bytes, 2 d + 0.19 an element, allow 1.7x, 2.5x, 5.2x at 50, 70, 90 %. With a bit for two
+neighbours it is 3.2-3.7 instructions and 2 (1 - s s) + 0.09 bytes for a sparsity s, which allow 1.25x, 1.8x, 4.2x.
+
+What was measured on an H200: 1.1-1.4x, 1.5-1.7x, 2.1-2.5x at 50, 70, 90 % for one token, and 0.9-1.1x, 1.1-1.3x,
+1.6-1.8x for 16. The aims 1.35x, 2.0x, 3.5x for all up to 16 tokens are missed, except at 50 % on 4096 x 11008 with one
+token. At 70 and 80 % on 8192 x 8192 with one token it reads at 74-78 % of the limit, in pairs; single elements, which
+are fewer bytes, were slower. At 90 % it reads at 31-52 %, and every further token costs time; x going through the L1
+cache once for every 16 or 32 outputs and bank conflicts are suspected, but no counters of this version were taken. An
+earlier version, with x through shared memory by bulk copies of 256 bytes, reached 0.7-0.9x at 50 % with 16 tokens: 8
+warps on a multiprocessor, 30 % of issue slots used, 1.8 wavefronts a load. There, clusters of two blocks along K and
+four slabs a warp were seldom the fastest, and are not among the tiles any more.
+
+The kernel that skips small inputs wins with one token (1.2-1.45x with half of them small, 1.8-3x with 90 %) and loses
+with four, where few inputs are small for all and each weight takes four multiplications on the ordinary cores; what
+makes it as slow as it is there is not known.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What should run on a GPU before anything is tuned? Make the table that the package ships for this kind of GPU.
 
-``python benchmarks/cuda/shipped_table.py`` measures nothing: it takes the fastest parameters that
-``benchmarks/cuda/block_linear.py`` and ``two_four.py`` found, from their results, and writes the clear wins to
+``python benchmarks/gpu/shipped_table.py`` measures nothing: it takes the fastest parameters that
+``benchmarks/gpu/block_linear.py`` and ``two_four.py`` found, from their results, and writes the clear wins to
 ``src/sparta/specialize/tables``. It needs no GPU.
 """
 

@@ -1,6 +1,6 @@
 """How fast is a block-sparse linear layer on CUDA? Times of ``triton-block`` over those of the fastest dense layer.
 
-Run with ``python benchmarks/cuda/block_linear.py``. Each case is a CUDA graph of many calls over rotated weights, so
+Run with ``python benchmarks/gpu/block_linear.py``. Each case is a CUDA graph of many calls over rotated weights, so
 that neither the host nor the L2 cache flatters anyone, and graphs take turns. Dense is timed eager and compiled, on a
 random and on the pruned weight, since a GPU multiplies zeros faster; the fastest of them is what ratios refer to.
 """

@@ -1,6 +1,6 @@
 """How fast are batched products and softmax over kept tiles on CUDA? Times of ``triton-block`` beside dense PyTorch.
 
-Run with ``python benchmarks/cuda/batch_matmul.py``, in about a minute. Each contender is a CUDA graph of a few calls
+Run with ``python benchmarks/gpu/batch_matmul.py``, in about a minute. Each contender is a CUDA graph of a few calls
 over rotated operands, and graphs take turns. Dense is ``torch.bmm``, ``torch.baddbmm`` where there is a bias, and
 ``torch.softmax``; the limit of a mask is one over its density. Attention is in three steps over compressed scores,
 beside the same three steps in dense PyTorch.
