@@ -1,8 +1,8 @@
 """What should run before anything is tuned? Make the table that the package ships for machines of this kind.
 
 ``python benchmarks/cpu/shipped_table.py`` tunes linear layers of common shapes, patterns and sparsities and writes the
-clear wins to ``src/sparta/specialize/tables``; ``--quick`` takes a few layers, ``--device cuda`` tunes on the GPU. With
-``--from-layers`` nothing is measured: the tiles that ``benchmarks/cpu/layers.py`` found are taken from its results.
+clear wins to ``src/sparta/specialize/tables``; ``--quick`` takes a few layers. With ``--from-layers`` nothing is
+measured: the tiles that ``benchmarks/cpu/layers.py`` found are taken from its results.
 """
 
 from __future__ import annotations
@@ -28,30 +28,27 @@ from sparta.specialize.tuner import DENSE, Problem, tune_kernel
 SHAPES = ((768, 768), (768, 3072), (3072, 768), (1024, 1024), (1024, 4096), (4096, 1024), (4096, 4096))  # (K, N)
 TOKENS = (1, 16, 128, 1024)
 SPARSITIES = (0.7, 0.8, 0.9, 0.95)
-BLOCKS = {"cpu": ((1, 1), (4, 1), (8, 1), (16, 1)), "cuda": ((16, 16), (32, 32), (64, 64))}
-DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float16)}
+BLOCKS = ((1, 1), (4, 1), (8, 1), (16, 1))
 
 
-def layers(device: str, *, quick: bool) -> Iterator[tuple[int, int, int, tuple[int, int], float, torch.dtype]]:
-    """Yield M, K, N, block, sparsity and dtype of each layer to tune."""
-    for dtype in DTYPES[device][: 1 if quick else None]:
-        for tokens in TOKENS[1:2] if quick else TOKENS:
-            for inputs, outputs in SHAPES[:1] if quick else SHAPES:
-                for block in BLOCKS[device][:2] if quick else BLOCKS[device]:
-                    for sparsity in SPARSITIES[2:3] if quick else SPARSITIES:
-                        yield tokens, inputs, outputs, block, sparsity, dtype
+def layers(*, quick: bool) -> Iterator[tuple[int, int, int, tuple[int, int], float]]:
+    """Yield M, K, N, block and sparsity of each layer to tune."""
+    for tokens in TOKENS[1:2] if quick else TOKENS:
+        for inputs, outputs in SHAPES[:1] if quick else SHAPES:
+            for block in BLOCKS[:2] if quick else BLOCKS:
+                for sparsity in SPARSITIES[2:3] if quick else SPARSITIES:
+                    yield tokens, inputs, outputs, block, sparsity
 
 
-def tuned(device: str, seconds: float, *, quick: bool) -> Iterator[ShippedEntry]:
+def tuned(seconds: float, *, quick: bool) -> Iterator[ShippedEntry]:
     """Tune each layer and yield what won."""
-    for tokens, inputs, outputs, block, sparsity, dtype in layers(device, quick=quick):
-        mask = testing.block_mask((outputs, inputs), block, sparsity, seed=0).to(device)
-        weight = (torch.randn(outputs, inputs, device=device) * mask).to(dtype)
-        x = torch.randn(tokens, inputs, dtype=dtype, device=device)
-        spec = linear_spec(TeSA.from_mask(mask), tokens, dtype, device=device)
+    for tokens, inputs, outputs, block, sparsity in layers(quick=quick):
+        mask = testing.block_mask((outputs, inputs), block, sparsity, seed=0)
+        weight, x = torch.randn(outputs, inputs) * mask, torch.randn(tokens, inputs)
+        spec = linear_spec(TeSA.from_mask(mask), tokens, torch.float32)
         expected = testing.linear_reference(x, weight, weight_mask=mask)
         choice = tune_kernel(Problem(spec, weight, (x, None, None), expected, inputs), max_seconds=seconds)
-        print(f"M={tokens} K={inputs} N={outputs} {block} {sparsity:g} {dtype}: {choice}", flush=True)
+        print(f"M={tokens} K={inputs} N={outputs} {block} {sparsity:g}: {choice}", flush=True)
         gain = 1.0 if choice.implement == DENSE or choice.entry is None else choice.entry.speedup
         version = implement_named(choice.implement, "linear").version
         yield ShippedEntry(table_key(spec), choice.implement, version, choice.params, round(gain, 3))
@@ -73,24 +70,22 @@ def main() -> None:
     """Write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two layers")
-    parser.add_argument("--device", choices=list(BLOCKS), default="cpu")
     parser.add_argument("--seconds", type=float, default=3.0, help="the longest search for one layer")
     parser.add_argument("--from-layers", type=Path, metavar="FILE", help="a result of benchmarks/cpu/layers.py")
     parser.add_argument("--kind", help="kind of device the results are from, if not this one")
     parser.add_argument("--out", type=Path, help="where to write it instead of into the package")
     options = parser.parse_args()
     torch.manual_seed(0)
-    kind = options.kind or device_kind(options.device)
+    kind = options.kind or device_kind("cpu")
     if options.from_layers:
         record = json.loads(options.from_layers.read_text())
         source = {"machine": record["environment"]["cpu"]["model"], "date": record["date"]}
         source["torch"], source["threads"] = record["environment"]["torch"], record["environment"]["torch_threads"]
         entries = list(from_layers(record))
     else:
-        machine = torch.cuda.get_device_name() if options.device == "cuda" else testing.environment().cpu.model
-        source = {"machine": machine, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        source = {"machine": testing.environment().cpu.model, "date": datetime.now(UTC).isoformat(timespec="seconds")}
         source["torch"], source["threads"] = torch.__version__, torch.get_num_threads()
-        entries = list(tuned(options.device, options.seconds, quick=options.quick))
+        entries = list(tuned(options.seconds, quick=options.quick))
     path = options.out or table_path(kind)
     print(f"{write_table(path, kind, source, entries)} of {len(entries)} layers are clear wins: {path}")
 
