@@ -73,7 +73,8 @@ CPU = {
         "rivals": ["compile", "eager", "onnxruntime"],
         "summary": [
             {"tokens": 16, "height": 4, "sparsity": 0.9, "drop-in": 6.0, "panel": 7.0, "target": 7.5}
-            | {"roof_share": {"drop-in": 0.4, "panel": 0.5}},
+            | {"drop-in repeated": 8.0, "panel repeated": 9.0}
+            | {"roof_share": {"drop-in": 0.4, "panel": 0.5, "drop-in repeated": 0.6, "panel repeated": 0.7}},
             {"tokens": 1, "height": 1, "sparsity": 0.9, "cold": 8.0, "target": None, "roof_share": {"cold": 0.9}},
         ],
     },
@@ -122,7 +123,14 @@ CPU = {
 @pytest.mark.parametrize(
     ("question", "lines"),
     [
-        ("cpu_layers", ["| 16 | block 4×1 | 6.0 (7.0) | 7.5 | 50 to 50 % |", "| 1 | unstructured | 8.0 |  | 90"]),
+        (
+            "cpu_layers",
+            [
+                "| 16 | block 4×1 | in turns | 6.0 (7.0) | 7.5 | 50 to 50 % |",
+                "| repeated | 8.0 (9.0) | 7.5 | 70",
+                "| cold | 8.0 |",
+            ],
+        ),
         ("cpu_conv", ["| 3×3 | block 8×1 |  | 6.0 | 7.5 | 40", "| 3×3 | block 4×1 | 3.0 |  |  | 30", "channels last"]),
         ("cpu_int8", ["| 128 | block 4×4 | 9.0 (27.0) | 10 |"]),
         (

@@ -73,15 +73,33 @@ def cpu_layers(found: Sequence[Record]) -> str:
     parts = []
     for record in found:
         results = record["results"]
-        heads, lines = _by_sparsity(results["summary"], ("tokens", "height"), _cpu_cell)
+        regimes = [regime for row in results["summary"] for regime in _regimes(row)]
+        heads, lines = _by_sparsity(regimes, ("tokens", "height", "how"), _cpu_cell)
         title = (
             f"Times faster than {_rivals(results)}, geometric means over the shapes: as a drop-in, and in brackets "
-            "with the layout kept between sparse layers, which is what the targets are for."
+            "with the layout kept between sparse layers, which is what the targets are for. One token: weights come "
+            "from memory. In turns: rivals are called one after the other and drive each other out of the near caches. "
+            "Repeated: each is called several times in a row."
             f"{_roof(lines)} {source(record)}"
         )
-        rows = [[tokens, _pattern(height), *line] for (tokens, height), line in lines.items()]
-        parts.append(f"{title}\n\n{_without_empty(['tokens', 'pattern', *heads], rows)}")
+        rows = [[tokens, _pattern(height), how, *line] for (tokens, height, how), line in lines.items()]
+        parts.append(f"{title}\n\n{_without_empty(['tokens', 'pattern', 'caches', *heads], rows)}")
     return "\n\n".join(parts)
+
+
+def _regimes(row: Record) -> list[Record]:
+    """Return a row of the summary as one for each way in which calls follow one another."""
+    if "cold" in row:
+        return [{**row, "how": "cold"}]
+    found = []
+    for how, end in (("in turns", ""), ("repeated", " repeated")):
+        if f"panel{end}" in row:
+            shares = {
+                name: share for name, share in row["roof_share"].items() if name in (f"panel{end}", f"drop-in{end}")
+            }
+            means = {"panel": row[f"panel{end}"], "drop-in": row[f"drop-in{end}"], "roof_share": shares}
+            found.append({**row, **means, "how": how})
+    return found
 
 
 def _cpu_cell(row: Record) -> str:

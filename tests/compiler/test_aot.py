@@ -12,6 +12,7 @@ from sparta.compiler.aot import library, package
 from sparta.compiler.aot.layers import ConvLayer, Int8Layer, PackedLayer
 from sparta.compiler.aot.package import _with_operators
 from sparta.errors import MissingPackageError, ValueRangeError
+from sparta.specialize import torch_library
 from sparta.specialize.cpu.linear import PackedLinear
 from sparta.testing import check, linear_reference
 from sparta.testing.machine import probe_compiler
@@ -124,6 +125,6 @@ def test_bad_paths_and_inputs_are_refused_before_any_work(tmp_path):
 
 
 def test_without_a_compiler_it_says_so(monkeypatch):
-    monkeypatch.setattr(library, "probe_compiler", lambda: (None, "no C++ compiler was found"))
+    monkeypatch.setattr(torch_library, "probe_compiler", lambda: (None, "no C++ compiler was found"))
     with pytest.raises(MissingPackageError, match="no C\\+\\+ compiler"):
         library.library_path()

@@ -5,7 +5,8 @@ shared library of those operators, which the program loads first. The one idea t
 the package, so the two files are all that a program needs beside libtorch.
 """
 
-from sparta.compiler.aot.library import build_flags, library_path
+from sparta.compiler.aot.library import library_path
 from sparta.compiler.aot.package import package
+from sparta.specialize.torch_library import build_flags
 
 __all__ = ["build_flags", "library_path", "package"]
