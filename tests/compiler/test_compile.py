@@ -426,7 +426,7 @@ def test_kernels_that_lose_in_the_whole_are_left_out(forced, own_stores, monkeyp
 
     slow = {"second.weight_kernel"}
 
-    def times(self, calls):
+    def times(self, calls, rounds=0):
         return {name: float(call()) for name, call in calls.items()}
 
     def call(self, base, host, names=None, inputs=None):

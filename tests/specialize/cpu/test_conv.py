@@ -43,7 +43,7 @@ def problems(draw):
 
 @st.composite
 def conv_tiles(draw, outputs_each):
-    tile = draw(tiles(form="panel").filter(lambda t: not t.k_chunk))
+    tile = draw(tiles(form="panel"))
     return tile if outputs_each % tile.block == 0 else draw(st.just(type(tile)(block=1, mv=tile.mv)))
 
 
@@ -237,7 +237,7 @@ def test_bad_layers_are_named(layer):
     with pytest.raises(ShapeError, match="as many dims"):
         PackedConv(None, ones[..., 0], geometry)
     with pytest.raises(ValueRangeError, match="form 'panel'"):
-        PackedConv(None, ones, geometry, k_chunk=8)
+        PackedConv(None, ones, geometry, form="rows")
     with pytest.raises(ValueRangeError, match="blocks that divide"):
         PackedConv(None, ones, ConvGeometry.make(2, groups=4), block=4)
     with pytest.raises(NameNotFoundError, match="did you mean 'flat'"):

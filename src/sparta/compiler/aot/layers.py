@@ -33,7 +33,7 @@ _CONV_ARRAYS = ("starts", "offsets", "rows", "costs", "slot_rows", "slot_columns
 _CONV_NUMBERS = (
     *("channels", "inputs", "groups", "bn", "mv", "interleave", "prefetch", "in_channels", "in_rows", "in_columns"),
     *("out_rows", "out_columns", "stride_rows", "stride_columns", "slots", "row_width", "band_tokens", "reach"),
-    *("plane", "direct"),
+    *("plane", "direct", "chunks"),
 )
 _PANEL_FORM = -1
 _OUTPUTS = {torch.float32: 0, torch.int8: 1, torch.uint8: 2}

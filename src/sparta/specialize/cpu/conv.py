@@ -90,7 +90,7 @@ class PackedConv:
     isa
         Instruction set; ``None`` for the best.
     tile
-        Fields of a :class:`~sparta.specialize.cpu.tile.Tile` of the form ``'panel'`` without chunks.
+        Fields of a :class:`~sparta.specialize.cpu.tile.Tile` of the form ``'panel'``; chunks count channels times taps.
 
     Examples
     --------
@@ -134,8 +134,8 @@ class PackedConv:
         if mask.dtype != torch.bool or len(shape) != len(self.geometry.stride) + 2 or shape[0] % groups:
             given = f"a mask of shape {shape} and {mask.dtype} for {self.geometry}"
             raise ShapeError(message(given, "bool (N, C / groups, ...) with as many dims behind as strides"))
-        if self.tile.form != "panel" or self.tile.k_chunk:
-            raise ValueRangeError(message(f"the tile {self.tile}", "the form 'panel' with k_chunk=0"))
+        if self.tile.form != "panel":
+            raise ValueRangeError(message(f"the tile {self.tile}", "the form 'panel'"))
         if groups > 1 and (shape[0] // groups) % self.tile.block:
             given = f"blocks of {self.tile.block} for {shape[0] // groups} output channels a group"
             raise ValueRangeError(message(given, "blocks that divide a group", "use block=1"))
@@ -278,7 +278,8 @@ class PackedConv:
     def _matrix(self, offsets: Tensor) -> PanelMatrix:
         layout, tile = self.layout, self.tile
         fields = {name: array.data_ptr() for name, array in layout.arrays.items()}
-        sizes = {"channels": layout.shape[0], "inputs": layout.shape[1], "groups": layout.groups, "chunks": 1}
+        sizes = {"channels": layout.shape[0], "inputs": layout.shape[1], "groups": layout.groups}
+        sizes["chunks"] = len(layout.arrays["chunk_columns"]) - 1
         sizes |= {"bn": tile.block, "mv": tile.mv, "interleave": tile.interleave, "prefetch": tile.prefetch}
         return PanelMatrix(**fields, **sizes, offsets=offsets.data_ptr())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,9 @@ from sparta.specialize.implement import Implement, KernelLayout, Params, Support
 from sparta.specialize.kernel_spec import KernelSpec
 
 __all__ = ["CpuConv1d", "CpuConv2d"]
+
+_VECTOR_BYTES = 64
+_NEAR_BYTES = 32 * 1024  # of the first level of caches, for the input
 
 
 class _CpuConvKernel(ConvKernel):
@@ -92,8 +96,21 @@ def conv_tiles(spec: KernelSpec) -> list[Tile]:
     outputs, reduction = weight.shape[0], math.prod(weight.shape[1:])
     height = math.gcd(weight.state.block[0], outputs // geometry.groups)
     found = candidates(max(pixels, 2), outputs, reduction, weight.density, (max(height, 1), 1))
-    # Chunks of channels are for panels; an image is cut into bands instead.
-    return [tile for tile in (Tile(**fields) for fields in found) if tile.form == "panel" and not tile.k_chunk]
+    tiles = [tile for tile in (Tile(**fields) for fields in found) if tile.form == "panel" and not tile.k_chunk]
+    return [*tiles, *_in_chunks(tiles, weight.shape)]
+
+
+def _in_chunks(tiles: Sequence[Tile], shape: Sequence[int]) -> list[Tile]:
+    """Return wide unstructured tiles again, in chunks of channels of which all rows read from the nearest cache."""
+    channels, taps = shape[1], math.prod(shape[2:])
+    found = []
+    for tile in tiles:
+        window = math.prod(shape[2:-1]) * (tile.mv + 2) * _VECTOR_BYTES  # a run for each row of taps, not aligned
+        together = max(1, _NEAR_BYTES // window)
+        if tile.block == tile.interleave == 1 and tile.mv > 1 and together < channels:
+            even = -(-channels // -(-channels // together))
+            found.append(replace(tile, k_chunk=even * taps))
+    return found
 
 
 def _images(spec: KernelSpec) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ enum Number { kForm, kChannels, kInputs, kGroups, kChunks, kBlock, kVectors, kIn
 constexpr int64_t kPanelForm = -1;
 enum ConvNumber { cChannels, cInputs, cGroups, cBlock, cVectors, cInterleave, cPrefetch, cInChannels, cInRows, cInColumns,
                   cOutRows, cOutColumns, cStrideRows, cStrideColumns, cSlots, cRowWidth, cBandTokens, cReach, cPlane,
-                  cDirect, cActivation, cNumbers };
+                  cDirect, cChunks, cActivation, cNumbers };
 enum Int8Number { iChannels, iInputs, iUnits, iGroups, iBlock, iVectors, iRelu, iInputZero, iOutput, iOutputZero, iNumbers };
 
 template <class T>
@@ -115,7 +115,7 @@ at::Tensor conv2d(const at::Tensor& x, const at::Tensor& values, at::TensorList 
   matrix.channels = n[cChannels];
   matrix.inputs = n[cInputs];
   matrix.groups = n[cGroups];
-  matrix.chunks = 1;
+  matrix.chunks = n[cChunks];
   matrix.starts = data<int64_t>(arrays, 0);
   matrix.offsets = data<uint32_t>(arrays, 1);
   matrix.values = values.const_data_ptr<float>();

@@ -199,11 +199,17 @@ struct BandTask {
   const float* x;         // token 0 of the image, in the first slot
   float* y;               // the image's first pixel in channel 0
   const float* residual;  // the same, or null
-  float* sums;            // [kBlocksTogether * kBlockRows][tile]
+  float* sums;            // [scratch_rows()][tile]
 };
 
+// With several chunks every row must wait for the last one; with one, a few blocks at a time are enough.
+inline int64_t scratch_rows(const PanelMatrix& matrix, int64_t first, int64_t last) {
+  return (matrix.chunks > 1 ? last - first : kBlocksTogether) * kBlockRows;
+}
+
 // Tokens [begin, begin + vectors * kLanes) in the blocks of rows [first, last). All of them are pixels and are stored
-// in place if `whole`; else the first `count` are looked through for pixels.
+// in place if `whole`; else the first `count` are looked through for pixels. Chunks of the input channels follow each
+// other, so that what all rows read of one of them stays in the nearest cache.
 inline void multiply_tokens(const BandTask& task, int64_t begin, int64_t count, int64_t vectors, bool whole,
                             int64_t first, int64_t last) {
   const PanelMatrix& matrix = *task.matrix;
@@ -214,26 +220,30 @@ inline void multiply_tokens(const BandTask& task, int64_t begin, int64_t count, 
   const bool in_registers = whole && fits_registers(call.activation);
   Segment segments[kMostTokens];
   const int64_t runs = whole ? 0 : find_segments(call, begin, count, segments);
-  for (int64_t block = first; block < last; block += kBlocksTogether) {
-    const int64_t blocks = std::min(kBlocksTogether, last - block);
-    const int64_t row = block * kBlockRows;
-    const int64_t rows = std::min(blocks * kBlockRows, matrix.channels - row);
-    float* y = task.y + row * plane;
-    const float* bias = call.bias ? call.bias + row : nullptr;
-    const float* residual = task.residual ? task.residual + row * plane : nullptr;
-    const RowsFinish finish = rows_finish(call.bias, residual ? residual + begin : nullptr, call.activation);
-    kernel(RowsTask{&matrix, 0, block * groups_each, std::min((block + blocks) * groups_each, matrix.groups),
-                    task.x + begin, whole ? y + begin : task.sums, row, whole ? plane : tile,
-                    in_registers ? &finish : nullptr});
-    if (in_registers) continue;
-    with_activation(call.activation, [&](auto tag) {
-      constexpr Activation act = decltype(tag)::value;
-      if (whole) {
-        finish_rows<act>(y + begin, plane, row, rows, vectors, call.bias, residual ? residual + begin : nullptr);
-      } else {
-        store_pixels<act>(task.sums, tile, rows, plane, segments, runs, bias, residual, y);
-      }
-    });
+  for (int64_t chunk = 0; chunk < matrix.chunks; ++chunk) {
+    const bool ends = chunk + 1 == matrix.chunks;
+    for (int64_t block = first; block < last; block += kBlocksTogether) {
+      const int64_t blocks = std::min(kBlocksTogether, last - block);
+      const int64_t row = block * kBlockRows;
+      const int64_t rows = std::min(blocks * kBlockRows, matrix.channels - row);
+      float* y = task.y + row * plane;
+      float* sums = task.sums + (matrix.chunks > 1 ? row - first * kBlockRows : 0) * tile;
+      const float* bias = call.bias ? call.bias + row : nullptr;
+      const float* residual = task.residual ? task.residual + row * plane : nullptr;
+      const RowsFinish finish = rows_finish(call.bias, residual ? residual + begin : nullptr, call.activation);
+      kernel(RowsTask{&matrix, chunk, block * groups_each, std::min((block + blocks) * groups_each, matrix.groups),
+                      task.x + begin, whole ? y + begin : sums, row, whole ? plane : tile,
+                      in_registers && ends ? &finish : nullptr});
+      if (in_registers || !ends) continue;
+      with_activation(call.activation, [&](auto tag) {
+        constexpr Activation act = decltype(tag)::value;
+        if (whole) {
+          finish_rows<act>(y + begin, plane, row, rows, vectors, call.bias, residual ? residual + begin : nullptr);
+        } else {
+          store_pixels<act>(sums, tile, rows, plane, segments, runs, bias, residual, y);
+        }
+      });
+    }
   }
 }
 
@@ -254,7 +264,7 @@ inline bool multiply_band(const PanelMatrix& matrix, const ConvCall& call, int64
   const Band band{index / bands, part * call.band_tokens, band_end - part * call.band_tokens};
   const int64_t tile = matrix.mv * kLanes;
 
-  float* sums = sums_scratch.get(kBlocksTogether * kBlockRows * tile);
+  float* sums = sums_scratch.get(scratch_rows(matrix, first, last) * tile);
   float* image = call.direct ? nullptr : image_scratch.get(call.slots * call.in_channels * call.plane + tile);
   if (!sums || (!call.direct && !image)) return false;
   const bool channels_last = call.x_strides[1] == 1 && call.x_strides[3] != 1;

@@ -139,16 +139,17 @@ SPARTA_INLINE void announce(const float* y) {
   for (int j = 0; j < MV; ++j) __builtin_prefetch(y + j * kLanes, 1);
 }
 
-// The first chunk sets the output, later ones add to it.
+// The first chunk sets the output, later ones add to it; the last one may finish it.
 template <int MV>
 SPARTA_INLINE void put(const RowsTask& task, int64_t row, float* y, const Vec (&sums)[MV]) {
+  const bool adds = task.chunk > 0;
   if (task.finish) {
     const RowsFinish& finish = *task.finish;
     const Vec shift = splat(finish.bias ? finish.bias[row] : -0.0f);  // adding -0 changes nothing, not even a -0
     const Vec floor = splat(finish.floor), ceiling = splat(finish.ceiling), last_floor = splat(finish.last_floor);
 #pragma GCC unroll 4
     for (int j = 0; j < MV; ++j) {
-      const Vec sum = sums[j] + shift;
+      const Vec sum = (adds ? sums[j] + load(y + j * kLanes) : sums[j]) + shift;
       Vec out = sum < floor ? floor : sum;  // NaN is not below and stays
       out = out > ceiling ? ceiling : out;
       if (finish.residual) out += load(finish.residual + (y - task.y) + j * kLanes);
@@ -157,7 +158,7 @@ SPARTA_INLINE void put(const RowsTask& task, int64_t row, float* y, const Vec (&
     return;
   }
 #pragma GCC unroll 4
-  for (int j = 0; j < MV; ++j) store(y + j * kLanes, task.chunk > 0 ? sums[j] + load(y + j * kLanes) : sums[j]);
+  for (int j = 0; j < MV; ++j) store(y + j * kLanes, adds ? sums[j] + load(y + j * kLanes) : sums[j]);
 }
 
 template <int BN, int MV, bool Prefetch>
