@@ -8,7 +8,7 @@ import torch
 import sparta
 from compiler import nets
 from sparta.compiler.settings import Session
-from sparta.compiler.whole import hosted
+from sparta.compiler.whole import _best, hosted
 from sparta.specialize.linear import linear_spec
 from sparta.specialize.tuner import Problem, tune_kernel
 from sparta.testing import block_mask
@@ -58,3 +58,9 @@ def test_what_is_found_out_of_a_tensor_is_kept(tensor):
     other = known.with_format(torch.float16)
     assert other is not known
     assert str(other.format) == ("fp16" if known.count("live") else "any")
+
+
+@pytest.mark.parametrize(("inductor", "chosen"), [(9.7, "original graph"), (9.0, "original graph, inductor")])
+def test_another_host_than_eager_must_win_clearly(inductor, chosen):
+    times = {"model as given": 8.0, "original graph": 10.0, "sparse": 11.0, "original graph, inductor": inductor}
+    assert _best(times) == chosen
