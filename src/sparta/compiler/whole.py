@@ -130,7 +130,8 @@ class Contest:
     def _decided(self) -> Whole:
         if not self._affords(2):
             why = "interrupted" if self.session.interrupted else "the budget was spent"
-            return Whole(reason=f"not timed end to end: {why}")
+            base = "reduced" if self.kernels() else "original"  # without a kernel there is nothing to gain
+            return Whole(base, reason=f"not timed end to end: {why}")
         self._leave_out()
         times = self._times(self._variants(), _ROUNDS)
         best = _best(times)
