@@ -172,10 +172,6 @@ def test_the_training_benchmarks_run_and_their_tables_are_made(tables, script, o
 
 
 SPEEDS = {
-    "cpu_layers": (
-        {"summary": [{"tokens": 16, "height": 4, "sparsity": 0.9, "drop-in": 5.04, "panel": 6.06, "target": 7}]},
-        "| 16 | block 4×1 | 5.0 (6.1) |",
-    ),
     "block_linear": (
         {
             "dtype": "bf16",
@@ -186,6 +182,33 @@ SPEEDS = {
             ],
         },
         "| 32×32 | 90 % |  | 4.00 |\n| 64×64 | 50 % | 0.50 |  |",
+    ),
+    "compiler_models": (
+        {
+            "cases": [
+                {"model": "mlp", "batch": 1, "pattern": "u", "sparsity": 0.0, "speedup": 1.01, "amdahl_bound": 9.0},
+                {"model": "mlp", "batch": 1, "pattern": "u", "sparsity": 0.9, "speedup": 3.5, "amdahl_bound": 9.0},
+            ]
+        },
+        "| mlp | 1 | dense | 1.01 |\n| mlp | 1 | u | 3.50 (9.0) |",
+    ),
+    "compiler_stacks": (
+        {
+            "shapes": {"llama-7b": {"layers": 2}},
+            "cases": [
+                {
+                    "model": "llama-7b",
+                    "rows": 16,
+                    "pattern": "2:4",
+                    "sparsity": 0.5,
+                    "speedup": 1.5,
+                    "amdahl_bound": 2.0,
+                }
+                | {"median_ms": {"eager": 3.0, "sparta": 2.0}, "best_dense": "eager", "host": "graph"}
+                | {"implements": {"cuda-24": 14}}
+            ],
+        },
+        "| llama-7b | decode, 16 tokens | 2:4, 50 % | 3 | 2 | 1.50 (2.0) | graph: 14 cuda-24 |",
     ),
     "two_four": (
         {"dtype": "bf16", "linear": [{"shape": [8, 16], "tokens": 64, "ratio": 1.5, "best": "cuda-24"}]},

@@ -21,7 +21,7 @@ def models(found: Sequence[Record]) -> str:
             rows.append([model, batch, pattern, *line, *[None] * (len(sparsities) - len(line))])
         title = (
             "Times faster than the best of PyTorch eager and `torch.compile`; in brackets the bound of Amdahl's law: "
-            f"the gain if pruned layers took no time. {source(record)}"
+            f"what eager PyTorch would gain if pruned layers took no time. {source(record)}"
         )
         heads = ["model", "batch", "pattern", *(f"{100 * sparsity:g} %" for sparsity in sparsities)]
         parts.append(f"{title}\n\n{markdown(heads, rows)}")
@@ -35,7 +35,7 @@ def _pattern(row: Record) -> str:
 def _cell(row: Record | None) -> str | None:
     if row is None:
         return None
-    bound = row["amdahl_bound"]
+    bound = row["amdahl_bound"] if row["sparsity"] else None
     return f"{row['speedup']:.2f}" + ("" if bound is None else f" ({bound:.1f})")
 
 
