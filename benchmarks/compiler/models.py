@@ -3,7 +3,8 @@
 Run with ``python benchmarks/compiler/models.py``; ``--quick`` takes small versions of the models, ``--only`` some. For
 each model and batch the dense model is compiled by Inductor once; in each case it, eager dense and the compiled sparse
 model take turns, call by call. The bound that Amdahl's law sets is printed beside: what the speed-up of the eager
-model would be if the pruned layers took no time. Results are saved after every case; ``--resume`` goes on where a run ended.
+model would be if the pruned layers took no time. Results are saved after every case; ``--resume`` goes on where a run
+ended.
 """
 
 from __future__ import annotations
