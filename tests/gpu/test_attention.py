@@ -9,6 +9,7 @@ from sparta.nn import SeqlenDynamicSparseAttention, SparseAttention
 from sparta.specialize.attention import attention_spec
 from sparta.specialize.cuda.attention import TritonFlash, TritonFlashSeqlen
 from sparta.specialize.cuda.attention_tile import AttentionTile
+from sparta.specialize.implement import implement_named
 from sparta.testing import attention_reference, check
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -188,3 +189,16 @@ def test_a_tile_that_does_not_fit_is_an_error_of_ours():
     kernel = TritonFlash().build(attention_spec(mask, *inputs), {"tile": str(AttentionTile(128, 128, 4, 8, tma=1))})
     with pytest.raises(ValueError, match="needs more than the GPU has"):
         kernel.run(kernel.pack(mask), *inputs)
+
+
+@pytest.mark.parametrize("name", ["dense", "blocks"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_query_that_sees_nothing_gives_zero_in_plain_pytorch_too(name, dtype):
+    mask = blocks(128, 128, 0.5, block=32)
+    mask[40:70] = False
+    inputs = inputs_of(2, 2, 128, 128, 64, 64, dtype)
+    spec, implement = attention_spec(mask, *inputs), implement_named(name, "attention")
+    kernel = implement.build(spec, implement.default(spec))
+    y = kernel.run(kernel.pack(mask), *inputs)
+    assert not y[..., 40:70, :].any()
+    check(y, attention_reference(*(x.double() for x in inputs), mask), reduction=128)
