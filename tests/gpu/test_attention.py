@@ -185,7 +185,7 @@ def test_tuning_finds_it(built):
 
 
 def test_a_tile_that_does_not_fit_is_an_error_of_ours():
-    mask, inputs = blocks(256, 256, 0.5), inputs_of(2, 2, 256, 256, 256, 256, torch.float32)
+    mask, inputs = blocks(256, 256, 0.5), inputs_of(2, 2, 256, 256, 256, 256, torch.bfloat16)
     kernel = TritonFlash().build(attention_spec(mask, *inputs), {"tile": str(AttentionTile(128, 128, 4, 8, tma=1))})
     with pytest.raises(ValueError, match="needs more than the GPU has"):
         kernel.run(kernel.pack(mask), *inputs)

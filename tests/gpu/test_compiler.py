@@ -247,7 +247,7 @@ def test_attention_products_and_experts(tmp_path):
     torch.manual_seed(0)
     model, x = Mixed().to("cuda", torch.bfloat16).eval(), draw(2, 256, 256)
     # Routing jumps where two experts are all but equal, so what is compared are the calls, and the whole only roughly.
-    fast = sparta.compile(model, x, budget_s=90, verify=False)
+    fast = sparta.compile(model, x, tune="full", budget_s=90, verify=False)
     rows = {row["op"]: row for row in fast.report.rows()}
     assert {"attention", "batch_matmul", "moe"} <= set(rows)
     assert all(rows[op]["dense_ms"] for op in ("attention", "batch_matmul", "moe")), str(fast.report)
