@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from sparta.compiler.signature import builder
 from sparta.specialize.cuda.graphs import recorded
 
 __all__ = ["Graphed", "on_cuda"]
@@ -54,7 +55,7 @@ class Graphed:
         self._kinds: list[object] = []
         self._buffers: list[Any] = []
         self._results: list[Any] = []
-        self._structure: pytree.TreeSpec | None = None
+        self._build: Callable[[Sequence[Any]], Any] = tuple
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, *leaves: Any) -> Any:  # noqa: ANN401 - as the function takes and returns
@@ -85,7 +86,8 @@ class Graphed:
                 if not self._quiet:
                     warnings.warn(f"no CUDA graph of this model ({self.problem}); it runs without", stacklevel=5)
                 return False
-        self._results, self._structure = pytree.tree_flatten(result)
+        self._results, structure = pytree.tree_flatten(result)
+        self._build = builder(structure)
         self._graph, self._kinds, self._stream = graph, kinds, torch.cuda.current_stream()
         return True
 
@@ -99,9 +101,7 @@ class Graphed:
             if isinstance(buffer, Tensor):
                 buffer.copy_(leaf)
         self._graph.replay()
-        results = [result.clone() if isinstance(result, Tensor) else result for result in self._results]
-        assert self._structure is not None  # noqa: S101 - recorded before
-        return pytree.tree_unflatten(results, self._structure)
+        return self._build([result.clone() if isinstance(result, Tensor) else result for result in self._results])
 
 
 def _kind(leaf: object) -> object:

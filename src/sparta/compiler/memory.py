@@ -22,7 +22,7 @@ from sparta.specialize.store import device_name
 
 __all__ = ["Decision", "model_key", "recall", "remember"]
 
-_VERSION = 4
+_VERSION = 5
 
 
 @dataclass(frozen=True)

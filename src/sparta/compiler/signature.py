@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 from sparta.errors import FileFormatError, ShapeError, ValueRangeError, message
 from sparta.propagate.capture import Captured
 
-__all__ = ["Input", "Signature"]
+__all__ = ["Input", "Signature", "builder"]
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,11 @@ class Signature:
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 - what the model returns
         """Return flat outputs in the structure that the model returns."""
-        if self.out_spec.is_leaf():
-            return leaves[0]
-        return pytree.tree_unflatten(list(leaves), self.out_spec)
+        return self._builder(leaves)
+
+    @cached_property
+    def _builder(self) -> Callable[[Sequence[Any]], Any]:
+        return builder(self.out_spec)
 
     def _as_captured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments by position and by name as the example gave them, whichever way the caller did."""
@@ -236,6 +239,35 @@ class Signature:
             tuple(map(str, fields["keywords"])),
             bool(fields["cast"]),
         )
+
+
+def builder(spec: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:
+    """Return a function that puts flat leaves into a structure.
+
+    Tuples, lists and dicts are looked at here and not in every call, which would cost more than starting a kernel.
+
+    >>> _, spec = pytree.tree_flatten((1, [2, {"a": 3}]))
+    >>> builder(spec)(["x", "y", "z"])
+    ('x', ['y', {'a': 'z'}])
+    """
+    places = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    return _builder_of(places) or (lambda leaves: pytree.tree_unflatten(list(leaves), spec))
+
+
+def _builder_of(places: object) -> Callable[[Sequence[Any]], Any] | None:
+    """Return what builds a structure whose leaves are the places of leaves; None for types that are not known."""
+    if isinstance(places, int):
+        return itemgetter(places)
+    kind = type(places)
+    if kind is dict and isinstance(places, dict):
+        values = _builder_of(tuple(places.values()))
+        keys = tuple(places)
+        return None if values is None else lambda leaves: dict(zip(keys, values(leaves), strict=True))
+    if not isinstance(places, (tuple, list)) or kind not in (tuple, list):
+        return None
+    parts = [_builder_of(each) for each in places]
+    known = [part for part in parts if part is not None]
+    return None if len(known) < len(parts) else lambda leaves: kind([part(leaves) for part in known])
 
 
 def _is(leaf: object, size: torch.Size | None, dtype: torch.dtype | None) -> bool:

@@ -319,10 +319,14 @@ def _tensors(structure: object) -> Iterator[torch.Tensor]:
 
 
 def _turns(names: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
-    """Yield the order of calls for each round; everyone goes first equally often."""
+    """Yield the order of calls for each round: everyone goes first equally often, and follows others in turn.
+
+    What a function finds in the caches is what the one before it left, so every other round goes backwards.
+    """
     for turn in range(rounds):
-        start = turn % len(names)
-        yield [*names[start:], *names[:start]]
+        start = turn // 2 % len(names)
+        order = [*names[start:], *names[:start]]
+        yield order if turn % 2 == 0 else order[::-1]
 
 
 def _warm_up(calls: Mapping[str, Callable[[], Any]], rounds: int, seconds: float, where: torch.device) -> float:
