@@ -52,7 +52,7 @@ class Graphed:
         self._run, self._quiet = run, quiet
         self._lock = threading.Lock()
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._kinds: list[object] = []
+        self._device = 0
         self._buffers: list[Any] = []
         self._results: list[Any] = []
         self._build: Callable[[Sequence[Any]], Any] = tuple
@@ -62,15 +62,14 @@ class Graphed:
         """Return what the function returns."""
         if self.problem or torch.cuda.is_current_stream_capturing():
             return self._run(*leaves)
-        kinds = [_kind(leaf) for leaf in leaves]
         with self._lock:
-            if self._graph is None and not self._record(leaves, kinds):
+            if self._graph is None and not self._record(leaves):
                 return self._run(*leaves)
-            if kinds != self._kinds:
+            if not all(map(_like, leaves, self._buffers)):
                 return self._run(*leaves)
             return self._replay(leaves)
 
-    def _record(self, leaves: tuple[Any, ...], kinds: list[object]) -> bool:
+    def _record(self, leaves: tuple[Any, ...]) -> bool:
         """Record the function; False where that cannot be done."""
         here = torch.device("cuda", torch.cuda.current_device())
         if any(isinstance(leaf, Tensor) and leaf.device != here for leaf in leaves):
@@ -88,15 +87,16 @@ class Graphed:
                 return False
         self._results, structure = pytree.tree_flatten(result)
         self._build = builder(structure)
-        self._graph, self._kinds, self._stream = graph, kinds, torch.cuda.current_stream()
+        self._graph, self._device, self._stream = graph, here.index, torch.cuda.current_stream()
         return True
 
     def _replay(self, leaves: tuple[Any, ...]) -> Any:  # noqa: ANN401 - as the function returns
         assert self._graph is not None  # noqa: S101 - recorded before
-        stream = torch.cuda.current_stream()
-        if self._stream is not None and stream != self._stream:
+        assert self._stream is not None  # noqa: S101 - recorded before
+        if torch._C._cuda_getCurrentRawStream(self._device) != self._stream.cuda_stream:
+            stream = torch.cuda.current_stream(self._device)
             stream.wait_stream(self._stream)  # what the last call copies out is still in the buffers
-        self._stream = stream
+            self._stream = stream
         for buffer, leaf in zip(self._buffers, leaves, strict=True):
             if isinstance(buffer, Tensor):
                 buffer.copy_(leaf)
@@ -104,6 +104,13 @@ class Graphed:
         return self._build([result.clone() if isinstance(result, Tensor) else result for result in self._results])
 
 
-def _kind(leaf: object) -> object:
-    """Return what of an input a recorded graph is good for."""
-    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+def _like(leaf: object, buffer: object) -> bool:
+    """Whether an input is what a graph was recorded for."""
+    if not isinstance(buffer, Tensor):
+        return type(leaf) is type(buffer) and leaf == buffer
+    return (
+        isinstance(leaf, Tensor)
+        and leaf.shape == buffer.shape
+        and leaf.dtype is buffer.dtype
+        and leaf.device == buffer.device
+    )

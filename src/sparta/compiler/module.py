@@ -80,11 +80,8 @@ class CompiledModel(nn.Module):
     def _run(self, leaves: list[Any]) -> Any:  # noqa: ANN401 - flat outputs
         if torch.compiler.is_compiling():
             return self.graph(*leaves)
-        host = self.report.plan.whole.host
         if self._hosted is None:
-            self._hosted = hosted(self.graph, host)
-        if host == "eager":
-            return self._hosted(*leaves)
+            self._hosted = hosted(self.graph, self.report.plan.whole.host)
         try:
             return self._hosted(*leaves)
         except torch._dynamo.exc.TorchDynamoException as error:

@@ -118,21 +118,22 @@ class Signature:
         """Return the flat inputs of a call, checked."""
         if not kwargs and len(args) == self.positional == len(self.inputs):
             leaves: Sequence[Any] = args  # the usual case: tensors by position, nothing nested
-            if all(_is(leaf, *wanted) for leaf, wanted in zip(args, self._exact, strict=True)):
+            if all(map(_is, args, *self._exact)):
                 return list(args)
         else:
             leaves = self._leaves(*self._as_captured(args, kwargs))
         return [given.check(leaf, cast=self.cast) for given, leaf in zip(self.inputs, leaves, strict=True)]
 
     @cached_property
-    def _exact(self) -> tuple[tuple[torch.Size | None, torch.dtype | None], ...]:
-        """The sizes and dtypes that need no second look; None where there are none."""
-        return tuple(
-            (None, None)
-            if given.shape is None or None in given.shape
-            else (torch.Size(size or 0 for size in given.shape), getattr(torch, given.dtype))
-            for given in self.inputs
-        )
+    def _exact(self) -> tuple[list[torch.Size | None], list[torch.dtype | None]]:
+        """The sizes and the dtypes that need no second look; None where there are none."""
+        sizes: list[torch.Size | None] = []
+        dtypes: list[torch.dtype | None] = []
+        for given in self.inputs:
+            exact = given.shape is not None and None not in given.shape
+            sizes.append(torch.Size(size or 0 for size in given.shape or ()) if exact else None)
+            dtypes.append(getattr(torch, given.dtype) if exact else None)
+        return sizes, dtypes
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 - what the model returns
         """Return flat outputs in the structure that the model returns."""
