@@ -41,7 +41,7 @@ class Call(ctypes.Structure):
 source = '''struct Call { float* cells; long long place; };
 extern "C" __global__ void fault(Call call) { call.cells[call.place] = 1.f; }'''
 cells = torch.zeros(16, device="cuda")
-code = compile_cuda(source, {}, torch.cuda.get_device_capability())
+code = compile_cuda(source, {}, {}, torch.cuda.get_device_capability())
 load_function(code, "fault", 1, 0, cells.device).launch((1, 1), Call(cells.data_ptr(), 1 << 22), cells.device)
 torch.cuda.synchronize()
 """

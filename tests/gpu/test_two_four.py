@@ -138,7 +138,7 @@ def test_both_bindings_start_the_same_kernel():
     """In a process of its own, because the extension stays loaded."""
     program = """
 import torch
-from sparta.specialize.cuda.extension import extension_loaded, load_extension
+from sparta.specialize.cuda.extension import extension_loaded, load_extension, without_extension
 from sparta.specialize.cuda.two_four import TwoFour
 from sparta.specialize.linear import linear_spec
 from sparta.tesa.attribute import TeSA
@@ -160,7 +160,14 @@ replayed.zero_()
 graph.replay()
 assert torch.equal(replayed, by_ctypes)
 with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-    assert torch.ops.sparta_cuda.launch(torch.ones(1), "f", [1, 1, 1, 0], [x], [], [], [7, 3]).shape == (7, 3)
+    assert torch.ops.sparta_cuda.launch(torch.ones(1), "f", [x], [1, 1, 1, 0, 3, 1, 7, 3]).shape == (7, 3)
+residual = torch.randn(100, 5, device="cuda").bfloat16().t()
+both = kernel.run(packed, x, bias, residual), kernel.run(packed, x, None, residual)
+with without_extension():
+    assert not extension_loaded()
+    assert torch.equal(both[0], kernel.run(packed, x, bias, residual))
+    assert torch.equal(both[1], kernel.run(packed, x, None, residual))
+assert extension_loaded()
 print("equal")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

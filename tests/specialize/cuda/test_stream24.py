@@ -1,5 +1,7 @@
 """2:4 weights for few tokens: packing loses nothing, and who reads them as the hardware does multiplies rightly."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -139,4 +141,23 @@ def test_without_nvrtc_it_says_what_to_do(monkeypatch):
     monkeypatch.setattr(nvrtc, "_nvrtc", lambda: None)
     assert "NVRTC" in nvrtc.nvrtc_obstacle()
     with pytest.raises(MissingPackageError, match="CUDA build of PyTorch"):
-        nvrtc.compile_cuda("", {}, (9, 0))
+        nvrtc.compile_cuda("", {}, {}, (9, 0))
+
+
+def test_a_header_is_part_of_what_a_kernel_is_known_by(monkeypatch, tmp_path):
+    compiled = []
+    library = SimpleNamespace(nvrtcVersion=lambda *_: 0)
+    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: library)
+    monkeypatch.setattr(nvrtc, "private_folder", lambda name: tmp_path)
+    monkeypatch.setattr(nvrtc, "_compile", lambda *given: compiled.append(given) or b"code")
+    source = '#include "shared.cuh"\n'
+    for text in ("int one;", "int two;", "int one;"):
+        assert nvrtc.compile_cuda(source, {"shared.cuh": text}, {}, (9, 0)) == b"code"
+    assert [given[2] for given in compiled] == [{"shared.cuh": "int one;"}, {"shared.cuh": "int two;"}]
+
+
+@pytest.mark.parametrize("name", ["bitmap", "stream24", "threshold"])
+def test_every_header_of_a_kernel_is_found(name):
+    source, headers = nvrtc._with_headers(nvrtc._NATIVE / f"{name}.cu")
+    assert source.count("#include") == len(headers) == 1
+    assert "#include" not in "".join(headers.values())  # only what a source itself includes is looked for

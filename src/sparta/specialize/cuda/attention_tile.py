@@ -6,9 +6,11 @@ made for one tile size, and the backward kernels walk the same lists in smaller 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+from typing import ClassVar
 
 from sparta.errors import ValueRangeError, message
+from sparta.specialize.cuda.number_line import NumberLine
 
 __all__ = ["AttentionTile"]
 
@@ -16,7 +18,7 @@ _SIZES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
-class AttentionTile:
+class AttentionTile(NumberLine):
     """How attention is cut.
 
     Parameters
@@ -40,26 +42,14 @@ class AttentionTile:
     warps: int = 4
     tma: int = 0
 
+    _choices: ClassVar[dict[str, tuple[int, ...]]] = {
+        "queries": _SIZES,
+        "keys": _SIZES,
+        "warps": (1, 2, 4, 8),
+        "tma": (0, 1),
+    }
+
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("queries", _SIZES),
-            ("keys", _SIZES),
-            ("warps", (1, 2, 4, 8)),
-            ("tma", (0, 1)),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueRangeError(message(f"{name} is {getattr(self, name)}", ", ".join(map(str, allowed))))
+        super().__post_init__()
         if self.stages < 1:
             raise ValueRangeError(message(f"stages is {self.stages}", "1 or more"))
-
-    def __str__(self) -> str:
-        return ",".join(f"{name}={value}" for name, value in asdict(self).items())
-
-    @classmethod
-    def parse(cls, text: str) -> AttentionTile:
-        """Return the tile that ``str(tile)`` wrote."""
-        parts = dict(part.partition("=")[::2] for part in text.split(","))
-        known = {field.name for field in fields(cls)}
-        if not set(parts) <= known or not all(value.isdigit() for value in parts.values()):
-            raise ValueRangeError(message(f"the tile {text!r}", f"name=number with the names {', '.join(known)}"))
-        return cls(**{name: int(value) for name, value in parts.items()})

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from ctypes import addressof, byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ from torch.nn import functional
 
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import MissingPackageError, ShapeError, SpartaError, ValueRangeError, message
-from sparta.specialize.cuda.nvrtc import raw_stream
+from sparta.specialize.cuda.nvrtc import current_device, raw_stream
 from sparta.specialize.cuda.two_four import is_two_four
-from sparta.specialize.implement import Implement, Params, Support, present, register
+from sparta.specialize.implement import Implement, Params, Support, register
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.linear import LinearKernel, apply_epilogue
 
@@ -41,6 +42,7 @@ _ALIGNED = 16
 _STEP = 16  # tokens and sides of the weight are multiples of it, as the library wants
 _FEWEST_TOKENS = 128
 _PLANS = 64
+_PlanKey = tuple[torch.device, int, torch.dtype, int]  # with the tokens and the address of the bias
 _ONE, _ZERO = c_float(1.0), c_float(0.0)
 
 
@@ -55,17 +57,37 @@ class _Plan:
     """A prepared product; what it was made from must live as long."""
 
     plan: _Opaque
+    address: int  # of the plan
     workspace: int
     held: tuple[_Opaque, ...]
 
 
+class _Stream:
+    """What products on one stream share; `memory` is theirs in turn."""
+
+    def __init__(self, stream: int) -> None:
+        self._handle = c_void_p(stream)
+        self.place = addressof(self._handle)
+        self.memory: Tensor | None = None
+        self.size, self.address = 0, 0  # of the memory
+
+
 class _Library:
-    """The library on one device."""
+    """The library on one device.
+
+    Whoever calls it holds its `lock`: two threads inside it at once got wrong results, or an illegal memory access.
+    """
 
     def __init__(self) -> None:
         self._lib = _load()
         self._handle = _Opaque()
         self._check(self._lib.cusparseLtInit(byref(self._handle)), "init")
+        # What every product takes, as plain numbers: the host must keep up with the GPU.
+        self._multiply, self._place = self._lib.cusparseLtMatmul, addressof(self._handle)
+        self._multiply.argtypes = [*[c_void_p] * 10, c_int32]
+        self._one, self._zero = addressof(_ONE), addressof(_ZERO)
+        self.lock = threading.Lock()
+        self._streams: dict[int, _Stream] = {}
 
     def weight(self, shape: tuple[int, int], dtype: torch.dtype) -> _Opaque:
         """Return the descriptor of a 2:4 weight (N, K), row by row."""
@@ -121,7 +143,7 @@ class _Library:
         )
         self._check(self._lib.cusparseLtMatmulPlanInit(handle, byref(plan), byref(product), byref(selection)), "a plan")
         self._check(self._lib.cusparseLtMatmulGetWorkspace(handle, byref(plan), byref(size)), "the workspace")
-        return _Plan(plan, size.value, (weight, x, y, product, selection))
+        return _Plan(plan, addressof(plan), size.value, (weight, x, y, product, selection))
 
     def algorithms(self, shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> int:
         """Return how many algorithms there are for a shape."""
@@ -157,16 +179,23 @@ class _Library:
 
     def multiply(self, plan: _Plan, packed: Tensor, x: Tensor, y: Tensor) -> None:
         """Start the product on the current stream of the current device, which is x's."""
-        space = torch.empty(plan.workspace, dtype=torch.uint8, device=x.device) if plan.workspace else None
-        stream = c_void_p(raw_stream(x.device))
-        place = c_void_p(y.data_ptr())
-        self._check(
-            self._lib.cusparseLtMatmul(
-                byref(self._handle), byref(plan.plan), byref(_ONE), c_void_p(packed.data_ptr()), c_void_p(x.data_ptr()),
-                byref(_ZERO), place, place, None if space is None else c_void_p(space.data_ptr()), byref(stream),
-                c_int32(1),
-            ), "the product",
+        place, number = y.data_ptr(), raw_stream(x.device)
+        stream = self._streams.get(number)
+        if stream is None:
+            stream = self._streams[number] = _Stream(number)
+        size, memory = plan.workspace, None
+        # A graph may be replayed beside other work, so it gets memory of its own; stream 0 is never recorded.
+        if size and number and torch.cuda.is_current_stream_capturing():
+            memory = torch.empty(size, dtype=torch.uint8, device=x.device)
+        elif size > stream.size:
+            stream.memory = torch.empty(size, dtype=torch.uint8, device=x.device)
+            stream.size, stream.address = size, stream.memory.data_ptr()
+        status = self._multiply(
+            self._place, plan.address, self._one, packed.data_ptr(), x.data_ptr(), self._zero, place, place,
+            stream.address if memory is None else memory.data_ptr(), stream.place, 1,
         )  # fmt: skip
+        if status:
+            self._check(status, "the product")
 
     def _check(self, status: int, what: str) -> None:
         if status:
@@ -179,8 +208,8 @@ class _LibraryKernel(LinearKernel):
     def __init__(self, spec: KernelSpec, algorithm: int) -> None:
         self._shape = (spec["weight"].shape[0], spec["weight"].shape[1])
         self._epilogue = Epilogue(activation=spec.epilogue.activation, residual=spec.epilogue.residual)
-        self._algorithm, self._weight = algorithm, spec["weight"]
-        self._plans: OrderedDict[tuple[Any, ...], _Plan] = OrderedDict()
+        self._algorithm, self._weight, self._plain = algorithm, spec["weight"], spec.epilogue.activation is None
+        self._plans: OrderedDict[_PlanKey, _Plan] = OrderedDict()
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         if tuple(operand.shape) != self._shape:
@@ -188,15 +217,19 @@ class _LibraryKernel(LinearKernel):
         with torch.cuda.device(operand.device):
             pruned = self._weight.apply(operand.detach()).contiguous()
             # The library takes -0.0 for a kept value, so a group could seem to have three.
-            return (_on(operand.device).compress(torch.where(pruned == 0, 0, pruned)),)
+            pruned, library = torch.where(pruned == 0, 0, pruned), _on(operand.device)
+            with library.lock:
+                return (library.compress(pruned),)
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         x, bias, residual = inputs
-        (x,) = present(x)
+        assert x is not None  # noqa: S101 - the operation's convention
         n, k = self._shape
-        if x.dim() != 2 or x.shape[1] != k:
-            raise ShapeError(message(f"an input of shape {tuple(x.shape)}", f"(M, {k})"))
-        rows, padded = x.shape[0], -(-x.shape[0] // _STEP) * _STEP
+        shape = x.shape
+        if len(shape) != 2 or shape[1] != k:
+            raise ShapeError(message(f"an input of shape {tuple(shape)}", f"(M, {k})"))
+        rows = shape[0]
+        padded = -(-rows // _STEP) * _STEP
         if not rows:
             return x.new_empty(0, n)
         whole = x.contiguous() if rows == padded else functional.pad(x, (0, 0, 0, padded - rows))
@@ -205,24 +238,26 @@ class _LibraryKernel(LinearKernel):
         bias = None if bias is None else bias.contiguous()
         y = x.new_empty(padded, n)
         self._multiply(packed[0], whole, bias, y)
-        return apply_epilogue(y if rows == padded else y[:rows], self._epilogue, residual)
+        result = y if rows == padded else y[:rows]
+        return result if self._plain and residual is None else apply_epilogue(result, self._epilogue, residual)
 
     def _multiply(self, packed: Tensor, x: Tensor, bias: Tensor | None, y: Tensor) -> None:
-        if x.device.index != torch.cuda.current_device():
-            with torch.cuda.device(x.device):
+        device, tokens = x.device, x.shape[0]
+        if device.index != current_device():
+            with torch.cuda.device(device):
                 self._multiply(packed, x, bias, y)
             return
-        _on(x.device).multiply(self._plan(x.device, x.shape[0], x.dtype, bias), packed, x, y)
-
-    def _plan(self, device: torch.device, tokens: int, dtype: torch.dtype, bias: Tensor | None) -> _Plan:
-        address = 0 if bias is None else bias.data_ptr()
-        key = (device, tokens, dtype, address)
-        if key not in self._plans:
-            self._plans[key] = _on(device).plan(self._shape, tokens, dtype, self._algorithm, address)
-            if len(self._plans) > _PLANS:
-                self._plans.popitem(last=False)
-        self._plans.move_to_end(key)
-        return self._plans[key]
+        library = _on(device)
+        key = (device, tokens, x.dtype, 0 if bias is None else bias.data_ptr())
+        with library.lock:
+            plan = self._plans.get(key)
+            if plan is None:
+                plan = self._plans[key] = library.plan(self._shape, tokens, x.dtype, self._algorithm, key[3])
+                if len(self._plans) > _PLANS:
+                    self._plans.popitem(last=False)
+            else:
+                self._plans.move_to_end(key)
+            library.multiply(plan, packed, x, y)
 
 
 @register
@@ -253,7 +288,9 @@ class CuSparseLt(Implement):
         rows = -(-spec["input"].shape[0] // _STEP) * _STEP
         shape = (spec["weight"].shape[0], spec["weight"].shape[1])
         device = torch.device("cuda", torch.cuda.current_device())
-        count = _on(device).algorithms(shape, rows, torch.bfloat16)
+        library = _on(device)
+        with library.lock:
+            count = library.algorithms(shape, rows, torch.bfloat16)
         return {"algorithm": TunableItemCfg("choice", _value=list(range(count)))}
 
     def default(self, spec: KernelSpec) -> dict[str, Any]:

@@ -8,7 +8,8 @@ both bindings start the same machine code with the same argument, on PyTorch's c
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from sparta.specialize.torch_library import operator_library
 
-__all__ = ["extension_loaded", "launch", "load_extension"]
+__all__ = ["extension_loaded", "launch", "load_extension", "without_extension"]
 
 _SOURCE = Path(__file__).parent / "native" / "extension.cpp"
+_ROWS = 6  # where in the numbers of a call the shape of its result begins
+_operator: list[Callable[..., Tensor]] = []  # the operator, once it is loaded: to look it up costs the host time
 
 
 @functools.cache
@@ -38,6 +41,7 @@ def load_extension() -> Path:
     path = operator_library("sparta_cuda", _SOURCE)
     torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     torch.library.register_fake("sparta_cuda::launch", _launched)
+    _operator.append(torch.ops.sparta_cuda.launch.default)
     return path
 
 
@@ -47,18 +51,26 @@ def extension_loaded() -> bool:
     >>> extension_loaded() in (True, False)
     True
     """
-    return load_extension.cache_info().currsize > 0
+    return bool(_operator)
 
 
-def launch(
-    code: Tensor,
-    name: str,
-    geometry: Sequence[int],
-    tensors: Sequence[Tensor | None],
-    wide: Sequence[int],
-    narrow: Sequence[int],
-    shape: Sequence[int],
-) -> Tensor:
+@contextmanager
+def without_extension() -> Iterator[None]:
+    """Start kernels through ctypes inside, also in a process that has loaded the operator; for comparisons.
+
+    >>> with without_extension():
+    ...     extension_loaded()
+    False
+    """
+    loaded = _operator.copy()
+    _operator.clear()
+    try:
+        yield
+    finally:
+        _operator.extend(loaded)
+
+
+def launch(code: Tensor, name: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
     """Start a kernel and return what it writes.
 
     Parameters
@@ -67,28 +79,16 @@ def launch(
         Machine code, bytes on the CPU.
     name
         The function in it.
-    geometry
-        Blocks along x and y, threads of a block, bytes of shared memory.
-    tensors, wide, narrow
-        What the structure that the kernel takes is made of: pointers, with the result's behind them, numbers of 64 bits
-        and numbers of 32.
-    shape
-        Of the result, which is like the first tensor otherwise.
+    tensors
+        Those that the structure which the kernel takes points to; the first one gives device and dtype of the result.
+    numbers
+        Blocks along x and y, threads of a block, bytes of shared memory; which of the structure's pointers have a
+        tensor, as bits with a 1 behind the last; the stride of rows of the first tensor; then the structure's numbers
+        of 32 bits, of which the first two are the rows and columns of the result.
     """
-    y: Tensor = torch.ops.sparta_cuda.launch(code, name, geometry, tensors, wide, narrow, shape)
-    return y
+    return _operator[0](code, name, tensors, numbers)
 
 
-def _launched(
-    code: Tensor,
-    name: str,
-    geometry: Sequence[int],
-    tensors: Sequence[Tensor | None],
-    wide: Sequence[int],
-    narrow: Sequence[int],
-    shape: Sequence[int],
-) -> Tensor:
-    del code, name, geometry, wide, narrow
-    first = tensors[0]
-    assert first is not None  # noqa: S101 - the operator's convention
-    return first.new_empty(tuple(shape))
+def _launched(code: Tensor, name: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
+    del code, name
+    return tensors[0].new_empty(tuple(numbers[_ROWS : _ROWS + 2]))

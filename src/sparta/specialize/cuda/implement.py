@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparta.common.tuning import TunableItemCfg
-from sparta.errors import MissingPackageError, ShapeError, ValueRangeError, message
+from sparta.errors import MissingPackageError, message
 from sparta.specialize.cuda.candidates import candidates, coverage
 from sparta.specialize.cuda.layout import BlockLayout
 from sparta.specialize.cuda.tile import BlockTile
@@ -45,17 +45,7 @@ class _BlockKernel(LinearKernel):
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         x, bias, residual = inputs
         assert x is not None  # noqa: S101 - the operation's convention
-        n, k = self._launch.shape
-        if x.dim() != 2 or x.shape[1] != k:
-            raise ShapeError(message(f"an input of shape {tuple(x.shape)}", f"(M, {k})"))
-        if x.dtype != packed[0].dtype:
-            raise ValueRangeError(message(f"an input in {x.dtype}", f"{packed[0].dtype}, as the weight", "cast one"))
-        if residual is not None:
-            if residual.shape != (x.shape[0], n):
-                raise ShapeError(message(f"a residual of shape {tuple(residual.shape)}", f"({x.shape[0]}, {n})"))
-            residual = residual.contiguous()
-        x = x if x.stride(1) == 1 or k == 1 else x.contiguous()
-        return self._launch(packed, x, None if bias is None else bias.contiguous(), residual)
+        return self._launch(packed, x, bias, residual)
 
 
 @register

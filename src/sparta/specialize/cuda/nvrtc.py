@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from dataclasses import dataclass
@@ -22,9 +23,25 @@ from torch import Tensor
 from sparta.errors import MissingPackageError, SpartaError, ValueRangeError, message
 from sparta.files import private_folder, write_atomic
 
-__all__ = ["Function", "compile_cuda", "load_function", "nvrtc_obstacle", "raw_stream"]
+__all__ = [
+    "NO_CONTEXT",
+    "Function",
+    "compile_cuda",
+    "compile_native",
+    "cuda_driver",
+    "current_device",
+    "driver_reason",
+    "load_function",
+    "nvrtc_obstacle",
+    "raw_stream",
+]
+
+NO_CONTEXT = 201
+"""The driver's error for a thread that has not used the GPU before (CUDA_ERROR_INVALID_CONTEXT)."""
 
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+_NATIVE = Path(__file__).parent / "native"
+_INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 _MAX_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -33,13 +50,22 @@ def nvrtc_obstacle() -> str:
     return "" if _nvrtc() is not None else "NVRTC was not found; it comes with CUDA builds of PyTorch"
 
 
-def compile_cuda(source: str, numbers: Mapping[str, int], capability: tuple[int, int]) -> bytes:
+def compile_native(name: str, numbers: Mapping[str, int], capability: tuple[int, int]) -> bytes:
+    """Return the machine code of ``native/<name>.cu`` as :func:`compile_cuda` does."""
+    return compile_cuda(*_with_headers(_NATIVE / f"{name}.cu"), numbers, capability)
+
+
+def compile_cuda(
+    source: str, headers: Mapping[str, str], numbers: Mapping[str, int], capability: tuple[int, int]
+) -> bytes:
     """Return the machine code of `source` for a GPU of this compute capability, from the cache if it is there.
 
     Parameters
     ----------
     source
-        CUDA C++ that includes nothing.
+        CUDA C++.
+    headers
+        The text of every file that it includes, by the name by which it does.
     numbers
         Preprocessor names and their values.
     """
@@ -50,11 +76,12 @@ def compile_cuda(source: str, numbers: Mapping[str, int], capability: tuple[int,
     library.nvrtcVersion(byref(major), byref(minor))
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in sorted(numbers.items())]
-    key = "\0".join([source, *options, f"{major.value}.{minor.value}"])
+    texts = [text for name in sorted(headers) for text in (name, headers[name])]
+    key = "\0".join([source, *texts, *options, f"{major.value}.{minor.value}"])
     path = private_folder("cuda") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
     code = _cached(path)
     if code is None:
-        code = _compile(library, source, options)
+        code = _compile(library, source, headers, options)
         write_atomic(path, hashlib.sha256(code).digest() + code)
     return code
 
@@ -65,11 +92,18 @@ def raw_stream(device: torch.device) -> int:
     return stream
 
 
+def current_device() -> int:
+    """Return the index of the current device, in a process that has used CUDA."""
+    index: int = torch._C._cuda_getDevice()  # the public way asks first whether CUDA was used
+    return index
+
+
 @dataclass(frozen=True)
 class Function:
     """A kernel that is loaded on one device; `shared` is the dynamic shared memory that it is launched with."""
 
     handle: c_void_p
+    context: c_void_p
     name: str
     code: Tensor  # bytes on the CPU
     block: int
@@ -77,22 +111,25 @@ class Function:
 
     def launch(self, grid: tuple[int, int], argument: ctypes.Structure, device: torch.device) -> None:
         """Start the kernel with one structure as its argument, on the current stream of its device."""
-        if device.index != torch.cuda.current_device():
+        if device.index != current_device():
             with torch.cuda.device(device):
                 self.launch(grid, argument, device)
             return
         arguments = (c_void_p * 1)(ctypes.addressof(argument))
-        failed = _driver().cuLaunchKernel(
-            self.handle, grid[0], grid[1], 1, self.block, 1, 1, self.shared, raw_stream(device), arguments, None
-        )
+        driver, stream = cuda_driver(), raw_stream(device)
+        given = (self.handle, grid[0], grid[1], 1, self.block, 1, 1, self.shared, stream, arguments, None)
+        failed = driver.cuLaunchKernel(*given)
+        if failed == NO_CONTEXT:  # a thread that has not used the GPU before
+            driver.cuCtxSetCurrent(self.context)
+            failed = driver.cuLaunchKernel(*given)
         if failed:
-            raise SpartaError(message(f"the kernel did not start: {_reason(failed)}"))
+            raise SpartaError(message(f"the kernel did not start: {driver_reason(failed)}"))
 
 
 def load_function(code: bytes, name: str, block: int, shared: int, device: torch.device) -> Function:
     """Load machine code on a device and return its function `name`, for blocks of `block` threads."""
-    module, function = c_void_p(), c_void_p()
-    driver = _driver()
+    module, function, context = c_void_p(), c_void_p(), c_void_p()
+    driver = cuda_driver()
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes PyTorch's context current
         for failed in (
@@ -100,10 +137,11 @@ def load_function(code: bytes, name: str, block: int, shared: int, device: torch
             driver.cuModuleGetFunction(byref(function), module, name.encode()),
         ):
             if failed:
-                raise SpartaError(message(f"{name} cannot be loaded: {_reason(failed)}"))
+                raise SpartaError(message(f"{name} cannot be loaded: {driver_reason(failed)}"))
         if driver.cuFuncSetAttribute(function, _MAX_SHARED, shared):
             raise ValueRangeError(message(f"{name} needs {shared} bytes of shared memory, more than the GPU has"))
-    return Function(function, name, torch.frombuffer(bytearray(code), dtype=torch.uint8), block, shared)
+        driver.cuCtxGetCurrent(byref(context))
+    return Function(function, context, name, torch.frombuffer(bytearray(code), dtype=torch.uint8), block, shared)
 
 
 def _cached(path: Path) -> bytes | None:
@@ -115,9 +153,18 @@ def _cached(path: Path) -> bytes | None:
     return data[32:] if hashlib.sha256(data[32:]).digest() == data[:32] else None
 
 
-def _compile(library: ctypes.CDLL, source: str, options: list[str]) -> bytes:
+def _with_headers(path: Path) -> tuple[str, dict[str, str]]:
+    """Return a source and, by name, the headers beside it that it includes."""
+    source = path.read_text(encoding="utf-8")
+    return source, {name: (path.parent / name).read_text(encoding="utf-8") for name in _INCLUDE.findall(source)}
+
+
+def _compile(library: ctypes.CDLL, source: str, headers: Mapping[str, str], options: list[str]) -> bytes:
     program, size = c_void_p(), c_size_t()
-    library.nvrtcCreateProgram(byref(program), source.encode(), b"sparta.cu", 0, None, None)
+    names, texts = (
+        (c_char_p * len(headers))(*(each.encode() for each in side)) for side in (headers, headers.values())
+    )
+    library.nvrtcCreateProgram(byref(program), source.encode(), b"sparta.cu", len(headers), texts, names)
     try:
         given = (c_char_p * len(options))(*(option.encode() for option in options))
         if library.nvrtcCompileProgram(program, len(options), given):
@@ -149,7 +196,8 @@ def _nvrtc() -> ctypes.CDLL | None:
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def cuda_driver() -> ctypes.CDLL:
+    """Return the CUDA driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -159,10 +207,12 @@ def _driver() -> ctypes.CDLL:
     driver.cuModuleLoadData.argtypes = [c_void_p, c_char_p]
     driver.cuModuleGetFunction.argtypes = [c_void_p, c_void_p, c_char_p]
     driver.cuFuncSetAttribute.argtypes = [c_void_p, c_int, c_int]
+    driver.cuLaunchKernelEx.argtypes = [c_void_p] * 4
     return driver
 
 
-def _reason(code: int) -> str:
+def driver_reason(code: int) -> str:
+    """Return what an error of the driver means."""
     text = c_char_p()
-    _driver().cuGetErrorString(code, byref(text))
+    cuda_driver().cuGetErrorString(code, byref(text))
     return text.value.decode() if text.value else f"error {code}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+from typing import ClassVar
 
 from sparta.errors import ValueRangeError, message
+from sparta.specialize.cuda.number_line import NumberLine
 
 __all__ = ["RaggedTile"]
 
@@ -12,7 +14,7 @@ _SIZES = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
-class RaggedTile:
+class RaggedTile(NumberLine):
     """How the products of all experts are cut.
 
     Parameters
@@ -46,23 +48,14 @@ class RaggedTile:
     halves: int = 0
     ordered: int = 0
 
+    _choices: ClassVar[dict[str, tuple[int, ...]]] = {
+        **dict.fromkeys(("rows", "columns", "depth"), _SIZES),
+        "warps": (1, 2, 4, 8),
+        **dict.fromkeys(("tma", "halves", "ordered"), (0, 1)),
+    }
+
     def __post_init__(self) -> None:
-        allowed = {"rows": _SIZES, "columns": _SIZES, "depth": _SIZES, "warps": (1, 2, 4, 8), "tma": (0, 1), "halves": (0, 1), "ordered": (0, 1)}  # fmt: skip  # noqa: E501
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                raise ValueRangeError(message(f"{name} is {getattr(self, name)}", ", ".join(map(str, values))))
+        super().__post_init__()
         if self.stages < 1 or self.ctas < 0 or (self.halves and self.rows < 32):
             given = f"stages={self.stages}, ctas={self.ctas}, halves={self.halves} of {self.rows} rows"
             raise ValueRangeError(message(given, "stages of 1 or more, ctas of 0 or more, halves of 32 rows or more"))
-
-    def __str__(self) -> str:
-        return ",".join(f"{name}={value}" for name, value in asdict(self).items())
-
-    @classmethod
-    def parse(cls, text: str) -> RaggedTile:
-        """Return the tile that ``str(tile)`` wrote."""
-        parts = dict(part.partition("=")[::2] for part in text.split(","))
-        known = {field.name for field in fields(cls)}
-        if not set(parts) <= known or not all(value.isdigit() for value in parts.values()):
-            raise ValueRangeError(message(f"the tile {text!r}", f"name=number with the names {', '.join(known)}"))
-        return cls(**{name: int(value) for name, value in parts.items()})

@@ -8,10 +8,10 @@ strides, inside one block, or element by element through a table of blocks.
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar
 
-from sparta.errors import ValueRangeError, message
+from sparta.specialize.cuda.number_line import NumberLine
 
 __all__ = ["ProductTile", "SoftmaxTile", "SparsePlan", "parsed_plan"]
 
@@ -19,32 +19,8 @@ _SIZES = (16, 32, 64, 128)
 _WARPS = (1, 2, 4, 8)
 
 
-class _Line:
-    """A frozen dataclass of numbers that is written as one line."""
-
-    _choices: ClassVar[dict[str, tuple[int, ...]]] = {}
-
-    def __post_init__(self) -> None:
-        for name, allowed in self._choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueRangeError(message(f"{name} is {getattr(self, name)}", ", ".join(map(str, allowed))))
-
-    def __str__(self) -> str:
-        return ",".join(f"{name}={int(value)}" for name, value in asdict(self).items())  # type: ignore[call-overload]
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Return what ``str`` wrote."""
-        parts = dict(part.partition("=")[::2] for part in text.split(","))
-        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        if not set(parts) <= set(known) or not all(value.isdigit() for value in parts.values()):
-            raise ValueRangeError(message(f"the line {text!r}", f"name=number with the names {', '.join(known)}"))
-        numbers: dict[str, Any] = {name: int(value) for name, value in parts.items()}
-        return cls(**numbers)
-
-
 @dataclass(frozen=True)
-class ProductTile(_Line):
+class ProductTile(NumberLine):
     """How a product is cut.
 
     Parameters
@@ -78,7 +54,7 @@ class ProductTile(_Line):
 
 
 @dataclass(frozen=True)
-class SoftmaxTile(_Line):
+class SoftmaxTile(NumberLine):
     """How a softmax is cut.
 
     Parameters
@@ -110,7 +86,7 @@ class SoftmaxTile(_Line):
 
 
 @dataclass(frozen=True)
-class SparsePlan(_Line):
+class SparsePlan(NumberLine):
     """How one sparse matrix is stored, and how its tiles are found.
 
     Attributes
@@ -134,6 +110,7 @@ class SparsePlan(_Line):
     1
     """
 
+    _noun: ClassVar[str] = "plan"
     rows: int
     cols: int
     block_height: int

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from sparta.specialize.cuda.nvrtc import Function, compile_cuda, load_function, nvrtc_obstacle
+from sparta.specialize.cuda.nvrtc import Function, compile_native, load_function, nvrtc_obstacle
 
 __all__ = ["threshold_linear", "threshold_obstacle"]
 
-_SOURCE = Path(__file__).parent / "native" / "threshold.cu"
 _TOKENS = (1, 2, 4, 8)
 _MOST_TOKENS = 1  # with 4 it was slower than dense everywhere on an H200, even with 90 % of the inputs dead
 _COLUMNS = 256  # as in the kernel
@@ -105,7 +103,7 @@ def _function(shape: tuple[int, int], device: torch.device, *, half: bool, whole
     tokens, cluster = shape
     numbers = {"TOKENS": tokens, "WARPS": _WARPS, "CLUSTER": cluster, "ROUND": _ROUND}
     numbers |= {"WHOLE": int(whole), "IS_HALF": int(half)}
-    code = compile_cuda(_SOURCE.read_text(), numbers, torch.cuda.get_device_capability(device))
+    code = compile_native("threshold", numbers, torch.cuda.get_device_capability(device))
     lists, partials = _ROUND * (1 + tokens) * 4 + _ROUND // 32 * 4, _WARPS * tokens * (_COLUMNS + 4) * 4
     return load_function(code, "threshold", _WARPS * 32, max(lists, partials), device)
 

@@ -6,9 +6,11 @@ never the result (beyond the order in which sums are rounded).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+from typing import ClassVar
 
 from sparta.errors import ValueRangeError, message
+from sparta.specialize.cuda.number_line import NumberLine
 
 __all__ = ["BlockTile"]
 
@@ -16,7 +18,7 @@ _SIZES = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
-class BlockTile:
+class BlockTile(NumberLine):
     """How a weight is packed and multiplied.
 
     Parameters
@@ -61,22 +63,18 @@ class BlockTile:
     group: int = 8
     early: int = 0
 
+    _choices: ClassVar[dict[str, tuple[int, ...]]] = {
+        **dict.fromkeys(("tokens", "height", "width"), _SIZES),
+        **dict.fromkeys(("blocks", "warps"), (1, 2, 4, 8)),
+        "tma": (0, 1, 2),
+        **dict.fromkeys(("weight_first", "flatten", "early"), (0, 1)),
+    }
+
     def __post_init__(self) -> None:
-        for name in ("tokens", "height", "width"):
-            self._need(name, _SIZES)
-        self._need("blocks", (1, 2, 4, 8))
-        self._need("warps", (1, 2, 4, 8))
-        self._need("tma", (0, 1, 2))
-        self._need("weight_first", (0, 1))
-        self._need("flatten", (0, 1))
-        self._need("early", (0, 1))
+        super().__post_init__()
         if self.stages < 1 or self.ctas < 0 or self.group < 1:
             given = f"stages={self.stages}, ctas={self.ctas}, group={self.group}"
             raise ValueRangeError(message(given, "stages and group of 1 or more, ctas of 0 or more"))
-
-    def _need(self, name: str, allowed: tuple[int, ...]) -> None:
-        if getattr(self, name) not in allowed:
-            raise ValueRangeError(message(f"{name} is {getattr(self, name)}", ", ".join(map(str, allowed))))
 
     @property
     def step(self) -> int:
@@ -91,15 +89,3 @@ class BlockTile:
         """
         stage = (self.tokens + self.height) * self.step * itemsize
         return stage * self.stages + self.tokens * self.height * itemsize
-
-    def __str__(self) -> str:
-        return ",".join(f"{name}={value}" for name, value in asdict(self).items())
-
-    @classmethod
-    def parse(cls, text: str) -> BlockTile:
-        """Return the tile that ``str(tile)`` wrote."""
-        parts = dict(part.partition("=")[::2] for part in text.split(","))
-        known = {field.name for field in fields(cls)}
-        if not set(parts) <= known or not all(value.isdigit() for value in parts.values()):
-            raise ValueRangeError(message(f"the tile {text!r}", f"name=number with the names {', '.join(known)}"))
-        return cls(**{name: int(value) for name, value in parts.items()})

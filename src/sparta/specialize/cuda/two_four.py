@@ -9,8 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,31 +17,37 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparta.common.tuning import TunableItemCfg
-from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.errors import ValueRangeError, message
 from sparta.specialize.cuda.extension import extension_loaded, launch
-from sparta.specialize.cuda.nvrtc import Function, compile_cuda, load_function, nvrtc_obstacle
+from sparta.specialize.cuda.few_tokens import (
+    FORMATS,
+    PIECE,
+    SHARED_BYTES,
+    addressable,
+    cuda_obstacle,
+    fitting_residual,
+    load_tile,
+)
+from sparta.specialize.cuda.number_line import NumberLine
+from sparta.specialize.cuda.nvrtc import Function
 from sparta.specialize.cuda.stream24 import CHUNK, SLAB, StreamLayout
-from sparta.specialize.implement import Implement, Params, Support, present, register
+from sparta.specialize.implement import Implement, Params, Support, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear import LinearKernel
 from sparta.tesa.attribute import TeSA
 
 __all__ = ["StreamTile", "TwoFour", "is_two_four"]
 
-_SOURCE = Path(__file__).parent / "native" / "stream24.cu"
-_ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "silu": 3}
-_FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TOKENS = (8, 16, 32, 64)
 _MOST_TOKENS = 64  # above it the matrix unit, as a warp alone can use it, is what bounds the time
 # slabs, warps_n, warps_k, cluster, stages: what was among the fastest somewhere on an H200.
 _FEW = ((2, 1, 8, 1, 2), (1, 1, 16, 1, 2), (2, 1, 16, 1, 2), (2, 2, 4, 1, 2), (1, 1, 8, 1, 3), (2, 1, 8, 1, 3))
 _SOME = ((2, 2, 4, 1, 2), (2, 2, 4, 2, 2), (2, 4, 2, 2, 2), (1, 4, 2, 2, 2))
-_SHARED = 227 * 1024
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
 @dataclass(frozen=True)
-class StreamTile:
+class StreamTile(NumberLine):
     """How one block of threads cuts its work; it changes the speed, and of the result only how sums are rounded.
 
     Parameters
@@ -88,18 +93,6 @@ class StreamTile:
         ring = self.warps_k * self.stages * self.tokens * CHUNK * 2
         return max(ring, self.warps_k * self.tokens * (self.rows + 4) * 4)
 
-    def __str__(self) -> str:
-        return ",".join(f"{name}={value}" for name, value in asdict(self).items())
-
-    @classmethod
-    def parse(cls, text: str) -> StreamTile:
-        """Return the tile that ``str(tile)`` wrote."""
-        parts = dict(part.partition("=")[::2] for part in text.split(","))
-        known = [each.name for each in fields(cls)]
-        if not set(parts) <= set(known) or not all(value.isdigit() for value in parts.values()):
-            raise ValueRangeError(message(f"the tile {text!r}", f"name=number with the names {', '.join(known)}"))
-        return cls(**{name: int(value) for name, value in parts.items()})
-
 
 class _Call(ctypes.Structure):
     """The argument of the kernel; see ``native/stream24.cu``."""
@@ -125,11 +118,11 @@ class _StreamKernel(LinearKernel):
     def __init__(self, spec: KernelSpec, tile: StreamTile) -> None:
         self._layout = StreamLayout(spec["weight"])
         self._tile, self._activation = tile, spec.epilogue.activation
-        self._dtype = _FORMATS[str(spec["input"].format)]
+        self._dtype = FORMATS[str(spec["input"].format)]
         self._functions: dict[torch.device, Function] = {}
         # What a call needs is worked out here: the host must keep up with a kernel of a few microseconds.
         self._outputs, self._inputs = spec["weight"].shape
-        self._padded_inputs, self._chunks = -(-self._inputs // 8) * 8, self._layout.grid[1]
+        self._padded_inputs, self._chunks = -(-self._inputs // PIECE) * PIECE, self._layout.grid[1]
         self._blocks = -(-self._outputs // tile.rows) * tile.cluster
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
@@ -137,14 +130,11 @@ class _StreamKernel(LinearKernel):
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         x, bias, residual = inputs
-        (x,) = present(x)
+        assert x is not None  # noqa: S101 - the operation's convention
         values, selectors = packed
-        x = self._addressable(x, values.dtype)
+        x = addressable(x, self._inputs, values.dtype)
         tokens, outputs, device = x.shape[0], self._outputs, x.device
-        if residual is not None:
-            if residual.shape != (tokens, outputs):
-                raise ShapeError(message(f"a residual of shape {tuple(residual.shape)}", f"({tokens}, {outputs})"))
-            residual = residual.contiguous()
+        residual = fitting_residual(residual, tokens, outputs)
         bias = None if bias is None else bias.contiguous()
         if not tokens:
             return x.new_empty(tokens, outputs)
@@ -152,8 +142,17 @@ class _StreamKernel(LinearKernel):
         grid, stride = (self._blocks, -(-tokens // self._tile.tokens)), x.stride(0)
         sizes = (tokens, outputs, self._padded_inputs, self._chunks)
         if extension_loaded():
-            geometry, tensors = (*grid, function.block, function.shared), (x, values, selectors, bias, residual)
-            return launch(function.code, function.name, geometry, tensors, (stride,), sizes, (tokens, outputs))
+            tensors, given = [x, values, selectors], 0b100111
+            if bias is not None:
+                tensors.append(bias)
+                given |= 0b1000
+            if residual is not None:
+                tensors.append(residual)
+                given |= 0b10000
+            return launch(
+                function.code, function.name, tensors,
+                (*grid, function.block, function.shared, given, stride, *sizes),
+            )  # fmt: skip
         y = x.new_empty(tokens, outputs)
         call = _Call(
             x.data_ptr(), values.data_ptr(), selectors.data_ptr(), None if bias is None else bias.data_ptr(),
@@ -162,25 +161,10 @@ class _StreamKernel(LinearKernel):
         function.launch(grid, call, device)
         return y
 
-    def _addressable(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return x (M, K) with rows of whole 16-byte pieces, copied only if they are not."""
-        k = self._inputs
-        if x.dim() != 2 or x.shape[1] != k:
-            raise ShapeError(message(f"an input of shape {tuple(x.shape)}", f"(M, {k})"))
-        if x.dtype != dtype:
-            raise ValueRangeError(message(f"an input in {x.dtype}", f"{dtype}, as the weight", "cast one"))
-        if k % 8:
-            return functional.pad(x, (0, -k % 8))
-        fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-        return x if fits else x.clone(memory_format=torch.contiguous_format)
-
     def _load(self, device: torch.device) -> Function:
         tile = self._tile
-        numbers = {name.upper(): value for name, value in asdict(tile).items()}
-        numbers |= {"IS_HALF": int(self._dtype == torch.float16), "ACTIVATION": _ACTIVATIONS[self._activation]}
-        code = compile_cuda(_SOURCE.read_text(), numbers, torch.cuda.get_device_capability(device))
-        threads = tile.warps_n * tile.warps_k * 32
-        self._functions[device] = load_function(code, "stream24", threads, tile.shared_bytes, device)
+        block = (tile.warps_n * tile.warps_k * 32, tile.shared_bytes)
+        self._functions[device] = load_tile("stream24", tile, (self._dtype, self._activation), block, device)
         return self._functions[device]
 
 
@@ -196,8 +180,8 @@ class TwoFour(Implement):
         """Bf16 and fp16 on CUDA, weights of at most 2 live elements in every 4, few tokens."""
         if spec.device != "cuda":
             return Support.no(f"it runs on CUDA, not on {spec.device}")
-        if str(spec["input"].format) not in _FORMATS:
-            return Support.no(f"it computes {', '.join(_FORMATS)}, not {spec['input'].format}")
+        if str(spec["input"].format) not in FORMATS:
+            return Support.no(f"it computes {', '.join(FORMATS)}, not {spec['input'].format}")
         if min(spec["weight"].shape) < 1:
             return Support.no("the weight is empty")
         if spec["input"].shape[0] > _MOST_TOKENS:
@@ -227,7 +211,7 @@ def _tiles(spec: KernelSpec) -> list[StreamTile]:
     shapes = _FEW if tokens <= 32 else _SOME
     tiles = [StreamTile(tokens, *shape) for shape in shapes]
     clusters = _capability() >= _HOPPER
-    return [tile for tile in tiles if tile.shared_bytes <= _SHARED and (clusters or tile.cluster == 1)]
+    return [tile for tile in tiles if tile.shared_bytes <= SHARED_BYTES and (clusters or tile.cluster == 1)]
 
 
 def is_two_four(weight: TeSA) -> bool:
@@ -251,8 +235,4 @@ def _capability() -> tuple[int, int]:
 @functools.cache
 def _obstacle() -> str:
     """Return why the kernel cannot run here; empty when it can."""
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    if _capability() < _AMPERE:
-        return "it needs a GPU of compute capability 8.0 or more"
-    return nvrtc_obstacle()
+    return cuda_obstacle(_AMPERE)

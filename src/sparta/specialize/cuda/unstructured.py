@@ -11,38 +11,42 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from sparta.common.tuning import TunableItemCfg
-from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.errors import ValueRangeError, message
 from sparta.specialize.cuda.bitmap import GROUPS, RUNS, SLAB, BitmapLayout, largest_record
-from sparta.specialize.cuda.nvrtc import Function, compile_cuda, load_function, nvrtc_obstacle
-from sparta.specialize.implement import Implement, Params, Support, present, register
+from sparta.specialize.cuda.few_tokens import (
+    FORMATS,
+    PIECE,
+    SHARED_BYTES,
+    addressable,
+    cuda_obstacle,
+    fitting_residual,
+    load_tile,
+)
+from sparta.specialize.cuda.number_line import NumberLine
+from sparta.specialize.cuda.nvrtc import Function
+from sparta.specialize.implement import Implement, Params, Support, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear import LinearKernel
 
 __all__ = ["Bitmap", "BitmapTile"]
 
-_SOURCE = Path(__file__).parent / "native" / "bitmap.cu"
-_ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "silu": 3}
-_FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TOKENS = (8, 16)
 _MOST_LIVE = {8: 0.55, 16: 0.35}  # density by tokens, up to which it was faster than dense on an H200
 _SPARSE, _DENSE = 0.16, 0.4  # densities between which neither kind of bitmap is always the better one
 _HOPPER = (9, 0)
-_SHARED = 227 * 1024
 # slabs, warps, cluster, stages: what keeps enough copies on their way and enough warps busy.
 _SHAPES = ((1, 8, 1, 2), (1, 16, 1, 2), (2, 8, 1, 2), (1, 4, 1, 3), (2, 16, 1, 2), (2, 4, 1, 3))
 
 
 @dataclass(frozen=True)
-class BitmapTile:
+class BitmapTile(NumberLine):
     """How one block of threads cuts its work; it changes the speed, and of the result only how sums are rounded.
 
     Parameters
@@ -92,18 +96,6 @@ class BitmapTile:
         barriers = -(-self.warps * self.stages * 8 // 16) * 16
         return barriers + self.warps * max(self.stages * stage, self.tokens * (self.rows + 4) * 4)
 
-    def __str__(self) -> str:
-        return ",".join(f"{name}={value}" for name, value in asdict(self).items())
-
-    @classmethod
-    def parse(cls, text: str) -> BitmapTile:
-        """Return the tile that ``str(tile)`` wrote."""
-        parts = dict(part.partition("=")[::2] for part in text.split(","))
-        known = [each.name for each in fields(cls)]
-        if not set(parts) <= set(known) or not all(value.isdigit() for value in parts.values()):
-            raise ValueRangeError(message(f"the tile {text!r}", f"name=number with the names {', '.join(known)}"))
-        return cls(**{name: int(value) for name, value in parts.items()})
-
 
 class _Call(ctypes.Structure):
     """The argument of the kernel; see ``native/bitmap.cu``."""
@@ -130,11 +122,11 @@ class _BitmapKernel(LinearKernel):
     def __init__(self, spec: KernelSpec, tile: BitmapTile) -> None:
         self._layout = BitmapLayout(spec["weight"], tile.group, tile.run)
         self._tile, self._activation = tile, spec.epilogue.activation
-        self._dtype = _FORMATS[str(spec["input"].format)]
+        self._dtype = FORMATS[str(spec["input"].format)]
         self._functions: dict[torch.device, Function] = {}
         # What a call needs is worked out here: the host must keep up with a kernel of a few microseconds.
         self._outputs, self._inputs = spec["weight"].shape
-        self._padded_inputs = -(-self._inputs // 8) * 8
+        self._padded_inputs = -(-self._inputs // PIECE) * PIECE
         self._chunks, self._slot = self._layout.grid[1], self._layout.largest
         self._blocks = -(-self._outputs // tile.rows) * tile.cluster
 
@@ -145,15 +137,12 @@ class _BitmapKernel(LinearKernel):
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         x, bias, residual = inputs
-        (x,) = present(x)
+        assert x is not None  # noqa: S101 - the operation's convention
         records, offsets = packed
-        x = self._addressable(x)
+        x = addressable(x, self._inputs, self._dtype)
         tokens, outputs, device = x.shape[0], self._outputs, x.device
         y = x.new_empty(tokens, outputs)
-        if residual is not None:
-            if residual.shape != y.shape:
-                raise ShapeError(message(f"a residual of shape {tuple(residual.shape)}", f"{tuple(y.shape)}"))
-            residual = residual.contiguous()
+        residual = fitting_residual(residual, tokens, outputs)
         bias = None if bias is None else bias.contiguous()
         if not tokens:
             return y
@@ -166,25 +155,9 @@ class _BitmapKernel(LinearKernel):
         function.launch((self._blocks, -(-tokens // self._tile.tokens)), call, device)
         return y
 
-    def _addressable(self, x: Tensor) -> Tensor:
-        """Return x (M, K) with rows of whole 16-byte pieces, copied only if they are not."""
-        k = self._inputs
-        if x.dim() != 2 or x.shape[1] != k:
-            raise ShapeError(message(f"an input of shape {tuple(x.shape)}", f"(M, {k})"))
-        if x.dtype != self._dtype:
-            raise ValueRangeError(message(f"an input in {x.dtype}", f"{self._dtype}, as the weight", "cast one"))
-        if k % 8:
-            return functional.pad(x, (0, -k % 8))
-        fits = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-        return x if fits else x.clone(memory_format=torch.contiguous_format)
-
     def _load(self, device: torch.device) -> Function:
-        tile = self._tile
-        numbers = {name.upper(): value for name, value in asdict(tile).items()}
-        numbers |= {"IS_HALF": int(self._dtype == torch.float16), "ACTIVATION": _ACTIVATIONS[self._activation]}
-        code = compile_cuda(_SOURCE.read_text(), numbers, torch.cuda.get_device_capability(device))
-        shared = tile.shared_bytes(self._slot)
-        self._functions[device] = load_function(code, "bitmap", tile.warps * 32, shared, device)
+        block = (self._tile.warps * 32, self._tile.shared_bytes(self._slot))
+        self._functions[device] = load_tile("bitmap", self._tile, (self._dtype, self._activation), block, device)
         return self._functions[device]
 
 
@@ -201,8 +174,8 @@ class Bitmap(Implement):
         weight = spec["weight"]
         if spec.device != "cuda":
             return Support.no(f"it runs on CUDA, not on {spec.device}")
-        if str(spec["input"].format) not in _FORMATS:
-            return Support.no(f"it computes {', '.join(_FORMATS)}, not {spec['input'].format}")
+        if str(spec["input"].format) not in FORMATS:
+            return Support.no(f"it computes {', '.join(FORMATS)}, not {spec['input'].format}")
         if not 0 < weight.numel < 1 << 31:
             return Support.no(f"the weight has {weight.numel} elements; it counts from 1 to 2^31")
         if spec["input"].shape[0] > _TOKENS[-1]:
@@ -234,7 +207,7 @@ def _tiles(spec: KernelSpec) -> list[BitmapTile]:
     tiles = [BitmapTile(tokens, group, 8, *shape) for shape in _SHAPES for group in groups]
     if density > _DENSE:  # runs of 4 take more steps, but values that lanes want at once stand closer together
         tiles += [BitmapTile(tokens, 1, 4, *shape) for shape in _SHAPES[:2]]
-    return [tile for tile in tiles if tile.shared_bytes(largest[tile.group]) <= _SHARED]
+    return [tile for tile in tiles if tile.shared_bytes(largest[tile.group]) <= SHARED_BYTES]
 
 
 def _width(spec: KernelSpec) -> int:
@@ -245,8 +218,4 @@ def _width(spec: KernelSpec) -> int:
 @functools.cache
 def _obstacle() -> str:
     """Return why the kernel cannot run here; empty when it can."""
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    if torch.cuda.get_device_capability() < _HOPPER:
-        return "it needs a GPU of compute capability 9.0 or more"
-    return nvrtc_obstacle()
+    return cuda_obstacle(_HOPPER)

@@ -9,9 +9,7 @@
 //
 // Compile-time numbers: TOKENS, GROUP, RUN, SLABS, WARPS, CLUSTER, STAGES, IS_HALF, ACTIVATION.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+#include "few_tokens.cuh"
 
 constexpr int CHUNK = 128;                         // inputs of a record
 constexpr int ROWS = SLABS * 16;                   // outputs of a block
@@ -32,32 +30,7 @@ struct Call {
     int tokens, outputs, inputs, chunks, slot;
 };
 
-__device__ __forceinline__ float to_float(u16 bits) {
-#if IS_HALF
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-#else
-    return __uint_as_float((u32)bits << 16);
-#endif
-}
-
-__device__ __forceinline__ u16 to_bits(float value) {
-    u16 bits;
-#if IS_HALF
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#else
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#endif
-    return bits;
-}
-
 __device__ __forceinline__ void multiply(float (&sum)[4], const u32* a, u32 b0, u32 b1) {
-#if IS_HALF
-#define KINDS "f32.f16.f16.f32"
-#else
-#define KINDS "f32.bf16.bf16.f32"
-#endif
     asm volatile("mma.sync.aligned.m16n8k16.row.col." KINDS " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -101,26 +74,6 @@ __device__ __forceinline__ void expand(u32* a, u32 bits, u32 from) {
     }
 }
 
-__device__ __forceinline__ void meet_cluster() {
-#if CLUSTER > 1
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-    __syncthreads();
-#endif
-}
-
-__device__ __forceinline__ float2 partial(u32 address, int rank) {
-    float2 value;
-#if CLUSTER > 1
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(there) : "memory");
-#else
-    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
-#endif
-    return value;
-}
-
 __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier)
@@ -136,18 +89,6 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
                      barrier),
                  "r"(parity)
                  : "memory");
-}
-
-__device__ __forceinline__ float finish(float value) {
-#if ACTIVATION == 1
-    return value < 0.f ? 0.f : value; // keeps NaN
-#elif ACTIVATION == 2
-    return 0.5f * value * (1.f + erff(value * 0.70710678118654752f));
-#elif ACTIVATION == 3
-    return value / (1.f + __expf(-value));
-#else
-    return value;
-#endif
 }
 
 // Where the records of one chunk are, for all slabs of a warp.
@@ -241,43 +182,6 @@ __device__ __forceinline__ void multiply_chunk(float (&sums)[SLABS][TOKENS / 8][
     }
 }
 
-// Sums the parts of K in their order and writes the results.
-__device__ __forceinline__ void write(const Call& call, u32 partials, int tile, int rank, int first_token) {
-    constexpr int PAIRS = TOKENS * ROWS / 2;
-    for (int pair = rank * (WARPS * 32) + threadIdx.x; pair < PAIRS; pair += CLUSTER * WARPS * 32) {
-        int token = pair / (ROWS / 2), row = pair % (ROWS / 2) * 2;
-        int m = first_token + token, n = tile * ROWS + row;
-        if (m >= call.tokens || n >= call.outputs) continue;
-        float2 total = make_float2(0.f, 0.f);
-        for (int q = 0; q < CLUSTER; ++q) {
-#pragma unroll
-            for (int g = 0; g < WARPS; ++g) {
-                float2 more = partial(partials + ((g * TOKENS + token) * PITCH + row) * 4, q);
-                total.x += more.x;
-                total.y += more.y;
-            }
-        }
-        long long place = (long long)m * call.outputs + n;
-        bool both = n + 1 < call.outputs;
-        if (call.bias) {
-            total.x += to_float(call.bias[n]);
-            if (both) total.y += to_float(call.bias[n + 1]);
-        }
-        total.x = finish(total.x);
-        total.y = finish(total.y);
-        if (call.residual) {
-            total.x += to_float(call.residual[place]);
-            if (both) total.y += to_float(call.residual[place + 1]);
-        }
-        if (both && call.outputs % 2 == 0) {
-            *reinterpret_cast<u32*>(call.y + place) = to_bits(total.x) | (u32)to_bits(total.y) << 16;
-        } else {
-            call.y[place] = to_bits(total.x);
-            if (both) call.y[place + 1] = to_bits(total.y);
-        }
-    }
-}
-
 extern "C" __global__ void
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
@@ -330,21 +234,8 @@ __launch_bounds__(WARPS * 32) bitmap(const Call call) {
     // The ring is free now: it takes the partial sums, (WARPS, TOKENS, PITCH); what was a barrier takes nothing else.
     __syncthreads();
     float* partials = reinterpret_cast<float*>(shared + BARRIERS) + warp * TOKENS * PITCH;
-#pragma unroll
-    for (int s = 0; s < SLABS; ++s) {
-        int row = s * 16 + lane / 4;
-#pragma unroll
-        for (int n = 0; n < TOKENS / 8; ++n) {
-            int token = n * 8 + lane % 4 * 2;
-            partials[token * PITCH + row] = sums[s][n][0];
-            partials[(token + 1) * PITCH + row] = sums[s][n][1];
-            partials[token * PITCH + row + 8] = sums[s][n][2];
-            partials[(token + 1) * PITCH + row + 8] = sums[s][n][3];
-        }
-    }
+    lay_sums<PITCH>(partials, sums, 0, lane);
     meet_cluster();
-    write(call, base + BARRIERS, tile, rank, first_token);
-#if CLUSTER > 1
-    meet_cluster(); // what another block still reads must not go away
-#endif
+    write<WARPS, ROWS, PITCH, WARPS * 32>(call, base + BARRIERS, tile, rank, first_token);
+    leave_cluster();
 }

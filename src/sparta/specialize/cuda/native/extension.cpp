@@ -1,6 +1,7 @@
 // The launcher of our CUDA C++ kernels as an operator of PyTorch's dispatcher, for callers that have no Python. It
 // includes no CUDA header and links no CUDA library: the driver and the current stream are found when it first runs, so
-// it compiles wherever PyTorch is. A kernel takes one structure: pointers, 64-bit numbers, 32-bit numbers, in this order.
+// it compiles wherever PyTorch is. A kernel takes one structure: pointers, the last one to its result, the stride of rows of
+// its first tensor, and 32-bit numbers, of which the first two are the rows and columns of the result.
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <dlfcn.h>
@@ -16,6 +17,10 @@
 namespace {
 
 constexpr int kMaxSharedAttribute = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+// What `numbers` of an operator's call begin with; one list, because each costs the host half a microsecond. Of kGiven,
+// each pointer has a bit, the first one the lowest: 1 if there is a tensor for it; a 1 stands behind the last of them.
+enum Numbers : size_t { kGridX, kGridY, kThreads, kShared, kGiven, kStride, kRows, kColumns, kFewest };
 
 struct Driver {
   int (*load)(void**, const void*);
@@ -75,38 +80,42 @@ void append(std::vector<char>& bytes, const void* value, size_t size) {
   bytes.insert(bytes.end(), begin, begin + size);
 }
 
-at::Tensor launch(const at::Tensor& code, std::string name, at::IntArrayRef geometry,
-                  const c10::List<std::optional<at::Tensor>>& tensors, at::IntArrayRef wide, at::IntArrayRef narrow,
-                  at::IntArrayRef shape) {
-  TORCH_CHECK(geometry.size() == 4, "sparta_cuda::launch: 4 numbers (grid x, grid y, threads, shared bytes), not ",
-              geometry.size());
+at::Tensor launch(const at::Tensor& code, std::string name, at::TensorList tensors, at::IntArrayRef numbers) {
+  TORCH_CHECK(numbers.size() >= kFewest, "sparta_cuda::launch: ", int{kFewest}, " numbers or more, not ", numbers.size());
   TORCH_CHECK(code.is_cpu() && code.is_contiguous() && code.scalar_type() == at::kByte,
               "sparta_cuda::launch: code must be bytes on the CPU");
-  TORCH_CHECK(!tensors.empty() && tensors.get(0).has_value(), "sparta_cuda::launch: the first tensor gives the device");
-  const at::Tensor first = *tensors.get(0);
+  TORCH_CHECK(!tensors.empty(), "sparta_cuda::launch: the first tensor gives the device");
+  const at::Tensor& first = tensors[0];
   const c10::DeviceGuard guard(first.device());
-  at::Tensor y = at::empty(shape, first.options());
+  at::Tensor y = at::empty({numbers[kRows], numbers[kColumns]}, first.options());
   if (!y.numel()) return y;
   std::vector<char> argument;
-  argument.reserve(8 * (tensors.size() + wide.size() + 1) + 4 * narrow.size());
+  argument.reserve(8 * 64 + 4 * numbers.size());
   const auto point = [&](const void* pointer) { append(argument, &pointer, sizeof pointer); };
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const std::optional<at::Tensor> tensor = tensors.get(i);
-    TORCH_CHECK(!tensor || tensor->device() == first.device(), "sparta_cuda::launch: tensors of several devices");
-    point(tensor ? tensor->const_data_ptr() : nullptr);
+  size_t used = 0;
+  for (auto given = static_cast<uint64_t>(numbers[kGiven]); given > 1; given >>= 1) {
+    if (given & 1) {
+      TORCH_CHECK(used < tensors.size() && tensors[used].device() == first.device(),
+                  "sparta_cuda::launch: too few tensors, or tensors of several devices");
+      point(tensors[used++].const_data_ptr());
+    } else {
+      point(nullptr);
+    }
   }
+  TORCH_CHECK(used == tensors.size(), "sparta_cuda::launch: ", tensors.size(), " tensors for ", used, " pointers");
   point(y.data_ptr());
-  for (const int64_t number : wide) append(argument, &number, sizeof number);
-  for (const int64_t number : narrow) {
+  append(argument, &numbers[kStride], sizeof(int64_t));
+  for (const int64_t number : numbers.slice(kRows)) {
     const auto small = static_cast<int32_t>(number);
     append(argument, &small, sizeof small);
   }
   void* stream = nullptr;
-  void* function = loaded(code, name, first.get_device(), static_cast<int>(geometry[3]));
+  void* function = loaded(code, name, first.get_device(), static_cast<int>(numbers[kShared]));
   TORCH_CHECK(!driver().stream(first.get_device(), &stream), "sparta_cuda::launch: there is no current stream");
   void* arguments[] = {argument.data()};
-  const auto size = [&](size_t place) { return static_cast<unsigned>(geometry[place]); };
-  const int failed = driver().start(function, size(0), size(1), 1, size(2), 1, 1, size(3), stream, arguments, nullptr);
+  const auto size = [&](Numbers place) { return static_cast<unsigned>(numbers[place]); };
+  const int failed = driver().start(function, size(kGridX), size(kGridY), 1, size(kThreads), 1, 1, size(kShared), stream,
+                                    arguments, nullptr);
   TORCH_CHECK(!failed, "sparta_cuda::launch: the kernel did not start, error ", failed);
   return y;
 }
@@ -114,9 +123,7 @@ at::Tensor launch(const at::Tensor& code, std::string name, at::IntArrayRef geom
 }  // namespace
 
 TORCH_LIBRARY(sparta_cuda, library) {
-  library.def(
-      "launch(Tensor code, str name, SymInt[] geometry, Tensor?[] tensors, SymInt[] wide, SymInt[] narrow, "
-      "SymInt[] shape) -> Tensor");
+  library.def("launch(Tensor code, str name, Tensor[] tensors, SymInt[] numbers) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(sparta_cuda, CUDA, library) { library.impl("launch", &launch); }

@@ -7,9 +7,7 @@
 //
 // Compile-time numbers: TOKENS, SLABS, WARPS_N, WARPS_K, CLUSTER, STAGES, IS_HALF, ACTIVATION.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+#include "few_tokens.cuh"
 
 constexpr int CHUNK = 128;                      // input channels that are multiplied between two turns of the ring
 constexpr int ROWS = WARPS_N * SLABS * 16;      // outputs of a block
@@ -29,33 +27,8 @@ struct Call {
     int tokens, outputs, inputs, chunks;
 };
 
-__device__ __forceinline__ float to_float(u16 bits) {
-#if IS_HALF
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-#else
-    return __uint_as_float((u32)bits << 16);
-#endif
-}
-
-__device__ __forceinline__ u16 to_bits(float value) {
-    u16 bits;
-#if IS_HALF
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#else
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#endif
-    return bits;
-}
-
 template <int SELECTOR>
 __device__ __forceinline__ void multiply(float (&sum)[4], const uint4& a, const u32 (&b)[4], u32 selectors) {
-#if IS_HALF
-#define KINDS "f32.f16.f16.f32"
-#else
-#define KINDS "f32.bf16.bf16.f32"
-#endif
     asm volatile(
         "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col." KINDS
         " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, %13;"
@@ -64,15 +37,7 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const uint4& a, const 
           "n"(SELECTOR));
 }
 
-__device__ __forceinline__ uint4 stream(const uint4* from) {
-    uint4 value;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(from));
-    return value;
-}
-
-__device__ __forceinline__ uint2 stream(const uint2* from) {
+__device__ __forceinline__ uint2 stream8(const uint2* from) {
     uint2 value;
     asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(from));
     return value;
@@ -84,26 +49,6 @@ __device__ __forceinline__ void meet(int group) {
         __syncwarp();
     else
         asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP_THREADS) : "memory");
-}
-
-__device__ __forceinline__ void meet_cluster() {
-#if CLUSTER > 1
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-    __syncthreads();
-#endif
-}
-
-__device__ __forceinline__ float2 partial(u32 address, int rank) {
-    float2 value;
-#if CLUSTER > 1
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(there) : "memory");
-#else
-    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
-#endif
-    return value;
 }
 
 // Starts the copy of one chunk of x, (TOKENS, CHUNK), into the ring; beyond the edges it is 0.
@@ -121,18 +66,6 @@ __device__ __forceinline__ void fetch(const Call& call, u32 ring, int chunk, int
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0)
                      : "memory");
     }
-}
-
-__device__ __forceinline__ float finish(float value) {
-#if ACTIVATION == 1
-    return value < 0.f ? 0.f : value; // keeps NaN
-#elif ACTIVATION == 2
-    return 0.5f * value * (1.f + erff(value * 0.70710678118654752f));
-#elif ACTIVATION == 3
-    return value / (1.f + __expf(-value));
-#else
-    return value;
-#endif
 }
 
 extern "C" __global__ void
@@ -170,8 +103,8 @@ __launch_bounds__(WARPS_N * WARPS_K * 32) stream24(const Call call) {
 #pragma unroll
             for (int s = 0; s < SLABS; ++s) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j) a[stage][s][j] = stream(values[s] + (begin + stage) * 128 + j * 32);
-                e[stage][s] = stream(selectors[s] + (begin + stage) * 32);
+                for (int j = 0; j < 4; ++j) a[stage][s][j] = stream16(values[s] + (begin + stage) * 128 + j * 32);
+                e[stage][s] = stream8(selectors[s] + (begin + stage) * 32);
             }
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
@@ -215,8 +148,8 @@ __launch_bounds__(WARPS_N * WARPS_K * 32) stream24(const Call call) {
 #pragma unroll
                     for (int s = 0; s < SLABS; ++s) {
 #pragma unroll
-                        for (int j = 0; j < 4; ++j) a[stage][s][j] = stream(values[s] + next * 128 + j * 32);
-                        e[stage][s] = stream(selectors[s] + next * 32);
+                        for (int j = 0; j < 4; ++j) a[stage][s][j] = stream16(values[s] + next * 128 + j * 32);
+                        e[stage][s] = stream8(selectors[s] + next * 32);
                     }
                 }
                 asm volatile("cp.async.commit_group;" ::: "memory");
@@ -228,55 +161,8 @@ __launch_bounds__(WARPS_N * WARPS_K * 32) stream24(const Call call) {
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
     float* partials = reinterpret_cast<float*>(shared) + group * TOKENS * PITCH;
-#pragma unroll
-    for (int s = 0; s < SLABS; ++s) {
-        int row = ((warp % WARPS_N) * SLABS + s) * 16 + lane / 4;
-#pragma unroll
-        for (int n = 0; n < TOKENS / 8; ++n) {
-            int token = n * 8 + lane % 4 * 2;
-            partials[token * PITCH + row] = sums[s][n][0];
-            partials[(token + 1) * PITCH + row] = sums[s][n][1];
-            partials[token * PITCH + row + 8] = sums[s][n][2];
-            partials[(token + 1) * PITCH + row + 8] = sums[s][n][3];
-        }
-    }
+    lay_sums<PITCH>(partials, sums, (warp % WARPS_N) * SLABS * 16, lane);
     meet_cluster();
-
-    constexpr int PAIRS = TOKENS * ROWS / 2;
-    for (int pair = rank * (WARPS_N * WARPS_K * 32) + threadIdx.x; pair < PAIRS;
-         pair += CLUSTER * WARPS_N * WARPS_K * 32) {
-        int token = pair / (ROWS / 2), row = pair % (ROWS / 2) * 2;
-        int m = first_token + token, n = tile * ROWS + row;
-        if (m >= call.tokens || n >= call.outputs) continue;
-        float2 total = make_float2(0.f, 0.f);
-        for (int q = 0; q < CLUSTER; ++q) {
-#pragma unroll
-            for (int g = 0; g < WARPS_K; ++g) {
-                float2 more = partial(base + ((g * TOKENS + token) * PITCH + row) * 4, q);
-                total.x += more.x;
-                total.y += more.y;
-            }
-        }
-        long long place = (long long)m * call.outputs + n;
-        bool both = n + 1 < call.outputs;
-        if (call.bias) {
-            total.x += to_float(call.bias[n]);
-            if (both) total.y += to_float(call.bias[n + 1]);
-        }
-        total.x = finish(total.x);
-        total.y = finish(total.y);
-        if (call.residual) {
-            total.x += to_float(call.residual[place]);
-            if (both) total.y += to_float(call.residual[place + 1]);
-        }
-        if (both && call.outputs % 2 == 0) {
-            *reinterpret_cast<u32*>(call.y + place) = to_bits(total.x) | (u32)to_bits(total.y) << 16;
-        } else {
-            call.y[place] = to_bits(total.x);
-            if (both) call.y[place + 1] = to_bits(total.y);
-        }
-    }
-#if CLUSTER > 1
-    meet_cluster(); // what another block still reads must not go away
-#endif
+    write<WARPS_K, ROWS, PITCH, WARPS_N * WARPS_K * 32>(call, base, tile, rank, first_token);
+    leave_cluster();
 }

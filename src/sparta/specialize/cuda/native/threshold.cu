@@ -7,8 +7,7 @@
 //
 // Compile-time numbers: TOKENS, WARPS, CLUSTER, ROUND, WHOLE (rows begin at multiples of 16 bytes), IS_HALF.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
+#include "few_tokens.cuh"
 
 constexpr int COLUMNS = 256;            // 32 lanes with 16 bytes each
 constexpr int THREADS = WARPS * 32;
@@ -25,35 +24,10 @@ struct Call {
     float threshold;
 };
 
-__device__ __forceinline__ float to_float(u16 bits) {
-#if IS_HALF
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-#else
-    return __uint_as_float((u32)bits << 16);
-#endif
-}
-
-__device__ __forceinline__ u16 to_bits(float value) {
-    u16 bits;
-#if IS_HALF
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#else
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#endif
-    return bits;
-}
-
 // Eight weights of one row; 0 beyond the last output.
 __device__ __forceinline__ uint4 row_piece(const u16* row, int column, int outputs) {
 #if WHOLE
-    uint4 value = make_uint4(0, 0, 0, 0);
-    if (column < outputs)
-        asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                     : "l"(row + column));
-    return value;
+    return column < outputs ? stream16(row + column) : make_uint4(0, 0, 0, 0);
 #else
     u32 parts[4] = {};
 #pragma unroll
@@ -61,26 +35,6 @@ __device__ __forceinline__ uint4 row_piece(const u16* row, int column, int outpu
         if (column + i < outputs) parts[i / 2] |= (u32)row[column + i] << (16 * (i % 2));
     return make_uint4(parts[0], parts[1], parts[2], parts[3]);
 #endif
-}
-
-__device__ __forceinline__ void meet_cluster() {
-#if CLUSTER > 1
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-    __syncthreads();
-#endif
-}
-
-__device__ __forceinline__ float partial(u32 address, int rank) {
-    float value;
-#if CLUSTER > 1
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
-#else
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-#endif
-    return value;
 }
 
 struct Lists {
@@ -203,7 +157,5 @@ __launch_bounds__(THREADS) threshold(const Call call) {
         if (call.bias) total += to_float(call.bias[n]);
         call.y[(long long)m * call.outputs + n] = to_bits(total);
     }
-#if CLUSTER > 1
-    meet_cluster(); // what another block still reads must not go away
-#endif
+    leave_cluster();
 }

@@ -1,0 +1,238 @@
+"""Starting a compiled Triton kernel by the driver, without the launcher that Triton made for it.
+
+Triton's launcher looks at every argument anew at every call, asks the driver about every pointer and encodes every
+tensor map, which takes the host longer than to start the kernel. The one idea to know: what a kernel takes is a few
+numbers at known places, so they are written there and the kernel is started; where the driver says that a kernel's
+parameters are not laid out as we think, there is no :class:`DirectKernel`, and Triton starts it as ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from ctypes import addressof, byref, c_char, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from sparta.errors import SpartaError, message
+from sparta.specialize.cuda.nvrtc import NO_CONTEXT, cuda_driver, driver_reason
+
+__all__ = ["DirectKernel", "direct_kernel", "parameter_layout"]
+
+_MAP_BYTES = 128  # of a tensor map
+_MAP = f"{_MAP_BYTES}s"
+_MAP_VALUES = 5  # a matrix is given by its tensor map, two sizes and two strides
+_MAP_KINDS = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+_PROMOTE_TO_128 = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+_LAST_WITH_SMALL_MAPS = 13010  # up to this driver, a bit must be cleared in the maps of small tensors
+_SMALL_BYTES = 128 * 1024
+_MAPS = 256  # that are kept of each matrix
+_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_MOST_SHARED = 228 * 1024  # above it a launch needs another attribute
+_SCRATCH = 2  # pointers behind the arguments, to memory that our kernels do not ask for
+_CODES = {"i32": ("i",), "i64": ("q",)}
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", c_int), ("unused", c_int), ("value", c_int), ("rest", c_char * 60))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared", c_uint),
+        ("stream", c_void_p),
+        ("attributes", c_void_p),
+        ("count", c_uint),
+    )
+
+
+class _Record:
+    """The memory of one launch, 0 where nothing is written; only one thread at a time uses it."""
+
+    def __init__(self, places: Sequence[tuple[int, int]], threads: int, shared: int, *, early: bool) -> None:
+        self.buffer = (c_char * sum(places[-1]))()
+        self.pointers = (c_void_p * len(places))(*(addressof(self.buffer) + offset for offset, _ in places))
+        self.attribute = _Attribute(_OVERLAP, 0, 1)
+        one = c_uint * 3
+        self.config = _Config(one(1, 1, 1), one(threads, 1, 1), shared, None, addressof(self.attribute), int(early))
+        self.grid = self.config.grid
+        self.places = (addressof(self.config), addressof(self.pointers))
+
+
+class DirectKernel:
+    """A compiled Triton kernel on the device that is current, for one dtype of its matrices.
+
+    Parameters
+    ----------
+    compiled
+        What Triton returned when it started the kernel.
+    dtype
+        Of all matrices that the kernel takes as tensor descriptors.
+
+    Raises
+    ------
+    sparta.errors.SpartaError
+        If the kernel is not one that this class can start; also AttributeError, KeyError or TypeError where Triton
+        does not tell what it is expected to.
+    """
+
+    def __init__(self, compiled: Any, dtype: torch.dtype) -> None:  # noqa: ANN401 - Triton's
+        metadata, driver = compiled.metadata, cuda_driver()
+        asks = (metadata.global_scratch_size, metadata.profile_scratch_size, metadata.launch_cooperative_grid)
+        if any(asks) or metadata.num_ctas != 1 or metadata.shared > _MOST_SHARED:
+            raise SpartaError(message("a kernel that asks for scratch memory or a cluster"))
+        kinds = tuple(compiled.src.signature.values())
+        self._handle, self._held = compiled.function, compiled  # which unloads the function when it goes away
+        places = _places(driver, self._handle)
+        self._format, self._pick = parameter_layout(kinds, places)
+        self._record = functools.partial(
+            _Record, places, metadata.num_warps * 32, metadata.shared, early=bool(metadata.launch_pdl)
+        )
+        self._free: list[_Record] = []
+        self._launch, self._context = driver.cuLaunchKernelEx, c_void_p()
+        driver.cuCtxGetCurrent(byref(self._context))
+        descriptors = [kind for kind in kinds if kind.startswith("tensordesc")]
+        described = list(metadata.tensordesc_meta) if descriptors else []
+        odd = any(each.get("fp4_padded") or each.get("is_im2col") for each in described)
+        if odd or len(described) != len(descriptors):
+            raise SpartaError(message("tensor descriptors that are not plain matrices"))
+        self.maps = tuple(
+            _tensor_map(dtype, tuple(each["block_size"]), each["swizzle"], self._context) for each in described
+        )
+        """For each matrix a function from address, rows, columns and the stride of rows to its tensor map."""
+
+    def start(self, programs: int, values: Sequence[int | bytes], stream: int) -> None:
+        """Start the kernel on a stream of its device.
+
+        Parameters
+        ----------
+        values
+            Of all parameters in their order: numbers and addresses; for a matrix its map, its sizes and its strides.
+            Those of parameters that are compiled into the kernel are there too, and are passed over.
+        """
+        try:
+            record = self._free.pop()
+        except IndexError:
+            record = self._record()
+        self._format.pack_into(record.buffer, 0, *self._pick(values))
+        record.grid[0], record.config.stream = programs, stream
+        config, pointers = record.places
+        failed = self._launch(config, self._handle, pointers, None)
+        if failed == NO_CONTEXT:  # a thread that has not used the GPU before
+            cuda_driver().cuCtxSetCurrent(self._context)
+            failed = self._launch(config, self._handle, pointers, None)
+        self._free.append(record)
+        if failed:
+            raise SpartaError(message(f"the kernel did not start: {driver_reason(failed)}"))
+
+
+def direct_kernel(compiled: Any, dtype: torch.dtype) -> DirectKernel | None:  # noqa: ANN401 - Triton's
+    """Return the kernel for direct starts; None where only Triton's own launcher can start it."""
+    try:
+        return DirectKernel(compiled, dtype)
+    except (SpartaError, AttributeError, KeyError, TypeError):
+        return None
+
+
+def parameter_layout(
+    kinds: Sequence[str], places: Sequence[tuple[int, int]]
+) -> tuple[struct.Struct, Callable[[Sequence[Any]], tuple[Any, ...]]]:
+    """Return how arguments are written, and what picks those that have a place out of all values.
+
+    Parameters
+    ----------
+    kinds
+        Triton's types of the parameters; ``constexpr`` has no place.
+    places
+        (offset, size) of each parameter in bytes, as the driver knows them; the last two are Triton's own.
+
+    Examples
+    --------
+    >>> places = [(0, 8), (8, 4), (16, 8), (24, 8), (32, 8)]
+    >>> layout, pick = parameter_layout(["*bf16", "constexpr", "i32", "i64"], places)
+    >>> layout.format, pick((512, 1, 7, 9))
+    ('<Qi4xq', (512, 7, 9))
+    """
+    codes: list[str] = []
+    chosen: list[int] = []
+    given = 0  # values so far
+    for kind in kinds:
+        found = _codes(kind)
+        chosen += range(given, given + len(found))
+        codes += found
+        given += _MAP_VALUES if kind.startswith("tensordesc") else 1
+    sizes = [struct.calcsize(f"<{code}") for code in (*codes, *["Q"] * _SCRATCH)]
+    layout, end = "<", 0
+    if sizes != [size for _, size in places] or len(codes) < 2:  # of one, `itemgetter` makes no tuple
+        raise SpartaError(message(f"parameters of {[size for _, size in places]} bytes", f"{sizes}"))
+    for (offset, size), code in zip(places, codes, strict=False):
+        if offset < end:
+            raise SpartaError(message("parameters that overlap"))
+        layout += (f"{offset - end}x" if offset > end else "") + code
+        end = offset + size
+    return struct.Struct(layout), itemgetter(*chosen)
+
+
+def _codes(kind: str) -> tuple[str, ...]:
+    """Return the struct codes of a parameter of one of Triton's types."""
+    if kind == "constexpr":
+        return ()
+    if kind.startswith("*"):
+        return ("Q",)
+    if kind.startswith("tensordesc"):
+        return (_MAP, "i", "i", "q", "q")
+    if kind not in _CODES:
+        raise SpartaError(message(f"a parameter of type {kind}"))
+    return _CODES[kind]
+
+
+def _places(driver: ctypes.CDLL, handle: int) -> list[tuple[int, int]]:
+    """Return offset and size of each parameter of a loaded function, in bytes."""
+    found: list[tuple[int, int]] = []
+    offset, size = c_size_t(), c_size_t()
+    while not driver.cuFuncGetParamInfo(c_void_p(handle), c_size_t(len(found)), byref(offset), byref(size)):
+        found.append((offset.value, size.value))
+    return found
+
+
+def _tensor_map(
+    dtype: torch.dtype, box: tuple[int, ...], swizzle: int, context: c_void_p
+) -> Callable[[int, int, int, int], bytes]:
+    """Return a function that encodes the map of a matrix, and keeps the last ones."""
+    driver, kind = cuda_driver(), _MAP_KINDS[dtype]
+    box_height, box_width = box
+    boxes, steps = (c_uint32 * 2)(box_width, box_height), (c_uint32 * 2)(1, 1)
+    version = c_int()
+    driver.cuDriverGetVersion(byref(version))
+    mends_small = version.value <= _LAST_WITH_SMALL_MAPS
+
+    @functools.lru_cache(maxsize=_MAPS)
+    def encode(address: int, rows: int, columns: int, stride: int) -> bytes:
+        memory = (c_char * (_MAP_BYTES + 64))()
+        place = -(-addressof(memory) // 64) * 64  # the driver wants it aligned
+        sizes, pitch = (c_uint64 * 2)(columns, rows), (c_uint64 * 1)(stride * dtype.itemsize)
+        arguments = (
+            c_void_p(place), kind, 2, c_void_p(address), sizes, pitch, boxes, steps, 0, swizzle, _PROMOTE_TO_128, 0,
+        )  # fmt: skip
+        failed = driver.cuTensorMapEncodeTiled(*arguments)
+        if failed == NO_CONTEXT:
+            driver.cuCtxSetCurrent(context)
+            failed = driver.cuTensorMapEncodeTiled(*arguments)
+        if failed:
+            raise SpartaError(message(f"a matrix cannot be described: {driver_reason(failed)}"))
+        words = c_uint64.from_address(place + 8)
+        if mends_small and ((rows - 1) * stride + columns - 1) * dtype.itemsize + 1 < _SMALL_BYTES:
+            words.value &= ~(1 << 21)
+        return ctypes.string_at(place, _MAP_BYTES)
+
+    return encode

@@ -1,0 +1,85 @@
+"""What the kernels in CUDA C++ for few tokens share: which numbers they compute, what x must be, how they are loaded.
+
+``cuda-24`` and ``cuda-bitmap`` differ in how a weight is stored; their device code shares ``native/few_tokens.cuh``.
+The one idea to know: a kernel reads x in pieces of 16 bytes, so rows of x begin at multiples of them or are copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.specialize.cuda.number_line import NumberLine
+from sparta.specialize.cuda.nvrtc import Function, compile_native, load_function, nvrtc_obstacle
+
+__all__ = ["FORMATS", "PIECE", "SHARED_BYTES", "addressable", "cuda_obstacle", "fitting_residual", "load_tile"]
+
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The bit formats that are computed, and their dtypes."""
+SHARED_BYTES = 227 * 1024
+"""The most shared memory that a block may have."""
+PIECE = 8
+"""Elements of 16 bytes."""
+_ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "silu": 3}
+
+
+def addressable(x: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
+    """Return x (M, K) with rows of whole 16-byte pieces, copied only if they are not.
+
+    >>> addressable(torch.zeros(2, 12, dtype=torch.float16), 12, torch.float16).shape
+    torch.Size([2, 16])
+    """
+    shape = x.shape
+    if len(shape) != 2 or shape[1] != inputs:
+        raise ShapeError(message(f"an input of shape {tuple(shape)}", f"(M, {inputs})"))
+    if x.dtype != dtype:
+        raise ValueRangeError(message(f"an input in {x.dtype}", f"{dtype}, as the weight", "cast one"))
+    if inputs % PIECE:
+        return functional.pad(x, (0, -inputs % PIECE))
+    fits = x.stride(1) == 1 and x.stride(0) % PIECE == 0 and x.data_ptr() % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def fitting_residual(residual: Tensor | None, tokens: int, outputs: int) -> Tensor | None:
+    """Return the residual (M, N) or None, contiguous.
+
+    >>> fitting_residual(torch.zeros(3, 2).t(), 2, 3).is_contiguous()
+    True
+    """
+    if residual is None:
+        return None
+    if residual.shape != (tokens, outputs):
+        raise ShapeError(message(f"a residual of shape {tuple(residual.shape)}", f"({tokens}, {outputs})"))
+    return residual.contiguous()
+
+
+def load_tile(
+    name: str, tile: NumberLine, spec: tuple[torch.dtype, str | None], block: tuple[int, int], device: torch.device
+) -> Function:
+    """Compile ``native/<name>.cu`` for a tile and load it.
+
+    Parameters
+    ----------
+    spec
+        The dtype, and the activation of the epilogue.
+    block
+        Threads of a block, and its bytes of shared memory.
+    """
+    dtype, activation = spec
+    numbers = {key.upper(): value for key, value in asdict(tile).items()}  # type: ignore[call-overload]
+    numbers |= {"IS_HALF": int(dtype == torch.float16), "ACTIVATION": _ACTIVATIONS[activation]}
+    code = compile_native(name, numbers, torch.cuda.get_device_capability(device))
+    return load_function(code, name, *block, device)
+
+
+def cuda_obstacle(least: tuple[int, int]) -> str:
+    """Return why such a kernel cannot run here, if it needs this compute capability; empty when it can."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if torch.cuda.get_device_capability() < least:
+        return f"it needs a GPU of compute capability {least[0]}.{least[1]} or more"
+    return nvrtc_obstacle()

@@ -1,0 +1,152 @@
+// What the kernels for few tokens share: the dtype, loads of what is read once, sums over blocks, and how results end.
+//
+// Compile-time numbers: IS_HALF, CLUSTER; of the kernels that have an epilogue, also ACTIVATION, TOKENS, SLABS.
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+
+#if IS_HALF
+#define KINDS "f32.f16.f16.f32" // of a multiplication: sum, operands, sum
+#else
+#define KINDS "f32.bf16.bf16.f32"
+#endif
+
+__device__ __forceinline__ float to_float(u16 bits) {
+#if IS_HALF
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+#else
+    return __uint_as_float((u32)bits << 16);
+#endif
+}
+
+__device__ __forceinline__ u16 to_bits(float value) {
+    u16 bits;
+#if IS_HALF
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#else
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#endif
+    return bits;
+}
+
+// 16 bytes of a weight, which is read once and must not push x out of the L1 cache.
+__device__ __forceinline__ uint4 stream16(const void* from) {
+    uint4 value;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(from));
+    return value;
+}
+
+__device__ __forceinline__ void meet_cluster() {
+#if CLUSTER > 1
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
+
+// What another block still reads must not go away.
+__device__ __forceinline__ void leave_cluster() {
+#if CLUSTER > 1
+    meet_cluster();
+#endif
+}
+
+// Partial sums in the shared memory of one block of the cluster, at an address of the own block's.
+__device__ __forceinline__ float partial(u32 address, int rank) {
+    float value;
+#if CLUSTER > 1
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
+#else
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+#endif
+    return value;
+}
+
+__device__ __forceinline__ float2 partial_pair(u32 address, int rank) {
+    float2 value;
+#if CLUSTER > 1
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(there) : "memory");
+#else
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
+#endif
+    return value;
+}
+
+#ifdef ACTIVATION
+__device__ __forceinline__ float finish(float value) {
+#if ACTIVATION == 1
+    return value < 0.f ? 0.f : value; // keeps NaN
+#elif ACTIVATION == 2
+    return 0.5f * value * (1.f + erff(value * 0.70710678118654752f));
+#elif ACTIVATION == 3
+    return value / (1.f + __expf(-value));
+#else
+    return value;
+#endif
+}
+
+// Lays a warp's sums, as the matrix unit leaves them, into shared memory (TOKENS, PITCH) from row `first_row` on.
+template <int PITCH>
+__device__ __forceinline__ void lay_sums(float* partials, const float (&sums)[SLABS][TOKENS / 8][4], int first_row,
+                                         int lane) {
+#pragma unroll
+    for (int s = 0; s < SLABS; ++s) {
+        int row = first_row + s * 16 + lane / 4;
+#pragma unroll
+        for (int n = 0; n < TOKENS / 8; ++n) {
+            int token = n * 8 + lane % 4 * 2;
+            partials[token * PITCH + row] = sums[s][n][0];
+            partials[(token + 1) * PITCH + row] = sums[s][n][1];
+            partials[token * PITCH + row + 8] = sums[s][n][2];
+            partials[(token + 1) * PITCH + row + 8] = sums[s][n][3];
+        }
+    }
+}
+
+// Sums the PARTS parts of K of each block of the cluster, (PARTS, TOKENS, PITCH), in their order and writes the results.
+template <int PARTS, int ROWS, int PITCH, int THREADS, class Call>
+__device__ __forceinline__ void write(const Call& call, u32 partials, int tile, int rank, int first_token) {
+    constexpr int PAIRS = TOKENS * ROWS / 2;
+    for (int pair = rank * THREADS + threadIdx.x; pair < PAIRS; pair += CLUSTER * THREADS) {
+        int token = pair / (ROWS / 2), row = pair % (ROWS / 2) * 2;
+        int m = first_token + token, n = tile * ROWS + row;
+        if (m >= call.tokens || n >= call.outputs) continue;
+        float2 total = make_float2(0.f, 0.f);
+        for (int q = 0; q < CLUSTER; ++q) {
+#pragma unroll
+            for (int g = 0; g < PARTS; ++g) {
+                float2 more = partial_pair(partials + ((g * TOKENS + token) * PITCH + row) * 4, q);
+                total.x += more.x;
+                total.y += more.y;
+            }
+        }
+        long long place = (long long)m * call.outputs + n;
+        bool both = n + 1 < call.outputs;
+        if (call.bias) {
+            total.x += to_float(call.bias[n]);
+            if (both) total.y += to_float(call.bias[n + 1]);
+        }
+        total.x = finish(total.x);
+        total.y = finish(total.y);
+        if (call.residual) {
+            total.x += to_float(call.residual[place]);
+            if (both) total.y += to_float(call.residual[place + 1]);
+        }
+        if (both && call.outputs % 2 == 0) {
+            *reinterpret_cast<u32*>(call.y + place) = to_bits(total.x) | (u32)to_bits(total.y) << 16;
+        } else {
+            call.y[place] = to_bits(total.x);
+            if (both) call.y[place + 1] = to_bits(total.y);
+        }
+    }
+}
+#endif
