@@ -91,10 +91,14 @@ CPU = {
                 "tokens": 128,
                 "block": [4, 4],
                 "sparsity": 0.9,
-                "int8": 9.0,
-                "fp32": 27.0,
+                "drop-in": 7.0,
+                "panel": 8.0,
+                "drop-in repeated": 7.5,
+                "panel repeated": 9.0,
+                "real repeated": 5.0,
+                "fp32 repeated": 12.0,
                 "target": 10,
-                "roof_share": 0.5,
+                "roof_share": {"drop-in": 0.3, "panel": 0.4, "drop-in repeated": 0.5, "panel repeated": 0.6},
             }
         ]
     },
@@ -132,7 +136,14 @@ CPU = {
             ],
         ),
         ("cpu_conv", ["| 3×3 | block 8×1 |  | 6.0 | 7.5 | 40", "| 3×3 | block 4×1 | 3.0 |  |  | 30", "channels last"]),
-        ("cpu_int8", ["| 128 | block 4×4 | 9.0 (27.0) | 10 |"]),
+        (
+            "cpu_int8",
+            [
+                "| 128 | block 4×4 | 8 bits | in turns | 7.0 (8.0) | 10 | 40",
+                "| repeated | 7.5 (9.0) | 10 | 60",
+                "| fp32 | repeated | 5.0 (12.0) |  |",
+            ],
+        ),
         (
             "cpu_chains",
             ["| 1 token | unstructured | 90 % | 7.0 |  | 7.5 | 50 % | 1.5 |", "| 2.0 | 3.0 |  | 50 % |  |"],

@@ -114,32 +114,52 @@ def cpu_conv(found: Sequence[Record]) -> str:
     parts = []
     for record in found:
         results = record["results"]
-        heads, lines = _by_sparsity(results["summary"], ("kernel", "height"), lambda row: f"{row['speedup']:.1f}")
+        found_rows = [{"how": None, **row} for row in results["summary"]]
+        heads, lines = _by_sparsity(found_rows, ("kernel", "height", "how"), lambda row: f"{row['speedup']:.1f}")
+        caches = (
+            " In turns: rivals are called one after the other and drive each other out of the near caches. Repeated: "
+            "each is called several times in a row."
+        )
         title = (
             f"Times faster than {_rivals(results)}, one image, geometric means over ResNet's layers."
-            f"{_roof(lines)} {source(record)}"
+            f"{caches if any(how for _, _, how in lines) else ''}{_roof(lines)} {source(record)}"
         )
-        rows = [[f"{kernel}×{kernel}", _pattern(height), *line] for (kernel, height), line in lines.items()]
-        parts.append(f"{title}\n\n{_without_empty(['kernel', 'pattern', *heads], rows)}")
+        rows = [[f"{kernel}×{kernel}", _pattern(height), how, *line] for (kernel, height, how), line in lines.items()]
+        parts.append(f"{title}\n\n{_without_empty(['kernel', 'pattern', 'caches', *heads], rows)}")
     return "\n\n".join(parts)
 
 
 @renderer("cpu-int8", "cpu_int8")
 def cpu_int8(found: Sequence[Record]) -> str:
-    """Return int8 layers on the CPU: a row for each number of tokens and block, a column for each sparsity."""
+    """Return int8 layers on the CPU: a row for each number of tokens, block and kind of ends, a column a sparsity."""
     parts = []
     for record in found:
         results = record["results"]
-        heads, lines = _by_sparsity(
-            results["summary"], ("tokens", "block"), lambda row: f"{row['int8']:.1f} ({row['fp32']:.1f})"
-        )
+        regimes = [regime for row in results["summary"] for regime in _int8_regimes(row)]
+        heads, lines = _by_sparsity(regimes, ("tokens", "block", "ends", "how"), lambda row: row["cell"])
         title = (
-            "Times faster than dense int8 (the better of oneDNN and `torch._int_mm`), and in brackets than dense fp32, "
-            f"geometric means over the shapes.{_roof(lines)} {source(record)}"
+            "Times faster than dense int8 (the better of oneDNN and `torch._int_mm`), geometric means over the shapes. "
+            "8 bits: inputs are quantised already and results are requantised in the call, token-major as dense int8 "
+            "has them, and in brackets packed at both ends, as between neighbouring sparse layers, which is what the "
+            "targets are for. fp32: both round their inputs in the call and return fp32; in brackets, times faster "
+            "than dense fp32. In turns and repeated are as above."
+            f"{_roof(lines)} {source(record)}"
         )
-        rows = [[tokens, f"block {block[0]}×{block[1]}", *line] for (tokens, block), line in lines.items()]
-        parts.append(f"{title}\n\n{_without_empty(['tokens', 'pattern', *heads], rows)}")
+        rows = [[tokens, f"block {h}×{w}", ends, how, *line] for (tokens, (h, w), ends, how), line in lines.items()]
+        parts.append(f"{title}\n\n{_without_empty(['tokens', 'pattern', 'ends', 'caches', *heads], rows)}")
     return "\n\n".join(parts)
+
+
+def _int8_regimes(row: Record) -> list[Record]:
+    """Return a row of the summary as one for each kind of ends and way in which calls follow one another."""
+    found = []
+    for how, end in (("in turns", ""), ("repeated", " repeated")):
+        ways = (f"drop-in{end}", f"panel{end}")
+        shares = {name: row["roof_share"][name] for name in ways}
+        cell = "{:.1f} ({:.1f})".format(*(row[name] for name in ways))
+        found.append({**row, "ends": "8 bits", "how": how, "cell": cell, "roof_share": shares})
+    cell = f"{row['real repeated']:.1f} ({row['fp32 repeated']:.1f})"
+    return [*found, {**row, "ends": "fp32", "how": "repeated", "cell": cell, "roof_share": None, "target": None}]
 
 
 _CHAIN_NAMES = {"mlp": "MLP, four layers of 1024", "ffn": "six feed-forward blocks, 768-3072-768", "conv": "four 1×1"}

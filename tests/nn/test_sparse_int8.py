@@ -69,6 +69,8 @@ def test_every_implement_gives_the_same(name, format):
         pytest.skip(f"{name} is not available here")
     layer.build(config, (x,))
     torch.testing.assert_close(layer(x), before, rtol=1e-6, atol=1e-5)
+    assert torch.equal(layer(x), layer(layer.quantise(x)))
+    assert torch.equal(layer(x.half()), layer(x.half().float()))
     assert layer(x.reshape(3, 11, 24)).shape == (3, 11, 12)
     twin = copy.deepcopy(layer)
     assert torch.equal(twin(x), layer(x))

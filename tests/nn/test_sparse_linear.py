@@ -105,6 +105,57 @@ def test_evaluation_sees_every_change_of_the_weight(mask, config):
         check(layer(x), linear_reference(x, layer.weight, layer.bias, weight_mask=mask), reduction=K)
 
 
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("bias", [True, False])
+def test_calls_that_repeat_see_all_that_changed_between_them(mask, rows, bias):
+    layer, x = made(mask, bias=bias).eval(), torch.randn(rows, K)
+    config = next((s for s in layer.get_search_space(x).samples() if s["_name"] == "cpu"), None)
+    if config is None:
+        pytest.skip("there are no C++ kernels here")
+    layer.build(config, (x,))
+
+    def right(x):
+        with torch.no_grad():
+            for _ in range(2):  # what the first call finds out, the second one uses
+                check(layer(x), linear_reference(x, layer.weight, layer.bias, weight_mask=mask), reduction=K)
+
+    right(x)
+    assert layer._state.quick is not None
+    changes = [
+        lambda: layer.weight.mul_(2.0),
+        lambda: setattr(layer.weight, "data", torch.randn(N, K) * mask),
+        lambda: setattr(layer, "weight", nn.Parameter(torch.randn(N, K) * mask)),
+        lambda: layer.load_state_dict({name: 3 * value for name, value in layer.state_dict().items()}, strict=False),
+    ]
+    if bias:
+        changes += [
+            lambda: layer.bias.add_(1.0),
+            lambda: setattr(layer.bias, "data", torch.randn(N)),
+            lambda: setattr(layer, "bias", nn.Parameter(torch.randn(N))),
+            lambda: setattr(layer, "bias", None),
+        ]
+    for change in changes:
+        with torch.no_grad():
+            change()
+        right(x)
+    for other in (
+        torch.randn(2, 3, K),
+        torch.randn(K, 5).t(),
+        torch.randn(0, K),
+        torch.randn(2, K, requires_grad=True),
+    ):
+        right(other)
+    twin = copy.deepcopy(layer)
+    twin.weight.data.zero_()
+    right(x)
+    assert layer(x).grad_fn is not None  # gradients are recorded where they are asked for
+    with torch.inference_mode(), pytest.raises(ShapeError):
+        layer(x[:, :5])
+    if rows == 1 and bias:
+        with torch.no_grad():
+            assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c["_name"])
 def test_torch_compile_takes_it_whole(mask, config):
     layer = made(mask, config)

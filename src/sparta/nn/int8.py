@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_you_mean, message
 from sparta.nn.operator import OperatorBase, SampleInputs, as_inputs
 from sparta.specialize.int8 import RANGES, Int8LinearKernel, int8_linear_spec, requantisation
-from sparta.specialize.int8_ops import Int8State, run_int8_linear
+from sparta.specialize.int8_ops import Int8State, run_int8_linear, run_real_linear
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.store import TuningStore
 from sparta.specialize.tuner import Choice, Problem, build, tune_kernel
@@ -164,22 +164,29 @@ class SparseInt8Linear(OperatorBase):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output (..., N), float32, for x (..., K) in real numbers or as integers of its grid."""
-        rows = self._rows(x)
-        y = (
-            self._dense(rows)
-            if self._state is None
-            else run_int8_linear(rows, self.weight, *self._scales(), self._state)
-        )
-        return y.reshape(*x.shape[:-1], self.out_features)
+        rows, state = self._flat(x), self._state
+        if state is None:
+            y = self._dense(self._integers(rows))
+        else:
+            real = rows.is_floating_point()
+            done = run_real_linear(rows, self.weight, self._scale, self._scales(), state) if real else None
+            y = run_int8_linear(self._integers(rows), self.weight, *self._scales(), state) if done is None else done
+        return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
-    def _rows(self, x: Tensor, what: str = "an input") -> Tensor:
+    def _rows(self, x: Tensor) -> Tensor:
+        """Return a sample input as integers (M, K)."""
+        return self._integers(self._flat(x, "a sample input"))
+
+    def _flat(self, x: Tensor, what: str = "an input") -> Tensor:
         if x.dim() < 1 or x.shape[-1] != self.in_features:
             raise ShapeError(message(f"{what} of shape {tuple(x.shape)}", f"(..., {self.in_features})"))
         wanted = _DTYPES[self.input_format]
         if not x.is_floating_point() and x.dtype != wanted:
             raise ValueRangeError(message(f"{what} of {x.dtype}", f"a floating-point dtype, or {wanted}"))
-        rows = x.reshape(-1, self.in_features)
-        return self.quantise(rows) if x.is_floating_point() else rows
+        return x if x.dim() == 2 else x.reshape(-1, self.in_features)
+
+    def _integers(self, rows: Tensor) -> Tensor:
+        return self.quantise(rows) if rows.is_floating_point() else rows
 
     def _scales(self) -> tuple[Tensor, Tensor | None]:
         """Return multiplier and offset; a module that was cast to a short dtype still computes in float32."""
@@ -217,7 +224,7 @@ class SparseInt8Linear(OperatorBase):
             :func:`sparta.specialize.tuner.tune_kernel`.
         """
         del backward
-        rows = self._rows(as_inputs(inputs, 1)[0].detach(), "a sample input")
+        rows = self._rows(as_inputs(inputs, 1)[0].detach())
         spec = self._spec_for(rows)
         expected = self._dense(rows).double()
         problem = Problem(spec, self.weight, (rows, *self._scales()), expected, max(1, self.in_features))
@@ -227,7 +234,7 @@ class SparseInt8Linear(OperatorBase):
 
     def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
         del backward  # there are no gradients
-        return self._spec_for(self._rows(as_inputs(inputs, 1)[0], "a sample input"))
+        return self._spec_for(self._rows(as_inputs(inputs, 1)[0]))
 
     def _spec_for(self, rows: Tensor) -> KernelSpec:
         return int8_linear_spec(

@@ -118,18 +118,24 @@ class SparseLinear(OperatorBase):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output (..., N) for an input (..., K)."""
-        if self.weight_mask is None:
+        if self._state is None:  # asked first: to look a mask up costs the host time, and only weights have a state
+            if self.weight_mask is not None:
+                return self._dense(x)
             name = self._mask_name
             check_rows(x, getattr(self, name), name)
             return self._dense(x) if self._masked is None else self._masked(x, self.weight, self.bias)
-        if self._state is None:
-            return self._dense(x)
-        if x.shape[-1] != self.in_features:
-            raise ShapeError(message(f"an input of shape {tuple(x.shape)}", f"(..., {self.in_features})"))
-        flat = x.dim() == 2
+        shape = x.shape
+        if shape[-1] != self.in_features:
+            raise ShapeError(message(f"an input of shape {tuple(shape)}", f"(..., {self.in_features})"))
+        flat = len(shape) == 2
         rows = x if flat else x.reshape(-1, self.in_features)
-        y = run_linear(rows, self.weight, self.bias, self._state, keep=not self.training)
-        return y if flat else y.reshape(*x.shape[:-1], self.out_features)
+        y = None
+        if not (torch.compiler.is_compiling() or self.training) and (quick := self._state.quick) is not None:
+            held = self._parameters  # to ask the module for them takes longer than a small layer
+            y = quick(rows, held.get("weight"), held.get("bias"))
+        if y is None:
+            y = run_linear(rows, self.weight, self.bias, self._state, keep=not self.training)
+        return y if flat else y.reshape(*shape[:-1], self.out_features)
 
     def _dense(self, x: Tensor) -> Tensor:
         """Return the output, computed densely and masked."""

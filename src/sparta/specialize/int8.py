@@ -36,6 +36,14 @@ class Int8LinearKernel(Kernel):
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         """Return (M, N) for the inputs x (M, K), multiplier (N,), offset (N,) or None."""
 
+    def run_real(self, packed: Sequence[Tensor], scale: float, *inputs: Tensor | None) -> Tensor | None:
+        """Return the same for x in real numbers, rounded on the way to the spec's integers with this scale.
+
+        None where a kernel does not do that: x is rounded before it then. Both give the same, bit for bit.
+        """
+        del packed, scale, inputs
+        return None
+
 
 def int8_linear_spec(
     weight: TeSA,

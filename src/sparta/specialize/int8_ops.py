@@ -13,11 +13,13 @@ from sparta.specialize.int8 import Int8LinearKernel
 from sparta.specialize.state import KernelState, state_of
 from sparta.tesa.attribute import TeSA
 
-__all__ = ["Int8State", "int8_linear", "run_int8_linear"]
+__all__ = ["Int8State", "int8_linear", "run_int8_linear", "run_real_linear"]
 
 
 class Int8State(KernelState):
     """The kernel of one quantised linear layer with an output in fp32, and the packed weight of its last call."""
+
+    forward: Int8LinearKernel
 
     def __init__(self, weight: TeSA, forward: Int8LinearKernel) -> None:
         super().__init__(weight, forward)
@@ -42,3 +44,15 @@ def run_int8_linear(x: Tensor, weight: Tensor, multiplier: Tensor, offset: Tenso
         y: Tensor = torch.ops.sparta.int8_linear(x, weight, multiplier, offset, state.handle)
         return y
     return state.forward.run(state.packed(weight, keep=True), x, multiplier, offset)
+
+
+def run_real_linear(
+    x: Tensor, weight: Tensor, scale: float, scales: tuple[Tensor, Tensor | None], state: Int8State
+) -> Tensor | None:
+    """Return the same for x (M, K) in real numbers, which the kernel rounds to its integers in the same pass.
+
+    None where something traces, so that the graph shows the rounding, or where the kernel does not round.
+    """
+    if type(x) is not Tensor or not x.is_cpu or torch.compiler.is_compiling():
+        return None
+    return state.forward.run_real(state.packed(weight, keep=True), scale, x, *scales)

@@ -7,6 +7,7 @@ anew in training, and once per change of the weight in evaluation.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from sparta.specialize.state import KernelState, state_of
 from sparta.tesa.attribute import TeSA
 
 __all__ = ["LinearState", "linear", "run_linear"]
+
+Quick = Callable[[Tensor, Tensor | None, Tensor | None], Tensor | None]
 
 
 class LinearState(KernelState):
@@ -32,9 +35,48 @@ class LinearState(KernelState):
         Kernel for ``grad W``, which is the linear operator of the transposed weight; None multiplies densely.
     """
 
+    forward: LinearKernel
+
     def __init__(self, weight: TeSA, forward: LinearKernel, backward: LinearKernel | None = None) -> None:
         super().__init__(weight, forward)
         self.backward = backward
+
+    def _enter(self) -> None:
+        super()._enter()
+        self.quick: Quick | None = None
+        self._bound: tuple[Any, ...] = (None, None, 0)
+
+    def bind(self, weight: Tensor, bias: Tensor | None, packed: Sequence[Tensor]) -> None:
+        """Keep a short way to run again with this packed weight and this bias, if the kernel has one, in `quick`."""
+        of, by, at = self._bound
+        place = 0 if bias is None else bias.data_ptr()
+        if of is packed and by is bias and at == place:
+            return
+        self._bound = (packed, bias, place)
+        run = None if weight.is_inference() else self.forward.bound(packed, bias)
+        self.quick = None if run is None else _quick(weight, bias, run)
+
+
+def _quick(weight: Tensor, bias: Tensor | None, run: Callable[[Tensor], Tensor | None]) -> Quick:
+    """Return a call that gives None where `run` is not of the present weight and bias, or where gradients are asked."""
+    version, storage = weight._version, weight.untyped_storage()  # which keeps the address from being given away
+    address, place = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+    recording = torch.is_grad_enabled
+
+    def quick(x: Tensor, now: Tensor | None, bias_now: Tensor | None, _storage: Any = storage) -> Tensor | None:  # noqa: ANN401
+        if (
+            now is not weight
+            or bias_now is not bias
+            or type(x) is not Tensor
+            or weight._version != version
+            or weight.data_ptr() != address
+            or (bias is not None and bias.data_ptr() != place)
+            or (recording() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)))
+        ):
+            return None
+        return run(x)
+
+    return quick
 
 
 @torch.library.custom_op("sparta::linear", mutates_args=())
@@ -60,7 +102,10 @@ def run_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearStat
     if recorded or type(x) is not Tensor or torch.compiler.is_compiling():
         y: Tensor = torch.ops.sparta.linear(x, weight, bias, state.handle, keep)
         return y
-    return state.forward.run(state.packed(weight, keep=keep), x, bias, None)
+    packed = state.packed(weight, keep=keep)
+    if keep:
+        state.bind(weight, bias, packed)
+    return state.forward.run(packed, x, bias, None)
 
 
 @torch.library.custom_op("sparta::linear_backward", mutates_args=())

@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError
-from sparta.specialize.conv import ConvGeometry, dense_conv
+from sparta.specialize.conv import ConvGeometry, conv_spec, dense_conv
 from sparta.specialize.cpu import PackedConv, runnable_isas
 from sparta.specialize.cpu.conv_image import IMAGES
+from sparta.specialize.cpu.conv_implement import CpuConv2d, conv_images
+from sparta.specialize.cpu.conv_implement import conv_tiles as offered_tiles
+from sparta.tesa.attribute import TeSA
 from sparta.testing import check
 from specialize.cpu.kernel_strategies import tiles
 
@@ -246,3 +249,21 @@ def test_bad_layers_are_named(layer):
         PackedConv(None, ones, geometry)(torch.zeros(1, 4, 6, 6))
     with pytest.raises(ShapeError, match="as when packed"):
         layer.pack(torch.zeros(3))
+
+
+@pytest.mark.parametrize("isa", runnable_isas())
+@pytest.mark.parametrize("height", [1, 4, 8])
+@pytest.mark.parametrize(("shape", "size"), [((32, 48, 1, 1), 7), ((32, 600, 1, 1), 4), ((32, 70, 3, 3), 9)])
+def test_every_offered_tile_and_layout_is_right_and_they_are_few(isa, height, shape, size, monkeypatch):
+    monkeypatch.setenv("SPARTA_CPU_ISA", isa)
+    geometry = ConvGeometry.make(2, padding=shape[2] // 2)
+    mask = (torch.rand(shape[0] // height, *shape[1:]) < 0.2).repeat_interleave(height, 0)
+    weight, x = torch.randn(shape), torch.randn(1, shape[1], size, size)
+    spec = conv_spec(TeSA.from_mask(mask), x.shape, x.dtype, geometry)
+    offered = list(itertools.product(offered_tiles(spec), conv_images(spec)))
+    assert len(set(offered)) == len(offered) <= 27
+    assert CpuConv2d().default(spec) == {"tile": str(offered[0][0]), "image": offered[0][1]}
+    truth = expected(x, weight, mask, geometry)
+    for tile, image in offered:
+        packed = PackedConv(weight, mask, geometry, image=image, **tile.to_dict())
+        check(packed(x), truth, reduction=weight[0].numel(), what=repr(packed))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError
 from sparta.specialize.cpu import load, runnable_isas
-from sparta.specialize.cpu.int8 import PackedInt8Linear
+from sparta.specialize.cpu.int8 import Int8Options, Int8Panel, PackedInt8Linear
 from sparta.specialize.cpu.library import INT8_CALL
 from sparta.specialize.implement import implement_named, supported
 from sparta.specialize.int8 import int8_linear_spec, requantisation, requantised
@@ -82,6 +82,43 @@ def test_results_equal_the_integer_product(mask, isa, tokens, block, data):
     )
     assert y.dtype == dtype
     assert torch.equal(y, expected(spec, x, weight, multiplier, offset))
+
+
+@settings(max_examples=60)
+@given(weight_masks(), st.sampled_from(runnable_isas()), st.integers(0, 140), st.sampled_from([1, 4]), st.data())
+def test_panels_hold_the_same_integers_and_go_from_layer_to_layer(mask, isa, tokens, block, data):
+    spec, x, weight, multiplier, offset = made(mask, tokens, data)
+    packed = PackedInt8Linear(mask, isa=isa, block=block, mv=data.draw(st.integers(1, 4)))
+    panel = Int8Panel.pack(x, packed.tile.mv, packed.library)
+    assert torch.equal(panel.unpack(packed.library), x)
+    dtype = data.draw(st.sampled_from([torch.int8, torch.uint8]))
+    zero = data.draw(st.sampled_from(ZEROS[str(dtype).removeprefix("torch.")]))
+    options = Int8Options(zero_point=spec.attributes["input_zero_point"], relu=True, output=(dtype, zero))
+    scales, threads = (multiplier, offset if spec.epilogue.bias else None), data.draw(st.sampled_from([1, 2]))
+    tokens_first = packed.run(x, packed.pack(weight), scales, options, threads)
+    between = packed.to_panel(panel, packed.pack(weight), scales, options, threads)
+    assert torch.equal(between.unpack(packed.library), tokens_first)
+    following = PackedInt8Linear(mask.t(), isa=isa, block=block, mv=packed.tile.mv)
+    values, ones = following.pack(weight.t()), torch.ones(mask.shape[1])
+    y = following(between, values, ones, zero_point=zero, threads=threads)
+    assert torch.equal(y, following(tokens_first, values, ones, zero_point=zero))
+
+
+@settings(max_examples=60)
+@given(weight_masks(), st.sampled_from(runnable_isas()), st.integers(0, 70), st.sampled_from([1, 4]), st.data())
+def test_real_numbers_are_rounded_on_the_way_as_before_it(mask, isa, tokens, block, data):
+    format = data.draw(st.sampled_from(["int8", "uint8"]))
+    zero, scale = data.draw(st.sampled_from(ZEROS[format])), data.draw(st.sampled_from([0.03, 1.0]))
+    x = torch.randn(tokens, mask.shape[1]) * data.draw(st.sampled_from([1.0, 1e30]))
+    x[torch.rand(x.shape) < 0.1] = data.draw(st.sampled_from([0.5, -1.5, torch.inf, -torch.inf]))
+    packed = PackedInt8Linear(mask, isa=isa, block=block, mv=data.draw(st.integers(1, 4)))
+    values, ones = packed.pack(random_bytes(mask.shape, "int8")), torch.ones(len(mask))
+    low, high = (0, 255) if format == "uint8" else (-128, 127)
+    integers = ((x * (1 / scale)).round() + zero).clamp(low, high).to(FORMATS[format])
+    grid = {"zero_point": zero, "rounded_to": (FORMATS[format], scale)}
+    x = strided(x, data.draw(st.sampled_from(["contiguous", "transposed", "sliced"])))
+    y = packed(x, values, ones, threads=data.draw(st.sampled_from([1, 2])), **grid)
+    assert torch.equal(y, packed(integers, values, ones, zero_point=zero))
 
 
 @pytest.mark.parametrize("isa", runnable_isas())
@@ -170,12 +207,19 @@ def test_wrong_arguments_say_what_is_allowed():
         torch.ones(8),
     )
     for call, error, text in [
-        (lambda: packed(x.float(), values, ones), ShapeError, "int8 or uint8"),
         (lambda: packed(x[:, :5], values, ones), ShapeError, "x of shape"),
         (lambda: packed(x, values, ones[:7]), ShapeError, "multiplier of shape"),
         (lambda: packed(x, values, ones, ones.double()), ShapeError, "offset of shape"),
         (lambda: packed(x, values, ones, output=(torch.int32, 0)), ValueRangeError, "int32"),
         (lambda: packed(x, (values[0][1:], values[1]), ones), ShapeError, "take what pack"),
+        (lambda: packed(x, values, ones, rounded_to=(torch.int32, 1.0)), ValueRangeError, "int8 or torch.uint8"),
+        (
+            lambda: packed(Int8Panel.pack(x, packed.tile.mv + 1, packed.library), values, ones),
+            ShapeError,
+            "in tiles of",
+        ),
+        (lambda: packed.to_panel(x, values, (ones, None), Int8Options()), ValueRangeError, "a panel of"),
+        (lambda: Int8Panel.pack(x.float(), 1, packed.library), ShapeError, "int8 or uint8"),
         (lambda: packed.pack(torch.ones(8, 6)), ShapeError, "int8"),
         (lambda: PackedInt8Linear(torch.ones(8, 6)), ShapeError, "bool"),
         (lambda: PackedInt8Linear(torch.ones(8, 6) > 0, block=8), ValueRangeError, "blocks of 1 or 4"),

@@ -226,8 +226,10 @@ class PackedConv:
 
     def _images(self, x: Tensor) -> tuple[Tensor, tuple[int, int], tuple[int, ...]]:
         """Return the input, and its rows, columns and strides; one row where pixels need not know their neighbours."""
-        images = self._checked(x, "x", (None, self._channels, *[None] * self._dims))
-        size, strides = images.shape[2:], images.stride()
+        size = x.shape
+        fits = len(size) == self._dims + 2 and size[1] == self._channels
+        images = self._checked(x, "x", size if fits else (None, self._channels, *[None] * self._dims))
+        size, strides = size[2:], images.stride()
         if self._dims == 1:
             return images, (1, size[0]), (*strides[:2], 0, strides[2])
         if self._pointwise and strides[2] == size[1] * strides[3] and 0 not in images.shape:
@@ -285,9 +287,7 @@ class PackedConv:
 
     def _checked(self, tensor: Tensor, name: str, shape: tuple[int | None, ...]) -> Tensor:
         """Return a tensor as float32 with plain strides, without a copy where that can be."""
-        given_shape = tensor.shape
-        fits = len(given_shape) == len(shape) and all(w in (None, s) for w, s in zip(shape, given_shape, strict=True))
-        if given_shape != shape and not fits:
+        if tensor.shape != shape:
             wanted = tuple("any" if size is None else size for size in shape)
             raise ShapeError(message(f"{name} of shape {tuple(tensor.shape)}", f"{wanted}"))
         if not tensor.is_cpu or tensor.dtype not in _DTYPES:
@@ -298,7 +298,9 @@ class PackedConv:
         return tensor.detach().resolve_neg().to(torch.float32)
 
     def _checked_values(self, values: Tensor | None) -> Tensor:
-        found = self.values if values is None else values
+        if values is None and self.values is not None:
+            return self.values
+        found = values
         if found is None:
             raise ValueRangeError(message("no values", "a packed weight", "pass values="))
         if found.shape != (self.layout.length,) or found.dtype != torch.float32 or not found.is_contiguous():

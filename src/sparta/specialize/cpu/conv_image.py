@@ -24,7 +24,7 @@ IMAGES = ("flat", "rows", "taps")
 """Which shifts of a tap have slots of their own: none but the phases of a stride, those along rows, or all."""
 
 _LINE = 16  # floats in a cache line
-_BAND_FLOATS = 128 * 1024  # a band's copy and the weights share the second level of caches
+_BAND_FLOATS = 64 * 1024  # a band's copy and the weights share the second level of caches
 Ints = NDArray[np.integer]
 
 

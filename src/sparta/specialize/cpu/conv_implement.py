@@ -24,10 +24,11 @@ from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.implement import Implement, KernelLayout, Params, Support, register
 from sparta.specialize.kernel_spec import KernelSpec
 
-__all__ = ["CpuConv1d", "CpuConv2d"]
+__all__ = ["CpuConv1d", "CpuConv2d", "conv_images", "conv_tiles"]
 
 _VECTOR_BYTES = 64
 _NEAR_BYTES = 32 * 1024  # of the first level of caches, for the input
+_ENTRIES_AHEAD = 4
 
 
 class _CpuConvKernel(ConvKernel):
@@ -62,12 +63,12 @@ class _CpuConv(Implement):
         """Return the tiles and image layouts that are worth timing."""
         return {
             "tile": TunableItemCfg("choice", _value=[str(tile) for tile in conv_tiles(spec)]),
-            "image": TunableItemCfg("choice", _value=list(_images(spec))),
+            "image": TunableItemCfg("choice", _value=list(conv_images(spec))),
         }
 
     def default(self, spec: KernelSpec) -> dict[str, Any]:
         """Return the best guess."""
-        return {"tile": str(conv_tiles(spec)[0]), "image": _images(spec)[0]}
+        return {"tile": str(conv_tiles(spec)[0]), "image": conv_images(spec)[0]}
 
     def build(self, spec: KernelSpec, params: Params) -> ConvKernel:
         """Compile the library if it is not there yet, and pack the mask."""
@@ -89,30 +90,57 @@ class CpuConv1d(_CpuConv):
 
 
 def conv_tiles(spec: KernelSpec) -> list[Tile]:
-    """Return the tiles worth timing, the best guess first: those of a linear layer over the output's pixels."""
+    """Return the tiles worth timing, the best guess first: wide ones, of a linear layer over the output's pixels."""
     weight = spec["weight"]
     geometry = ConvGeometry.from_dict(spec.attributes)
     pixels = math.prod(geometry.output_size(spec["input"].shape[2:], weight.shape[2:]))
     outputs, reduction = weight.shape[0], math.prod(weight.shape[1:])
     height = math.gcd(weight.state.block[0], outputs // geometry.groups)
     found = candidates(max(pixels, 2), outputs, reduction, weight.density, (max(height, 1), 1))
-    tiles = [tile for tile in (Tile(**fields) for fields in found) if tile.form == "panel" and not tile.k_chunk]
-    return [*tiles, *_in_chunks(tiles, weight.shape)]
+    panels = [replace(tile, k_chunk=0, prefetch=0) for tile in (Tile(**each) for each in found) if tile.form == "panel"]
+    # A tile with fewer than half the sums of the largest loads too much for what it multiplies.
+    most = max(tile.block * tile.mv for tile in panels)
+    wide = [tile for tile in dict.fromkeys(panels) if 2 * tile.block * tile.mv >= most]
+    tiles = _unstructured_tiles(wide, weight.shape) if wide[0].block == 1 else _block_tiles(wide, weight.shape)
+    return list(dict.fromkeys(tiles))
 
 
-def _in_chunks(tiles: Sequence[Tile], shape: Sequence[int]) -> list[Tile]:
-    """Return wide unstructured tiles again, in chunks of channels of which all rows read from the nearest cache."""
+def _unstructured_tiles(wide: Sequence[Tile], shape: Sequence[int]) -> list[Tile]:
+    """Return tiles with all channels at once, then in chunks: smaller ones for rows that are computed one by one.
+
+    The last is the plainest, which any configuration may name.
+    """
+    near = {1: _NEAR_BYTES, 2: 2 * _NEAR_BYTES}
+    chunked = [_in_chunks(tile, shape, near[tile.interleave]) for tile in wide if tile.interleave in near]
+    return [*wide, *chunked, Tile()]
+
+
+def _block_tiles(wide: Sequence[Tile], shape: Sequence[int]) -> list[Tile]:
+    """Return tiles that ask for their inputs ahead: blocks multiply what they load so often that there is time to."""
+    tallest = sorted(wide, key=lambda tile: (-tile.block * tile.mv, -tile.block))
+    ahead = [replace(tile, prefetch=_ENTRIES_AHEAD) for tile in tallest]
+    chunked = [_in_chunks(tile, shape, 4 * _NEAR_BYTES) for tile in ahead if tile.block == tallest[0].block]
+    return [*ahead, *chunked[:2], tallest[0]]
+
+
+def _in_chunks(tile: Tile, shape: Sequence[int], nbytes: int) -> Tile:
+    """Return a tile with chunks of channels, all alike, of which all rows read no more than so many bytes."""
     channels, taps = shape[1], math.prod(shape[2:])
-    found = []
-    for tile in tiles:
-        window = math.prod(shape[2:-1]) * (tile.mv + 2) * _VECTOR_BYTES  # a run for each row of taps, not aligned
-        together = max(1, _NEAR_BYTES // window)
-        if tile.block == tile.interleave == 1 and tile.mv > 1 and together < channels:
-            even = -(-channels // -(-channels // together))
-            found.append(replace(tile, k_chunk=even * taps))
-    return found
+    # A run for each row of taps, not aligned; with one tap, its vectors.
+    window = math.prod(shape[2:-1]) * (tile.mv + (2 if taps > 1 else 0)) * _VECTOR_BYTES
+    together = max(1, nbytes // window)
+    if together >= channels:
+        return tile
+    return replace(tile, k_chunk=-(-channels // -(-channels // together)) * taps)
 
 
-def _images(spec: KernelSpec) -> tuple[str, ...]:
-    """Return the layouts worth timing; with one tap, rows need no other alignment than pixels."""
-    return ("flat", "taps") if math.prod(spec["weight"].shape[2:]) == 1 else IMAGES
+def conv_images(spec: KernelSpec) -> tuple[str, ...]:
+    """Return the layouts worth timing, the best guess first.
+
+    An unstructured weight loads a vector for every multiplication and gains by aligned ones; blocks use what they load
+    several times. With one tap, rows need no other alignment than pixels.
+    """
+    weight = spec["weight"]
+    if math.prod(weight.shape[2:]) == 1:
+        return ("flat", "taps")
+    return ("rows", "taps", "flat") if weight.state.block[0] % 4 else IMAGES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -47,6 +47,10 @@ class CpuLinearKernel(LinearKernel):
         x, bias, residual = inputs
         assert x is not None  # noqa: S101 - the operation's convention
         return self._packed(x, bias, self._activation, residual, values=packed[0])
+
+    def bound(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[[Tensor], Tensor | None] | None:
+        """Return a call with all but x found out before."""
+        return self._packed.bound(packed[0], bias, self._activation)
 
     @property
     def panel_width(self) -> int | None:

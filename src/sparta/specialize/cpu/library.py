@@ -42,8 +42,8 @@ _UNKNOWN_TILE, _NO_MEMORY = 1, 2
 STREAM_CALL = struct.Struct("@PPqqqPPqii")
 PANEL_CALL = struct.Struct("@PPqqqPPqiiii")
 # x, y, tokens, strides of x and y, multiplier, offset, row sums, floor; whether x is unsigned, its zero, the dtype of
-# the output, its zero, threads.
-INT8_CALL = struct.Struct("@PPqqqPPPfiiiii")
+# the output, its zero, threads; the inverse scale and the channels of x where it is fp32, whether x and y are panels.
+INT8_CALL = struct.Struct("@PPqqqPPPfiiiiifiii")
 # x, y, bias, residual, rows and columns of slots, what is used; images, four strides of x, twelve numbers of the plan
 # and `direct`, in the order of native/conv.h; activation, threads.
 CONV_CALL = struct.Struct("@7P17q3i")
@@ -107,32 +107,32 @@ class Library:
         """Run the kernel for many tokens: the address of a :class:`PanelMatrix`, and a ``PANEL_CALL``."""
         code = self.handle.sparta_multiply_panels(matrix, call)
         if code:
-            _raise_for(code)
+            raise_for(code)
 
     def multiply_conv(self, matrix: int, call: bytes) -> None:
         """Run the kernel for images: the address of a :class:`PanelMatrix`, and a ``CONV_CALL``."""
         code = self.handle.sparta_multiply_conv(matrix, call)
         if code:
-            _raise_for(code)
+            raise_for(code)
 
     def multiply_int8(self, matrix: int, call: bytes) -> None:
         """Run the kernel for 8-bit integers; the :class:`PanelMatrix` there has four of them in every value."""
         code = self.handle.sparta_multiply_int8(matrix, call)
         if code:
-            _raise_for(code)
+            raise_for(code)
 
     def multiply_generated(
         self, groups: ctypes.Array[c_int64], shape: tuple[int, int], values: int, call: bytes
     ) -> None:
         """Run the generated functions of a table, for a weight (N, K) with its values at this address."""
         count = len(groups) // 3
-        _raise_for(self.handle.sparta_multiply_generated(ctypes.addressof(groups), count, *shape, values, call))
+        raise_for(self.handle.sparta_multiply_generated(ctypes.addressof(groups), count, *shape, values, call))
 
     def multiply_stream(self, matrix: int, call: bytes) -> None:
         """Run the kernel for a few tokens: the address of a :class:`StreamMatrix`, and a ``STREAM_CALL``."""
         code = self.handle.sparta_multiply_stream(matrix, call)
         if code:
-            _raise_for(code)
+            raise_for(code)
 
 
 def load(isa: str | None = None) -> Library:
@@ -175,7 +175,10 @@ def _loaded(isa: str, cache: str, sanitize: str) -> Library:
     handle.sparta_multiply_stream.argtypes = (c_void_p, c_char_p)
     handle.sparta_pack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int)
     handle.sparta_unpack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int)
-    handle.sparta_pack.restype = handle.sparta_unpack.restype = None
+    handle.sparta_pack_int8.argtypes = (c_char_p, c_int64, c_int64, c_void_p)
+    handle.sparta_unpack_int8.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p)
+    for function in ("pack", "unpack", "pack_int8", "unpack_int8"):
+        getattr(handle, f"sparta_{function}").restype = None
     return Library(isa, int(handle.sparta_lanes()), handle)
 
 
@@ -200,7 +203,11 @@ def fused_activation(epilogue: Epilogue) -> str | None:
     return "relu_last" if epilogue.residual_first else epilogue.activation
 
 
-def _raise_for(code: int) -> None:
+def raise_for(code: int) -> None:
+    """Raise what a code of the kernels other than 0 means.
+
+    >>> raise_for(0)
+    """
     if code == _UNKNOWN_TILE:
         raise ValueRangeError(message("a tile this library has no kernel for", fix="take one of candidates()"))
     if code == _NO_MEMORY:

@@ -7,6 +7,7 @@ the live weights alone give; NaN and inf that meet a live weight spread as they 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import addressof
 from typing import Any
 
@@ -22,6 +23,7 @@ from sparta.specialize.cpu.library import (
     StreamMatrix,
     activation_code,
     load,
+    raise_for,
 )
 from sparta.specialize.cpu.packing import Layout, pack_mask
 from sparta.specialize.cpu.panel import Panel
@@ -188,6 +190,28 @@ class PackedLinear:
         self._run(rows, y.data, (tokens, stride), (bias, activation, added), threads, values, (panel, True))
         return y
 
+    def bound(
+        self, values: Tensor, bias: Tensor | None = None, activation: str | None = None
+    ) -> Callable[[Tensor], Tensor | None] | None:
+        """Return a call with these values, this bias and this activation, which takes x (M, K) alone.
+
+        It returns None for an x that is not contiguous float32 on the CPU. Where a bias would have to be converted
+        there is no such call. Most of a small layer's time goes into finding functions and attributes when other work
+        has filled the caches, so all that does not change is found here.
+        """
+        if bias is not None and self._checked_bias(bias) is not bias:
+            return None
+        matrix = type(self._matrix).from_buffer_copy(self._matrix_for(values))
+        (outputs, inputs), address = self.shape, addressof(matrix)
+        ends = (0 if bias is None else bias.data_ptr(), 0, 0, 0 if activation is None else activation_code(activation))
+        handle, panels = self.library.handle, (False, False) if self._is_panel else ()
+        multiply = handle.sparta_multiply_panels if self._is_panel else handle.sparta_multiply_stream
+        pack = _pack_panel_call if self._is_panel else _pack_stream_call
+        # The addresses in the matrix are those of the layout and the values.
+        return _bound_call(
+            (matrix, self.layout, values, bias), multiply, pack, (address, inputs, outputs), ends, panels
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes that a call reads: the stored values and their indices."""
@@ -317,6 +341,39 @@ class PackedLinear:
         if not self._is_panel or panel.data.shape != (-(-panel.tokens // size), channels, size):
             given = f"{name} is a panel of {panel.channels} channels in tiles of {panel.tile}"
             raise ShapeError(message(given, f"{channels} channels in tiles of {size}, in the form 'panel'"))
+
+
+def _bound_call(
+    alive: tuple[Any, ...],
+    multiply: Callable[[int, bytes], int],
+    pack: Callable[..., bytes],
+    sizes: tuple[int, int, int],
+    ends: tuple[int, int, int, int],
+    panels: tuple[bool, ...],
+) -> Callable[[Tensor], Tensor | None]:
+    """Return the call that :meth:`PackedLinear.bound` promises; `alive` is what it must keep."""
+    address, inputs, outputs = sizes
+    empty, threads, float32 = torch.empty, torch.get_num_threads, torch.float32
+
+    def call(x: Tensor, _alive: tuple[Any, ...] = alive) -> Tensor | None:
+        shape = x.shape
+        if (
+            len(shape) != 2
+            or shape[1] != inputs
+            or x.dtype is not float32
+            or not x.is_contiguous()
+            or not x.is_cpu
+            or x.is_neg()
+        ):
+            return None
+        tokens = shape[0]
+        y = empty(tokens, outputs)
+        code = multiply(address, pack(x.data_ptr(), y.data_ptr(), tokens, inputs, outputs, *ends, threads(), *panels))
+        if code:
+            raise_for(code)
+        return y
+
+    return call
 
 
 def _is_plain(tensor: Tensor, width: int) -> bool:

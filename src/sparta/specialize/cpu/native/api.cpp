@@ -82,3 +82,24 @@ SPARTA_EXPORT void sparta_unpack(const float* panel, int64_t tokens, int64_t cha
     }
   });
 }
+
+// The same for bytes, four channels to a place. Of fp32, the call says how it is rounded on the way.
+SPARTA_EXPORT void sparta_pack_int8(const sparta::Int8Call* call, int64_t places, int64_t mv, int32_t* panel) {
+  const int64_t tile = mv * sparta::kLanes, tiles = sparta::ceil_div(call->tokens, tile);
+  sparta::parallel(call->threads, [&](int64_t index, int64_t count) {
+    for (int64_t i = tiles * index / count; i < tiles * (index + 1) / count; ++i) {
+      sparta::pack_int8_tile(*call, i, places, tile, panel + i * places * tile);
+    }
+  });
+}
+
+SPARTA_EXPORT void sparta_unpack_int8(const int32_t* panel, int64_t tokens, int64_t channels, int64_t mv,
+                                      int is_unsigned, uint8_t* y) {
+  const int64_t tile = mv * sparta::kLanes, places = sparta::ceil_div(channels, 4);
+  for (int64_t first = 0; first < tokens; first += tile) {
+    sparta::unpack_bytes_tile(panel + first * places, tile, channels, std::min(tile, tokens - first),
+                              y + first * channels, channels);
+  }
+  if (sparta::has_vnni() == (is_unsigned != 0)) return;
+  std::transform(y, y + tokens * channels, y, [](uint8_t byte) { return static_cast<uint8_t>(byte ^ 0x80); });
+}

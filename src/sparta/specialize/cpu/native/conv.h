@@ -61,9 +61,7 @@ inline RowRange range_inside(const ConvCall& call, int64_t slot, int64_t row) {
 }
 
 SPARTA_INLINE void copy_strided(const float* from, int64_t stride, int64_t count, float* to) {
-  if (stride == 1) {
-    for (int64_t j = 0; j < count; j += kLanes) store_some(to + j, load_some(from + j, count - j), count - j);
-  } else if (stride == 2) {
+  if (stride == 2) {
     for (int64_t j = 0; j < count; ++j) to[j] = from[2 * j];  // a constant stride is vectorised
   } else {
     for (int64_t j = 0; j < count; ++j) to[j] = from[j * stride];
@@ -101,7 +99,81 @@ inline void find_pieces(const ConvCall& call, const Band& band, int64_t slot, st
 // chance bits are often denormal numbers, which are slow to multiply.
 inline int64_t missing_tokens(const Band& band) { return ceil_div(band.tokens, kLanes) * kLanes - band.tokens; }
 
-// Fills one slot of a band, channel by channel.
+// Which lanes of a vector are loaded; the others are 0 and their memory is not touched.
+#if defined(SPARTA_AVX512)
+using LaneMask = __mmask16;
+inline LaneMask lane_mask(int64_t begin, int64_t end) {
+  return static_cast<LaneMask>(((1u << end) - 1u) & ~((1u << begin) - 1u));
+}
+SPARTA_INLINE Vec load_lanes(const float* from, LaneMask lanes) { return (Vec)_mm512_maskz_loadu_ps(lanes, from); }
+#elif defined(SPARTA_AVX2)
+struct LaneMask {
+  int32_t lanes[kLanes];
+};
+inline LaneMask lane_mask(int64_t begin, int64_t end) {
+  LaneMask mask = {};
+  std::fill(mask.lanes + begin, mask.lanes + std::max(begin, end), -1);
+  return mask;
+}
+SPARTA_INLINE Vec load_lanes(const float* from, const LaneMask& mask) {
+  return (Vec)_mm256_maskload_ps(from, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(mask.lanes)));
+}
+#else
+struct LaneMask {
+  int64_t begin;
+  int64_t end;
+};
+inline LaneMask lane_mask(int64_t begin, int64_t end) { return {begin, end}; }
+SPARTA_INLINE Vec load_lanes(const float* from, const LaneMask& mask) {
+  Vec v = {};
+  for (int64_t i = mask.begin; i < mask.end; ++i) v[i] = from[i];
+  return v;
+}
+#endif
+
+// A vector of tokens that a band reads: padding and input values.
+struct Strip {
+  int64_t at;      // token, in the band
+  int64_t from;    // of lane 0 in its channel of the input
+  LaneMask lanes;  // that are values
+};
+
+// Cuts pieces into vectors. The last vector of a piece goes beyond its end, to be written over by the next.
+inline void find_strips(const Band& band, int64_t reach, const std::vector<Piece>& pieces, std::vector<Strip>& strips) {
+  strips.clear();
+  for (const Piece& piece : pieces) {
+    const int64_t values_end = piece.before + piece.count, end = values_end + piece.after;
+    for (int64_t j = 0; j < end; j += kLanes) {
+      const int64_t last = std::min<int64_t>(std::max<int64_t>(values_end - j, 0), kLanes);
+      const int64_t first = std::min(std::max<int64_t>(piece.before - j, 0), last);
+      strips.push_back({piece.at + j, piece.from - piece.before + j, lane_mask(first, last)});
+    }
+  }
+  if (missing_tokens(band)) strips.push_back({band.tokens + reach, 0, lane_mask(0, 0)});
+}
+
+// Channels whose values are asked for ahead: they lie far apart, where the processor does not look by itself.
+constexpr int64_t kChannelsAhead = 16;
+
+// Fills one slot of a band, channel by channel, where values of a row lie side by side. What is written beyond a plane
+// is written over by the next one; there is room for a vector behind the last.
+inline void pack_strips(const ConvCall& call, const Band& band, const std::vector<Strip>& strips, const uint8_t* used,
+                        float* planes) {
+  const Strip* const first = strips.data();
+  const Strip* const end = first + strips.size();
+  for (int64_t channel = 0; channel < call.in_channels; ++channel) {
+    if (!used[channel]) continue;
+    const float* image = call.x + band.image * call.x_strides[0] + channel * call.x_strides[1];
+    const float* later = image + kChannelsAhead * call.x_strides[1];
+    float* plane = planes + channel * call.plane;
+    for (const Strip* strip = first; strip != end; ++strip) {
+      __builtin_prefetch(later + strip->from);
+      store(plane + strip->at, load_lanes(image + strip->from, strip->lanes));
+    }
+  }
+}
+
+// The same for any step between the values of a row.
 inline void pack_planes(const ConvCall& call, const Band& band, const std::vector<Piece>& pieces, const uint8_t* used,
                         float* planes) {
   const int64_t step = call.stride_columns * call.x_strides[3];
@@ -146,6 +218,22 @@ inline void pack_planes_channels_last(const ConvCall& call, const Band& band, co
     for (int64_t i = 0; i < channels; ++i) {
       std::fill_n(plane + i * call.plane + band.tokens + call.reach, missing_tokens(band), 0.0f);
     }
+  }
+}
+
+// Fills one slot in the way that suits the input's strides.
+inline void pack_slot(const ConvCall& call, const Band& band, int64_t slot, float* planes) {
+  static thread_local std::vector<Piece> pieces;
+  static thread_local std::vector<Strip> strips;
+  const uint8_t* used = call.used + slot * call.in_channels;
+  find_pieces(call, band, slot, pieces);
+  if (call.stride_columns * call.x_strides[3] == 1) {
+    find_strips(band, call.reach, pieces, strips);
+    pack_strips(call, band, strips, used, planes);
+  } else if (call.x_strides[1] == 1 && call.x_strides[3] != 1) {
+    pack_planes_channels_last(call, band, pieces, used, planes);
+  } else {
+    pack_planes(call, band, pieces, used, planes);
   }
 }
 
@@ -214,7 +302,9 @@ inline void multiply_tokens(const BandTask& task, int64_t begin, int64_t count, 
                             int64_t first, int64_t last) {
   const PanelMatrix& matrix = *task.matrix;
   const ConvCall& call = *task.call;
-  const RowsKernel kernel = find_kernel(matrix.bn, vectors, matrix.interleave, matrix.prefetch > 0);
+  // Channels of an image lie far apart. Wide tiles of single rows gain by asking for them, where no chunk keeps them near.
+  const bool singles_ahead = matrix.bn == 1 && matrix.interleave == 1 && matrix.chunks == 1 && vectors >= 3;
+  const RowsKernel kernel = find_kernel(matrix.bn, vectors, matrix.interleave, matrix.prefetch > 0 || singles_ahead);
   const int64_t tile = matrix.mv * kLanes, plane = call.out_rows * call.out_columns;
   const int64_t groups_each = kBlockRows / matrix.bn;
   const bool in_registers = whole && fits_registers(call.activation);
@@ -258,7 +348,6 @@ inline int64_t bands_of(const ConvCall& call) {
 // The blocks of rows [first, last) of one band; false when memory ran out.
 inline bool multiply_band(const PanelMatrix& matrix, const ConvCall& call, int64_t index, int64_t first, int64_t last) {
   static thread_local Scratch image_scratch, sums_scratch;
-  static thread_local std::vector<Piece> pieces;
   const int64_t bands = bands_of(call), part = index % bands, tokens = tokens_of(call);
   const int64_t band_end = part + 1 == bands ? tokens : (part + 1) * call.band_tokens;
   const Band band{index / bands, part * call.band_tokens, band_end - part * call.band_tokens};
@@ -267,11 +356,8 @@ inline bool multiply_band(const PanelMatrix& matrix, const ConvCall& call, int64
   float* sums = sums_scratch.get(scratch_rows(matrix, first, last) * tile);
   float* image = call.direct ? nullptr : image_scratch.get(call.slots * call.in_channels * call.plane + tile);
   if (!sums || (!call.direct && !image)) return false;
-  const bool channels_last = call.x_strides[1] == 1 && call.x_strides[3] != 1;
   for (int64_t slot = 0; image && slot < call.slots; ++slot) {
-    find_pieces(call, band, slot, pieces);
-    (channels_last ? pack_planes_channels_last : pack_planes)(call, band, pieces, call.used + slot * call.in_channels,
-                                                              image + slot * call.in_channels * call.plane);
+    pack_slot(call, band, slot, image + slot * call.in_channels * call.plane);
   }
   const int64_t pixel = band.image * matrix.channels * call.out_rows * call.out_columns;
   const float* x = image ? image - band.first : call.x + band.image * call.x_strides[0];

@@ -1,17 +1,22 @@
 // y = x W^T of 8-bit integers for many tokens, requantised on the way out. As in spmm.h, vectors run along tokens and
 // weights are broadcast; the unit is four neighbouring input channels, the bytes of one 32-bit lane, which one
 // instruction multiplies and adds (AVX-512 VNNI; elsewhere two or four do). The one idea to know: sums are exact 32-bit
-// integers in every build, and the zero point of the input is taken off them with the sums of the weight's rows.
+// integers in every build and are requantised in registers; four channels of a token leave as the bytes of one lane, so
+// that the output of a layer is a panel as the next one reads it, with a quarter of the memory that fp32 takes.
 #pragma once
 
+#include <cmath>
+
+#include "bytes.h"
 #include "spmm.h"
 
 namespace sparta {
 
 enum Int8Output : int32_t { kFloat = 0, kInt8 = 1, kUint8 = 2 };
 
-// One call. Rows of x are whole numbers of 4 bytes. The result is sum * multiplier + offset, at least `floor`; as an
-// integer it is rounded to even, moved by its zero point and cut to its range.
+// One call. A panel of bytes has four channels in every place, unsigned where has_vnni() and signed elsewhere. The result
+// is sum * multiplier + offset, at least `floor`; as an integer it is rounded to even, moved by its zero point and cut to
+// its range.
 struct Int8Call {
   const void* x;
   void* y;
@@ -27,28 +32,33 @@ struct Int8Call {
   int32_t output;
   int32_t y_zero;
   int32_t threads;
+  float x_inverse_scale;  // 0 for bytes; else x is fp32, token-major, and is rounded to x * this + x_zero
+  int32_t x_channels;     // of fp32
+  int32_t x_is_panel;
+  int32_t y_is_panel;  // bytes only
 };
 
-SPARTA_INLINE IntVec load_ints(const int32_t* from) {
-  IntVec v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
+inline bool has_vnni() {
+#if defined(SPARTA_AVX512)
+  static const bool found = __builtin_cpu_supports("avx512vnni");
+  return found;
+#else
+  return false;
+#endif
 }
-
-SPARTA_INLINE void store_ints(int32_t* to, IntVec v) { std::memcpy(to, &v, sizeof v); }
 
 // Four signed bytes a lane times four signed bytes, the same in all lanes, without VNNI: even and odd bytes are widened
 // to pairs of 16 bits, which one instruction multiplies and adds.
 struct SignedUnit {
-  static constexpr bool kUnsigned = false;
 #if defined(SPARTA_AVX512)
   struct Inputs { __m512i even, odd; };
   static SPARTA_INLINE Inputs split(IntVec v) {
     const __m512i x = (__m512i)v;
     return {_mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8), _mm512_srai_epi16(x, 8)};
   }
-  static SPARTA_INLINE void add(IntVec& sum, const Inputs& x, const int32_t* weight) {
-    const Inputs w = split((IntVec)_mm512_set1_epi32(*weight));
+  using Weight = Inputs;
+  static SPARTA_INLINE Weight spread(const int32_t* weight) { return split((IntVec)_mm512_set1_epi32(*weight)); }
+  static SPARTA_INLINE void add(IntVec& sum, const Inputs& x, const Weight& w) {
     sum += (IntVec)_mm512_madd_epi16(x.even, w.even) + (IntVec)_mm512_madd_epi16(x.odd, w.odd);
   }
 #elif defined(SPARTA_AVX2)
@@ -57,8 +67,9 @@ struct SignedUnit {
     const __m256i x = (__m256i)v;
     return {_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), _mm256_srai_epi16(x, 8)};
   }
-  static SPARTA_INLINE void add(IntVec& sum, const Inputs& x, const int32_t* weight) {
-    const Inputs w = split((IntVec)_mm256_set1_epi32(*weight));
+  using Weight = Inputs;
+  static SPARTA_INLINE Weight spread(const int32_t* weight) { return split((IntVec)_mm256_set1_epi32(*weight)); }
+  static SPARTA_INLINE void add(IntVec& sum, const Inputs& x, const Weight& w) {
     sum += (IntVec)_mm256_madd_epi16(x.even, w.even) + (IntVec)_mm256_madd_epi16(x.odd, w.odd);
   }
 #else
@@ -68,64 +79,189 @@ struct SignedUnit {
     const Bits x = (Bits)v;
     return {{(IntVec)(x << 24) >> 24, (IntVec)(x << 16) >> 24, (IntVec)(x << 8) >> 24, v >> 24}};
   }
-  static SPARTA_INLINE void add(IntVec& sum, const Inputs& x, const int32_t* weight) {
+  struct Weight { int32_t bytes[4]; };
+  static SPARTA_INLINE Weight spread(const int32_t* weight) {
     int8_t w[4];
     std::memcpy(w, weight, sizeof w);
-    for (int i = 0; i < 4; ++i) sum += x.bytes[i] * static_cast<int32_t>(w[i]);
+    return {{w[0], w[1], w[2], w[3]}};
+  }
+  static SPARTA_INLINE void add(IntVec& sum, const Inputs& x, const Weight& w) {
+    for (int i = 0; i < 4; ++i) sum += x.bytes[i] * w.bytes[i];
   }
 #endif
 };
 
 #if defined(SPARTA_AVX512)
 // Written as assembly: compilers copy and spill accumulators around the intrinsic, and this needs no flag of its own.
+// The weight is broadcast to a register first: as an operand in memory every instruction would load it again.
 struct VnniUnit {
-  static constexpr bool kUnsigned = true;
   using Inputs = IntVec;
+  using Weight = IntVec;
   static SPARTA_INLINE Inputs split(IntVec v) { return v; }
-  static SPARTA_INLINE void add(IntVec& sum, const Inputs& x, const int32_t* weight) {
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(x), "m"(*weight));
+  static SPARTA_INLINE Weight spread(const int32_t* weight) { return (IntVec)_mm512_set1_epi32(*weight); }
+  static SPARTA_INLINE void add(IntVec& sum, const Inputs& x, const Weight& weight) {
+    IntVec result = sum;  // a value of its own, or compilers keep the sums in memory
+    asm("vpdpbusd %2, %1, %0" : "+v"(result) : "v"(x), "v"(weight));
+    sum = result;
   }
 };
 #endif
 
+// What turns the sums of a layer into results.
+struct Int8Finish {
+  const float* multiplier;
+  const float* offset;    // or null
+  const int32_t* starts;  // what takes the zero point of the input off: a row's sum begins with it
+  float floor;
+  bool joins;    // four rows leave as bytes; `floor` is in them
+  bool bounded;  // no result is beyond 2^31
+  Bytes bytes;
+};
+
+// sum * multiplier + offset with one rounding, which a compiler left alone may split: without such an instruction, in
+// double.
+SPARTA_INLINE Vec requantise(IntVec exact, Vec multiplier, Vec offset) {
+#if defined(SPARTA_AVX512)
+  return (Vec)_mm512_fmadd_ps(_mm512_cvtepi32_ps((__m512i)exact), (__m512)multiplier, (__m512)offset);
+#elif defined(SPARTA_AVX2)
+  return (Vec)_mm256_fmadd_ps(_mm256_cvtepi32_ps((__m256i)exact), (__m256)multiplier, (__m256)offset);
+#else
+  Vec y;
+  for (int i = 0; i < kLanes; ++i) {
+    y[i] = static_cast<float>(static_cast<double>(static_cast<float>(exact[i])) * multiplier[i] + offset[i]);
+  }
+  return y;
+#endif
+}
+
+SPARTA_INLINE Vec at_least(Vec y, Vec floor) {
+#if defined(SPARTA_AVX512)
+  return (Vec)_mm512_max_ps((__m512)floor, (__m512)y);  // NaN stays
+#else
+  return y < floor ? floor : y;
+#endif
+}
+
 struct Int8Task {
   const PanelMatrix* matrix;  // its values are int32, four bytes each
+  const Int8Finish* finish;
   int64_t group_begin;
   int64_t group_end;
-  const float* x;             // the panel tile, four bytes a place
-  int32_t* y;                 // sums at row `first_row`
+  const int32_t* x;           // the panel tile, four bytes a place
+  int32_t* y;                 // results at row `first_row`: a row for each channel, or for each four
   int64_t first_row;
   int64_t tile;
 };
 
+// Calls f with 0, 1, ... as types: numbers that the compiler knows from the start, without which it would keep the sums
+// in memory.
+template <int... I, class F>
+SPARTA_INLINE void each_of(std::integer_sequence<int, I...>, F f) {
+  (f(std::integral_constant<int, I>()), ...);
+}
+
+template <int Count, class F>
+SPARTA_INLINE void each(F f) {
+  each_of(std::make_integer_sequence<int, Count>(), f);
+}
+
+#define SPARTA_LAMBDA __attribute__((always_inline))
+
+constexpr float kNothing[4] = {-0.0f, -0.0f, -0.0f, -0.0f};  // adding -0 changes nothing, not even a -0
+
+// The scales of the rows of one group. Rows beyond the last channel have those of the last.
+template <int BN>
+class GroupScales {
+ public:
+  SPARTA_INLINE GroupScales(const Int8Finish& finish, int64_t row, int64_t channels)
+      : multiplier(finish.multiplier + row), offset(finish.offset ? finish.offset + row : kNothing),
+        starts(finish.starts + row) {
+    if (BN == 1 || row + BN <= channels) return;
+    for (int r = 0; r < BN; ++r) {
+      const int64_t present = std::min<int64_t>(r, channels - 1 - row);
+      multipliers_[r] = multiplier[present];
+      offsets_[r] = offset[present];
+      starts_[r] = starts[present];
+    }
+    multiplier = multipliers_;
+    offset = offsets_;
+    starts = starts_;
+  }
+  const float* multiplier;
+  const float* offset;
+  const int32_t* starts;
+
+ private:
+  float multipliers_[BN], offsets_[BN];
+  int32_t starts_[BN];
+};
+
+// Four rows as bytes.
+template <bool Bounded, int MV>
+SPARTA_INLINE void finish_bytes(const GroupScales<4>& scales, const Bytes bytes, const IntVec (&sums)[4][MV],
+                                int32_t* y) {
+  Vec multiplier[4], offset[4];
+  each<4>([&](auto r) SPARTA_LAMBDA {
+    multiplier[r] = splat(scales.multiplier[r]);
+    offset[r] = splat(scales.offset[r]);
+  });
+  each<MV>([&](auto j) SPARTA_LAMBDA {
+    Vec four[4];
+    each<4>([&](auto r) SPARTA_LAMBDA { four[r] = requantise(sums[r][j], multiplier[r], offset[r]); });
+    store_ints(y + j * kLanes, join_rows<Bounded>(four, bytes));
+  });
+}
+
+// The first `rows` of BN rows.
+template <int BN, int MV>
+SPARTA_INLINE void finish_floats(const GroupScales<BN>& scales, float least, const IntVec (&sums)[BN][MV],
+                                 int64_t rows, int64_t tile, float* y) {
+  const Vec floor = splat(least);
+  each<BN>([&](auto r) SPARTA_LAMBDA {
+    if (BN > 1 && r >= rows) return;
+    const Vec multiplier = splat(scales.multiplier[r]), offset = splat(scales.offset[r]);
+    each<MV>([&](auto j) SPARTA_LAMBDA {
+      store(y + r * tile + j * kLanes, at_least(requantise(sums[r][j], multiplier, offset), floor));
+    });
+  });
+}
+
 template <class Unit, int BN, int MV>
-void multiply_int8_groups(const Int8Task& task) {
-  const PanelMatrix& matrix = *task.matrix;
+void multiply_int8_groups(const Int8Task& given) {
+  const Int8Task task = given;  // copies, which no store can change
+  const PanelMatrix matrix = *task.matrix;
+  const Int8Finish finish = *task.finish;
   const int32_t* all_values = reinterpret_cast<const int32_t*>(matrix.values);
   for (int64_t group = task.group_begin; group < task.group_end; ++group) {
-    const int64_t begin = matrix.starts[group], entries = matrix.starts[group + 1] - begin;
+    const int64_t begin = matrix.starts[group], entries = matrix.starts[group + 1] - begin, row = matrix.rows[group];
     const uint32_t* offsets = matrix.offsets + begin;
     const int32_t* values = all_values + begin * BN;
-    IntVec sums[BN][MV] = {};
+    const GroupScales<BN> scales(finish, row, matrix.channels);
+    IntVec sums[BN][MV];
+    each<BN>([&](auto r) SPARTA_LAMBDA {
+      const IntVec start = IntVec{} + scales.starts[r];
+      each<MV>([&](auto j) SPARTA_LAMBDA { sums[r][j] = start; });
+    });
     for (int64_t i = 0; i < entries; ++i) {
-      const int32_t* from = reinterpret_cast<const int32_t*>(at_offset(task.x, offsets[i]));
+      const int32_t* from = reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(task.x) + offsets[i]);
       typename Unit::Inputs inputs[MV];
-#pragma GCC unroll 4
-      for (int j = 0; j < MV; ++j) inputs[j] = Unit::split(load_ints(from + j * kLanes));
-#pragma GCC unroll 8
-      for (int r = 0; r < BN; ++r) {
-#pragma GCC unroll 4
-        for (int j = 0; j < MV; ++j) Unit::add(sums[r][j], inputs[j], values + i * BN + r);
+      each<MV>([&](auto j) SPARTA_LAMBDA { inputs[j] = Unit::split(load_ints(from + j * kLanes)); });
+      each<BN>([&](auto r) SPARTA_LAMBDA {
+        const typename Unit::Weight weight = Unit::spread(values + i * BN + r);
+        each<MV>([&](auto j) SPARTA_LAMBDA { Unit::add(sums[r][j], inputs[j], weight); });
+      });
+    }
+    const int64_t done = row - task.first_row;
+    if constexpr (BN == 4) {
+      if (finish.joins) {
+        int32_t* y = task.y + done / 4 * task.tile;
+        finish.bounded ? finish_bytes<true>(scales, finish.bytes, sums, y)
+                       : finish_bytes<false>(scales, finish.bytes, sums, y);
+        continue;
       }
     }
-    const int64_t row = matrix.rows[group];
-    int32_t* y = task.y + (row - task.first_row) * task.tile;
-#pragma GCC unroll 8
-    for (int r = 0; r < BN; ++r) {
-      if (BN > 1 && row + r >= matrix.channels) break;
-#pragma GCC unroll 4
-      for (int j = 0; j < MV; ++j) store_ints(y + r * task.tile + j * kLanes, sums[r][j]);
-    }
+    float* y = reinterpret_cast<float*>(task.y) + done * task.tile;
+    finish_floats(scales, finish.floor, sums, matrix.channels - row, task.tile, y);
   }
 }
 
@@ -142,15 +278,6 @@ Int8Kernel find_int8_kernel_for(int64_t mv) {
   }
 }
 
-inline bool has_vnni() {
-#if defined(SPARTA_AVX512)
-  static const bool found = __builtin_cpu_supports("avx512vnni");
-  return found;
-#else
-  return false;
-#endif
-}
-
 // Null for a tile that this library does not hold.
 inline Int8Kernel find_int8_kernel(int32_t bn, int64_t mv) {
 #if defined(SPARTA_AVX512)
@@ -161,109 +288,97 @@ inline Int8Kernel find_int8_kernel(int32_t bn, int64_t mv) {
   return bn == 1 ? find_int8_kernel_for<SignedUnit, 1>(mv) : bn == 4 ? find_int8_kernel_for<SignedUnit, 4>(mv) : nullptr;
 }
 
-// Turns rows of sums into results, in place. One rounding for a * b + c: without a fused instruction, in double.
-inline void requantise_rows(const Int8Call& call, int32_t zero, int64_t first_row, int64_t rows, int64_t tile,
-                            int64_t vectors, int32_t* sums) {
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t channel = first_row + row;
-    const int32_t correction = zero * call.row_sums[channel];
-    const float multiplier = call.multiplier[channel], offset = call.offset ? call.offset[channel] : -0.0f;
+// Four rows of results at a time become one of bytes, in place: a row is written after all that it is made of is read.
+inline void join_all_rows(float* results, int64_t tile, int64_t rows, int64_t vectors, const Bytes& bytes) {
+  int32_t* joined = reinterpret_cast<int32_t*>(results);
+  for (int64_t row = 0; row < rows; row += 4) {
     for (int64_t j = 0; j < vectors * kLanes; j += kLanes) {
-      int32_t* at = sums + row * tile + j;
-      const IntVec exact = load_ints(at) - correction;
-      Vec y;
-#if defined(SPARTA_AVX512) || defined(SPARTA_AVX2)
-      y = __builtin_convertvector(exact, Vec) * splat(multiplier) + splat(offset);
-#else
-      for (int i = 0; i < kLanes; ++i) {
-        y[i] = static_cast<float>(static_cast<double>(static_cast<float>(exact[i])) * multiplier + offset);
-      }
-#endif
-      const Vec floor = splat(call.floor);
-      store(reinterpret_cast<float*>(at), y < floor ? floor : y);
+      Vec four[4];
+      for (int64_t r = 0; r < 4; ++r) four[r] = load(results + std::min(row + r, rows - 1) * tile + j);
+      store_ints(joined + row / 4 * tile + j, join_rows<false>(four, bytes));
     }
   }
 }
 
-// Rounds values to even and stores them as bytes.
-SPARTA_INLINE void store_bytes(uint8_t* to, Vec v, float least, float most, int32_t zero, int64_t count) {
-  const Vec low = splat(least), high = splat(most), round = splat(12582912.0f);  // 1.5 * 2^23
-  const Vec cut = v < low ? low : (v > high ? high : v);
-  const IntVec whole = (IntVec)(cut + round) - (IntVec)round + zero;
-#if defined(SPARTA_AVX512)
-  const __mmask16 lanes = count >= kLanes ? 0xffff : static_cast<__mmask16>((1u << count) - 1u);
-  _mm_mask_storeu_epi8(to, lanes, _mm512_cvtepi32_epi8((__m512i)whole));
-#else
-  for (int64_t i = 0; i < std::min<int64_t>(count, kLanes); ++i) to[i] = static_cast<uint8_t>(whole[i]);
-#endif
-}
-
-// Writes rows of results token-major as bytes.
-inline void unpack_bytes(const float* panel, int64_t tile, int64_t rows, int64_t tokens, const Int8Call& call,
-                         uint8_t* y) {
-  const float least = static_cast<float>((call.output == kInt8 ? -128 : 0) - call.y_zero);
-  for (int64_t first = 0; first < tokens; first += kLanes) {
-    for (int64_t row = 0; row < rows; row += kLanes) {
-      Vec square[kLanes];
-      load_square<false>(panel + row * tile + first, tile, std::min<int64_t>(rows - row, kLanes), kLanes, square);
-      transpose(square);
-      const int64_t present = std::min<int64_t>(tokens - first, kLanes);
-      for (int64_t i = 0; i < present; ++i) {
-        store_bytes(y + (first + i) * call.y_stride + row, square[i], least, least + 255.0f, call.y_zero, rows - row);
-      }
-    }
+// One tile of a token-major input, as the kernel reads it.
+inline void pack_int8_tile(const Int8Call& call, int64_t index, int64_t places, int64_t tile, int32_t* panel) {
+  const int64_t first = index * tile, tokens = std::min(tile, call.tokens - first);
+  if (call.x_inverse_scale != 0.0f) {
+    const Bytes bytes = bytes_around(call.x_zero, call.x_is_unsigned != 0, has_vnni());
+    quantise_tile(static_cast<const float*>(call.x) + first * call.x_stride, call.x_stride, tokens, call.x_channels,
+                  call.x_inverse_scale, bytes, tile, panel);
+  } else {
+    const bool flips = has_vnni() != (call.x_is_unsigned != 0);
+    pack_bytes_tile(static_cast<const int32_t*>(call.x) + first * call.x_stride, call.x_stride, tokens, places,
+                    flips ? kFlip : 0, tile, panel);
   }
 }
 
 // The blocks [begin, end) of one tile of tokens; false when memory ran out.
-inline bool multiply_int8_tile(const PanelMatrix& matrix, const Int8Call& call, int64_t index, int64_t begin,
-                               int64_t end) {
-  static thread_local Scratch input_scratch, sums_scratch;
+inline bool multiply_int8_tile(const PanelMatrix& matrix, const Int8Call& call, const Int8Finish& finish, int64_t index,
+                               int64_t begin, int64_t end) {
+  static thread_local Scratch input_scratch, results_scratch;
   const int64_t tile = matrix.mv * kLanes;
   const int64_t tokens = std::min(tile, call.tokens - index * tile), vectors = ceil_div(tokens, kLanes);
-  float* x = input_scratch.get(std::max<int64_t>(matrix.inputs, 1) * tile);
-  float* sums = sums_scratch.get(kBlocksTogether * kBlockRows * tile);
-  if (!x || !sums) return false;
-  pack_tile(static_cast<const float*>(call.x) + index * tile * call.x_stride, call.x_stride, tokens, 0, matrix.inputs,
-            tile, x);
-  // Bytes as the kernel multiplies them: adding 128 is flipping the highest bit.
-  const bool wants_unsigned = has_vnni();
-  int32_t zero = call.x_zero;
-  if (wants_unsigned != (call.x_is_unsigned != 0)) {
-    zero += wants_unsigned ? 128 : -128;
-    int32_t* bytes = reinterpret_cast<int32_t*>(x);
-    const int32_t flip = static_cast<int32_t>(0x80808080u);
-    for (int64_t row = 0; row < matrix.inputs; ++row) {
-      for (int64_t j = 0; j < vectors * kLanes; j += kLanes) {
-        store_ints(bytes + row * tile + j, load_ints(bytes + row * tile + j) ^ flip);
-      }
-    }
+  const int32_t* x;
+  float* results = results_scratch.get(kBlocksTogether * kBlockRows * tile);
+  if (!results) return false;
+  if (call.x_is_panel) {
+    x = static_cast<const int32_t*>(call.x) + index * tile * matrix.inputs;
+  } else {
+    int32_t* packed = reinterpret_cast<int32_t*>(input_scratch.get(std::max<int64_t>(matrix.inputs, 1) * tile));
+    if (!packed) return false;
+    pack_int8_tile(call, index, matrix.inputs, tile, packed);
+    x = packed;
   }
+  const bool bytes = call.output != kFloat;
   const Int8Kernel kernel = find_int8_kernel(matrix.bn, vectors);
-  const int64_t groups_each = kBlockRows / matrix.bn;
+  const int64_t groups_each = kBlockRows / matrix.bn, places = ceil_div(matrix.channels, 4);
   for (int64_t block = begin; block < end; block += kBlocksTogether) {
     const int64_t blocks = std::min(kBlocksTogether, end - block), row = block * kBlockRows;
     const int64_t rows = std::min(blocks * kBlockRows, matrix.channels - row);
-    int32_t* exact = reinterpret_cast<int32_t*>(sums);
-    kernel(Int8Task{&matrix, block * groups_each, std::min((block + blocks) * groups_each, matrix.groups), x, exact, row,
-                    tile});
-    requantise_rows(call, zero, row, rows, tile, vectors, exact);
-    if (call.output == kFloat) {
-      const Epilogue nothing{nullptr, nullptr, 0, kNone};
-      unpack_rows<kNone>(sums, tile, row, rows, tokens, nothing,
-                         static_cast<float*>(call.y) + index * tile * call.y_stride, call.y_stride);
+    int32_t* panel = call.y_is_panel ? static_cast<int32_t*>(call.y) + (index * places + row / 4) * tile : nullptr;
+    int32_t* y = panel && finish.joins ? panel : reinterpret_cast<int32_t*>(results);
+    kernel(Int8Task{&matrix, &finish, block * groups_each, std::min((block + blocks) * groups_each, matrix.groups), x,
+                    y, row, tile});
+    if (bytes && !finish.joins) join_all_rows(results, tile, rows, vectors, finish.bytes);
+    if (panel) {
+      if (!finish.joins) std::memcpy(panel, results, sizeof(int32_t) * static_cast<size_t>(ceil_div(rows, 4) * tile));
+    } else if (bytes) {
+      unpack_bytes_tile(reinterpret_cast<int32_t*>(results), tile, rows, tokens,
+                        static_cast<uint8_t*>(call.y) + index * tile * call.y_stride + row, call.y_stride);
     } else {
-      unpack_bytes(sums, tile, rows, tokens, call,
-                   static_cast<uint8_t*>(call.y) + index * tile * call.y_stride + row);
+      const Epilogue nothing{nullptr, nullptr, 0, kNone};
+      unpack_rows<kNone>(results, tile, row, rows, tokens, nothing,
+                         static_cast<float*>(call.y) + index * tile * call.y_stride, call.y_stride);
     }
   }
   return true;
 }
 
+// Tells whether no result can be beyond 2^31, whatever the sums are; false where a scale is no number.
+inline bool is_bounded(const Int8Call& call, int64_t channels) {
+  bool small = true;
+  for (int64_t i = 0; i < channels; ++i) small &= std::abs(call.multiplier[i]) < 0.5f;
+  for (int64_t i = 0; call.offset && i < channels; ++i) small &= std::abs(call.offset[i]) < 1e9f;
+  return small;
+}
+
 inline bool multiply_int8(const PanelMatrix& matrix, const Int8Call& call) {
+  static thread_local Scratch scratch;
+  int32_t* starts = reinterpret_cast<int32_t*>(scratch.get(matrix.channels));
+  if (!starts) return false;
+  // The zero point of bytes as they are multiplied.
+  const int32_t moved = has_vnni() == (call.x_is_unsigned != 0) ? 0 : has_vnni() ? 128 : -128;
+  for (int64_t i = 0; i < matrix.channels; ++i) starts[i] = -(call.x_zero + moved) * call.row_sums[i];
+  const bool bytes = call.output != kFloat, is_unsigned = call.output == kUint8;
+  const Bytes stored =
+      bytes_around(call.y_zero, is_unsigned, call.y_is_panel ? has_vnni() : is_unsigned, call.floor == 0.0f);
+  const Int8Finish finish{call.multiplier, call.offset, starts, call.floor, bytes && matrix.bn == 4,
+                          bytes && is_bounded(call, matrix.channels), stored};
   const int64_t tiles = ceil_div(call.tokens, matrix.mv * kLanes);
   return share_tiles(matrix, tiles, call.threads, [&](int64_t tile, int64_t begin, int64_t end) {
-    return multiply_int8_tile(matrix, call, tile, begin, end);
+    return multiply_int8_tile(matrix, call, finish, tile, begin, end);
   });
 }
 

@@ -16,6 +16,8 @@ namespace sparta {
 constexpr int64_t kBlockRows = 32;
 // So many blocks are computed, then finished and stored: few enough for the caches, and enough to write long runs.
 constexpr int64_t kBlocksTogether = 4;
+// Entries of a single row that are asked for ahead; lists of offsets are padded by at least as many.
+constexpr int64_t kSinglesAhead = 8;
 
 // A packed weight. Entry lists are stored chunk by chunk of the input channels; list (chunk, group) holds the entries
 // starts[chunk * groups + group] up to the next start. Entries have one byte offset into a panel tile and BN values.
@@ -115,12 +117,16 @@ SPARTA_INLINE void multiply(const float* x, const uint32_t* offsets, const float
     for (; i + 4 <= entries; i += 4) {
       const Vec four = load_four(values + i);
 #pragma GCC unroll 4
-      for (int n = 0; n < 4; ++n) multiply_single<MV>(at_offset(x, offsets[i + n]), pick(four, n), sums[0]);
+      for (int n = 0; n < 4; ++n) {
+        // One line only: a single row waits for its loads, and asking is one more; the processor finds the others.
+        if constexpr (Prefetch) __builtin_prefetch(at_offset(x, offsets[i + n + kSinglesAhead]));
+        multiply_single<MV>(at_offset(x, offsets[i + n]), pick(four, n), sums[0]);
+      }
     }
   }
   for (; i < entries; ++i) {
     const float* from = at_offset(x, offsets[i]);
-    if constexpr (Prefetch) {
+    if constexpr (Prefetch && BN > 1) {
       const float* later = at_offset(x, offsets[i + ahead]);
 #pragma GCC unroll 4
       for (int j = 0; j < MV; ++j) __builtin_prefetch(later + j * kLanes);
@@ -230,10 +236,10 @@ using RowsKernel = void (*)(const RowsTask&);
 
 template <int MV>
 RowsKernel find_kernel_for(int32_t bn, int32_t interleave, bool prefetch) {
-  if (bn == 1 && !prefetch) {
-    if (interleave == 1) return multiply_groups<1, MV, false>;
-    if (interleave == 2) return multiply_interleaved<2, MV>;
-    if (interleave == 4) return multiply_interleaved<4, MV>;
+  if (bn == 1) {
+    if (interleave == 1) return prefetch ? multiply_groups<1, MV, true> : multiply_groups<1, MV, false>;
+    if (interleave == 2 && !prefetch) return multiply_interleaved<2, MV>;
+    if (interleave == 4 && !prefetch) return multiply_interleaved<4, MV>;
   }
   if (interleave != 1) return nullptr;
   if (bn == 4) return prefetch ? multiply_groups<4, MV, true> : multiply_groups<4, MV, false>;
