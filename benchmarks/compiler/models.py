@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,7 @@ def measure(case: Case, dense: Dense, options: Options, *, inductor: bool, again
     best = min(medians[name] for name in dense.rivals)
     found = {
         **asdict(case),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "weights": dense.weights,
         "median_ms": medians,
         "speedup": best / medians["sparta"],

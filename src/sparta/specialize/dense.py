@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.nn import functional
@@ -25,6 +25,12 @@ class _DenseLinearKernel(LinearKernel):
         x, bias, residual = inputs
         assert x is not None  # noqa: S101 - the operation's convention
         return apply_epilogue(functional.linear(x, packed[0], bias), self._epilogue, residual)
+
+    def bound(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[[Tensor], Tensor | None] | None:
+        if self._epilogue.activation is not None or self._epilogue.residual:
+            return None
+        weight = packed[0]
+        return lambda x: functional.linear(x, weight, bias)
 
 
 @register

@@ -43,6 +43,8 @@ _WAYS = {"cpu": ("4x1+1x1", "16x16+1x1", "16x16+4x1+1x1"), "cuda": ("2:4+1x1", "
 _BLOCK_COST = 0.55  # of an element in a block, where an element on its own costs 1: blocks run about twice as fast
 _LEAST_SHARE = 0.1  # of the live weights in every part but the last; with less, the second pass is not paid for
 _SMALLEST = 2**14  # elements of a weight; below, starting a second kernel costs more than it can save
+_SAMPLE = 2**18  # elements of a weight that plans are made from, about: all of a large one would take a second
+_BAND = 16  # rows that stay together in a sample, as high as blocks are
 _MOST_KERNELS = 2  # implements that are tried for each part
 _IRREGULAR = str(Unstructured())
 _PREFERRED = ("cpu", "triton-block", "cuda-24", "cusparselt")
@@ -203,7 +205,8 @@ def _obstacle(spec: KernelSpec) -> str:
     elif weight.describe_pattern() != _IRREGULAR:
         reason = f"the weight is regular ({weight.describe_pattern()}): one kernel runs it whole"
     else:
-        shares = {way: _share(weight, way) for way in _WAYS[spec.device]}
+        sample = _sample(weight)
+        shares = {way: _share(sample, way) for way in _WAYS[spec.device]}
         best = max(shares, key=lambda way: shares[way])
         if shares[best] < _LEAST_SHARE:
             reason = f"{best} would put only {shares[best]:.0%} of the live weights into its regular parts"
@@ -220,6 +223,17 @@ def _part_spec(spec: KernelSpec, part: Part, *, first: bool, last: bool) -> Kern
         operands={**spec.operands, "weight": weight},
         epilogue=Epilogue(bias=given.bias and last, residual=residual),
     )
+
+
+@lru_cache(maxsize=8)
+def _sample(weight: TeSA) -> TeSA:
+    """Return bands of rows from all over a large weight, which tell how it falls apart."""
+    rows, columns = weight.shape
+    bands, most = rows // _BAND, max(1, _SAMPLE // max(1, columns * _BAND))
+    if bands <= most:
+        return weight
+    first = torch.arange(most) * bands // most * _BAND
+    return weight.take(0, (first[:, None] + torch.arange(_BAND)).flatten())
 
 
 def _share(weight: TeSA, way: str) -> float:
@@ -246,7 +260,7 @@ def _counts(mask: Tensor, block: tuple[int, int]) -> Tensor:
 @lru_cache(maxsize=8)
 def _plans(spec: KernelSpec) -> tuple[str, ...]:
     """Return the plans worth timing, such as ``"4x1 by cpu + 1x1 by cpu"``, the best guess first."""
-    weight = spec["weight"]
+    weight = _sample(spec["weight"])
     live = weight.count("live")
     plans: list[str] = []
     for way in _WAYS[spec.device]:
