@@ -222,3 +222,29 @@ def cpu_peers(found: Sequence[Record]) -> str:
         heads += ["DeepSparse over ONNX Runtime", "times faster than DeepSparse"]
         parts.append(f"{title} {source(record)}\n\n{_without_empty(heads, rows)}")
     return "\n\n".join(parts)
+
+
+@renderer("cpu-selection", "cpu_selection")
+def cpu_selection(found: Sequence[Record]) -> str:
+    """Return tuned layers that are little pruned: a row for each layer, a column for each pattern and sparsity."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        columns = list(dict.fromkeys((case["pattern"], case["sparsity"]) for case in results["cases"]))
+        rows: dict[str, dict[tuple[str, float], str]] = {}
+        for case in results["cases"]:
+            name = f"{case['layer']} {'×'.join(map(str, case['sizes']))}"
+            chosen = " dense" if case["chosen"] == "dense" else ""
+            rows.setdefault(name, {})[case["pattern"], case["sparsity"]] = f"{case['ratio']:.2f}{chosen}"
+        below = sum(case["ratio"] < results["floor"] for case in results["cases"])
+        slowest = max(case["tuning_seconds"] for case in results["cases"])
+        packing = max(each["ms"] for each in results["packing"])
+        title = (
+            f"Times faster than the dense module after tuning, and where dense was chosen; {below} of "
+            f"{len(results['cases'])} are below {results['floor']}. Tuning took {slowest:.1f} s at most, and "
+            f"packing 10 million weights {packing:.0f} ms. {source(record)}"
+        )
+        heads = ["layer", *(f"{pattern.replace('x', '×')}, {100 * sparsity:g} %" for pattern, sparsity in columns)]
+        body = markdown(heads, [[name, *map(row.get, columns)] for name, row in rows.items()])
+        parts.append(f"{title}\n\n{body}")
+    return "\n\n".join(parts)

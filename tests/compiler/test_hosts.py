@@ -95,3 +95,35 @@ def test_a_structure_is_built_as_pytree_builds_it(structure):
     build = builder(spec)
     assert build(leaves) == structure
     assert type(build(tuple(leaves))) is type(structure)
+
+
+class Pairs(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 4)
+
+    def forward(self, x, y):
+        return {"both": (self.linear(x), self.linear(y))}
+
+
+def test_the_short_way_into_a_model_gives_what_the_long_way_gives():
+    model, (x, y) = Pairs().eval(), torch.randn(2, 3, 8)
+    fast = sparta.compile(model, (x, y), tune="off")
+    expected = model(x, y)["both"]
+    with torch.no_grad():
+        for _ in range(3):  # the first call makes the host
+            torch.testing.assert_close(fast(x, y)["both"], expected)
+            torch.testing.assert_close(fast(x=x, y=y)["both"], expected)
+        with pytest.raises(sparta.errors.ShapeError):
+            fast(x[:2], y)
+        with pytest.raises(sparta.errors.SpartaError):
+            fast(x)
+        seen = []
+        hook = fast.register_forward_hook(lambda module, args, result: seen.append(len(args)))
+        fast(x, y)
+        hook.remove()
+        fast(x, y)
+        assert seen == [2]
+        fast.load_state_dict({name: t * 0 for name, t in fast.state_dict().items()})
+        assert not fast(x, y)["both"][0].any()
+    assert not fast(x, y)["both"][1].requires_grad

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from sparta.specialize.cpu.implement import CpuLinear
 from sparta.specialize.dense import DenseLinear
 from sparta.specialize.implement import (
     Implement,
-    Kernel,
     KernelLayout,
     Params,
     Support,
@@ -30,7 +29,7 @@ from sparta.specialize.implement import (
     present,
     register,
 )
-from sparta.specialize.int8 import RANGES, int8_linear_spec, requantisation
+from sparta.specialize.int8 import RANGES, Int8LinearKernel, int8_linear_spec, requantisation
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.linear import LinearKernel, apply_epilogue
 from sparta.tesa.attribute import TeSA
@@ -147,7 +146,7 @@ def integers_of(weight: Tensor, scales: Tensor) -> Tensor:
 class Int8Kernel(LinearKernel):
     """Rounds its input unless it is integers already, multiplies integers, and rescales in the same pass."""
 
-    def __init__(self, spec: KernelSpec, kernel: Kernel) -> None:
+    def __init__(self, spec: KernelSpec, kernel: Int8LinearKernel) -> None:
         self._grid, self._epilogue = InputGrid.from_dict(spec.attributes), spec.epilogue
         self._scales = row_scales(spec["weight"])
         output = InputGrid.of_output(spec.attributes)
@@ -166,9 +165,12 @@ class Int8Kernel(LinearKernel):
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         """Return (M, N), in real numbers or as integers of the output's grid, for x (M, K) in either."""
         (x,), bias, residual = present(inputs[0]), inputs[1], inputs[2]
-        integers = self._grid.integers(x) if x.is_floating_point() else x
         offset = bias if bias is None or self._output_scale == 1.0 else bias / self._output_scale
-        y = self._kernel.run(packed, integers, self._multiplier, offset)
+        real, scaling = x.is_floating_point(), (self._multiplier, offset)
+        # Some kernels round in the same pass, to the same integers.
+        y = self._kernel.run_real(packed, self._grid.scale, x, *scaling) if real else None
+        if y is None:
+            y = self._kernel.run(packed, self._grid.integers(x) if real else x, *scaling)
         if _relu_inside(self._epilogue):  # the kernel did it
             return y if residual is None else y + residual
         return apply_epilogue(y, self._epilogue, residual)
@@ -204,7 +206,7 @@ class _Int8Linear(Implement):
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
         """Build the integer kernel."""
-        return Int8Kernel(spec, self._inner.build(_integer_spec(spec), params))
+        return Int8Kernel(spec, cast("Int8LinearKernel", self._inner.build(_integer_spec(spec), params)))
 
     @property
     def _inner(self) -> Implement:

@@ -13,11 +13,12 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from sparta.compiler.kernels import KernelModule
 from sparta.compiler.report import Report
-from sparta.compiler.signature import Signature
-from sparta.compiler.whole import hosted
+from sparta.compiler.signature import NOT_EXACT, Signature
+from sparta.compiler.whole import EAGER, INDUCTOR, hosted
 from sparta.errors import ValueRangeError, message
 from sparta.tesa.spec import Spec
 
@@ -66,7 +67,20 @@ class CompiledModel(nn.Module):
         self.spec = spec
         self.provenance = dict(provenance)
         self._hosted = run
+        self._quick: Callable[[tuple[Any, ...]], Any] | None = None
         super().train(mode=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original takes and returns
+        """Return what :meth:`forward` returns: the short way for inputs as in the example, where nobody has put a hook.
+
+        Most of what a small model takes beside its kernels is Python, and the more so the less of it is in the caches.
+        """
+        quick = self._quick
+        if quick is not None and not kwargs and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            hooked = self._forward_pre_hooks or self._forward_hooks or _has_any_global_hook()  # type: ignore[no-untyped-call]
+            if not hooked and (result := quick(args)) is not NOT_EXACT:
+                return result
+        return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original takes and returns
         """Return what the original model returns for these arguments, without gradients."""
@@ -83,14 +97,21 @@ class CompiledModel(nn.Module):
         if self._hosted is None:
             self._hosted = hosted(self.graph, self.report.plan.whole.host)
         try:
-            return self._hosted(*leaves)
+            result = self._hosted(*leaves)
         except torch._dynamo.exc.TorchDynamoException as error:
             warnings.warn(
                 f"Inductor does not run this model here ({str(error).strip().splitlines()[0]}); it runs eagerly",
                 stacklevel=3,
             )
-            self._hosted = hosted(self.graph, "eager")
-            return self._hosted(*leaves)
+            self._hosted = hosted(self.graph, EAGER)
+            result = self._hosted(*leaves)
+        if self._quick is None and self.report.plan.whole.host != INDUCTOR:  # which may have to compile again
+            self._quick = self.signature.quick(self._hosted)
+        return result
+
+    def _forget_host(self) -> None:
+        """Let the host be made anew at the next call: it may hold tensors that are replaced now."""
+        self._hosted = self._quick = None
 
     @property
     def kernels(self) -> dict[str, KernelModule]:
@@ -108,7 +129,7 @@ class CompiledModel(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as nn.Module takes and returns
         """Load weights of the same masks, as :meth:`state_dict` returned them."""
-        self._hosted = None  # it may hold tensors that are replaced now
+        self._forget_host()
         return super().load_state_dict(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002 - PyTorch's protocol
@@ -125,7 +146,7 @@ class CompiledModel(nn.Module):
         after = self._float()
         if before != after and after is not None:
             self.signature = self.signature.in_dtype(after)
-        self._hosted = None
+        self._forget_host()
         return self
 
     def _float(self) -> torch.dtype | None:

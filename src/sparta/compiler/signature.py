@@ -23,7 +23,10 @@ from torch.utils import _pytree as pytree
 from sparta.errors import FileFormatError, ShapeError, ValueRangeError, message
 from sparta.propagate.capture import Captured
 
-__all__ = ["Input", "Signature", "builder"]
+__all__ = ["NOT_EXACT", "Input", "Signature", "builder"]
+
+NOT_EXACT = object()
+"""What :meth:`Signature.quick` returns for inputs that need a second look."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,27 @@ class Signature:
         else:
             leaves = self._leaves(*self._as_captured(args, kwargs))
         return [given.check(leaf, cast=self.cast) for given, leaf in zip(self.inputs, leaves, strict=True)]
+
+    def quick(self, run: Callable[..., Any]) -> Callable[[tuple[Any, ...]], Any] | None:
+        """Return a function of the positional arguments as a tuple, for inputs that are tensors of the example's sizes.
+
+        It returns what :meth:`unflatten` makes of what `run` returns, and `NOT_EXACT` for other inputs; None where
+        the example itself is not of that kind.
+        """
+        sizes, dtypes = self._exact
+        if None in sizes or self.positional != len(self.inputs):
+            return None
+        build, count = self._builder, len(sizes)
+
+        def call(args: tuple[Any, ...]) -> Any:  # noqa: ANN401 - what the model returns
+            if len(args) != count:
+                return NOT_EXACT
+            for leaf, size, dtype in zip(args, sizes, dtypes, strict=True):
+                if type(leaf) is not Tensor or leaf.shape != size or leaf.dtype is not dtype:
+                    return NOT_EXACT
+            return build(run(*args))
+
+        return call
 
     @cached_property
     def _exact(self) -> tuple[list[torch.Size | None], list[torch.dtype | None]]:

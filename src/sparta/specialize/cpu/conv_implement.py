@@ -53,6 +53,7 @@ class _CpuConv(Implement):
     """Hand-written C++ kernels, compiled for this machine at their first use."""
 
     name = "cpu"
+    version = 2
     every_epilogue = True
 
     def supports(self, spec: KernelSpec) -> Support:

@@ -317,6 +317,7 @@ class CpuInt8Linear(Implement):
     """Hand-written C++ kernels on units of 1x4, with VNNI where the processor has it."""
 
     name = "cpu-int8"
+    version = 2
     op = "int8_linear"
 
     def supports(self, spec: KernelSpec) -> Support:
