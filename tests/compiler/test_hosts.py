@@ -77,16 +77,17 @@ def test_two_that_are_close_compete_once_more_and_others_do_not(monkeypatch):
 
     def times(calls, _rounds=0):
         rounds.append(sorted(calls))
-        first = {"model as given": 10.0, "original graph": 10.0, "sparse": 30.0, "original graph, inductor": 9.5}
-        return {name: first[name] if len(rounds) == 1 else 10.0 for name in calls}
+        first = {"model as given": 10.0, "original graph": 9.5, "sparse": 30.0, "original graph, inductor": 10.0}
+        again = {**first, "original graph, inductor": 9.0}
+        return {name: (first if len(rounds) == 1 else again)[name] for name in calls}
 
     monkeypatch.setattr(contest, "_times", times)
     monkeypatch.setattr(contest, "_affords", lambda _variants: True)
     names = ("model as given", "original graph", "sparse", "original graph, inductor")
     found, best = contest._fastest(dict.fromkeys(names, lambda: None))
     assert rounds[1] == ["model as given", "original graph", "original graph, inductor"]
-    assert best == "original graph"
-    assert found == {"model as given": 10.0, "original graph": 10.0, "sparse": 30.0, "original graph, inductor": 10.0}
+    assert best == "original graph, inductor"
+    assert found == {"model as given": 10.0, "original graph": 9.5, "sparse": 30.0, "original graph, inductor": 9.0}
 
 
 @pytest.mark.parametrize("structure", [1, (1,), [1, (2, [])], {"b": 1, "a": (2,)}, OrderedDict(x=1), Pair(1, [2])])

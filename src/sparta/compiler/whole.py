@@ -35,7 +35,7 @@ _GAIN = 1.01  # what leaving a layer out must bring, so that noise does not choo
 _LEAST_CALLS = 3  # of each variant: two to warm up and one that counts
 _ROUNDS = 9  # of the contest that decides, where the budget allows
 _HOST_GAIN = 1.02  # what a host other than eager must bring, so that noise does not choose
-_CLOSE = 1.08  # within this, two hosts are timed once more
+_CLOSE = 1.08  # within this, variants are timed once more
 _AS_HOPED = 0.6  # the share of the layers' own gains that the whole should show
 _INDUCTOR_SECONDS = 0.1  # for a call of the graph, about, before one was compiled here
 GIVEN, REDUCED = "model as given", "reduced graph"
@@ -158,13 +158,14 @@ class Contest:
         return Whole(base, host, times, "remembered: " + _reason(times, best), best)
 
     def _fastest(self, calls: Mapping[str, Call]) -> tuple[dict[str, float], str]:
-        """Return the times of variants and the one that runs; where two are close they compete once more, alone."""
+        """Return the times of variants and the one that runs; where several are close they compete once more, alone."""
         times = self._times(calls, _ROUNDS)
-        fastest, eager = _leaders(times)
-        if fastest != eager and times[eager] < _CLOSE * times[fastest] and self._affords(3):
-            again = self._times({name: calls[name] for name in (GIVEN, eager, fastest)}, 2 * _ROUNDS)
-            return {**times, **again}, _best(again)
-        return times, _best(times)
+        least = min(time for name, time in times.items() if name != GIVEN)
+        close = [name for name, time in times.items() if name != GIVEN and time < _CLOSE * least]
+        if len(close) == 1 or not self._affords(1 + len(close)):
+            return times, _best(times)
+        again = self._times({name: calls[name] for name in (GIVEN, *close)}, 2 * _ROUNDS)
+        return {**times, **again}, _best(again)
 
     # ------------------------------------------------------------------ the steps
 
@@ -409,16 +410,11 @@ def _label(base: str, host: str, *, sparse: bool) -> str:
     return name if host == EAGER else f"{name}, {host}"
 
 
-def _leaders(times: Mapping[str, float]) -> tuple[str, str]:
-    """Return the fastest variant, and the fastest of those that run eagerly."""
-    rivals = sorted((name for name in times if name != GIVEN), key=lambda name: times[name])
-    return rivals[0], next(name for name in rivals if _meaning(name)[1] == EAGER)
-
-
 def _best(times: Mapping[str, float]) -> str:
     """Return the variant that runs: the fastest, but an eager one where others are hardly faster."""
-    fastest, eager = _leaders(times)
-    return eager if times[eager] < _HOST_GAIN * times[fastest] else fastest
+    rivals = sorted((name for name in times if name != GIVEN), key=lambda name: times[name])
+    eager = next((name for name in rivals if _meaning(name)[1] == EAGER), rivals[0])
+    return eager if times[eager] < _HOST_GAIN * times[rivals[0]] else rivals[0]
 
 
 def _of(times: Mapping[str, float]) -> float:
