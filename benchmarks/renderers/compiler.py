@@ -15,7 +15,9 @@ def models(found: Sequence[Record]) -> str:
         cells = {(r["model"], r["batch"], _pattern(r), r["sparsity"]): r for r in record["results"]["cases"]}
         sparsities = sorted({key[3] for key in cells if key[3]})
         rows = []
-        for model, batch, pattern in dict.fromkeys(key[:3] for key in cells):
+        order = {name: place for place, name in enumerate(("dense", "u", "4x1"))}
+        kinds = sorted({key[:3] for key in cells}, key=lambda kind: (kind[0], kind[1], order.get(kind[2], len(order))))
+        for model, batch, pattern in kinds:
             wanted = sparsities if pattern != "dense" else [0.0]
             line = [_cell(cells.get((model, batch, pattern, sparsity))) for sparsity in wanted]
             rows.append([model, batch, pattern, *line, *[None] * (len(sparsities) - len(line))])
