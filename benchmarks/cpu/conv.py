@@ -7,10 +7,10 @@ input driven out of the near caches by the others, and in turns of several calls
 caches warm, as where the layer before has just written the input. Operations count live weights only; the share of the
 roof is that of :mod:`roofline`.
 
-Where a target is missed, one of three things bounds it. Bytes: beyond the second level of caches about 28 GB/s, so that
-writing 256 channels of 56x56 takes 120 us. Loads: an unstructured weight needs one for each multiplication, 2 billion a
-second from the second level of caches or 30 billion multiply-adds, where dense makes 75. What does not shrink with the
-weight: padding the image, writing the output, and about 11 us a call. Asking for the next tile's input during this one,
+Where a target is missed, one of three things bounds it. Bytes: the roof in the results
+says what moves beyond the second level of caches, and 256 channels of 56x56 are 3.2 MB. Loads: an unstructured weight
+needs one for each multiplication, as many as the roof's bytes from the second level allow. What does not shrink with
+the weight: padding the image, writing the output, and the call. Asking for the next tile's input during this one,
 masked stores from registers, stores past the caches and rows of equal length were tried, and gained nothing.
 """
 

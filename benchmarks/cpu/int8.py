@@ -1,6 +1,6 @@
 """How much faster are sparse int8 linear layers on the CPU? Blocks of 4x4 against dense int8 and fp32, one thread.
 
-Run with ``python benchmarks/cpu/int8.py`` (about 10 minutes on a quiet machine); ``--quick`` takes one layer. Every
+Run with ``python benchmarks/cpu/int8.py`` (about 4 minutes on a quiet machine); ``--quick`` takes one layer. Every
 call brings quantised inputs, adds a bias, takes ReLU and requantises to int8: token-major at both ends as a drop-in,
 which is what dense int8 has, and with bytes packed at both ends (``panel``), as between neighbouring sparse layers.
 ``real`` is as a model in fp32 calls it: inputs are rounded in the call and results are fp32, for dense int8 as well.
@@ -8,13 +8,11 @@ Dense int8 is the faster of oneDNN's quantised linear and ``torch._int_mm``; res
 integer product before anything is timed. As in :mod:`layers`, rivals are called in turns and in turns of several calls;
 the share of the roof is that of :mod:`roofline`.
 
-What bounds it: where the core is not shared, dense oneDNN reaches about 80 % of its multiply-adds, so even without any
-other cost a layer can be 5 / 0.8 = 6.2 times faster at a sparsity of 80 %, which is where the target is; the kernel
-reaches 81 % there. Each 16 results cost about five instructions to requantise whatever the sparsity is: 8 of 21
-microseconds at 95 % for 128 tokens and 768x768 (11 would be multiply-adds at the full rate), and a call from Python
-costs another 6. Tried without gain: tiles of 2 and 3 vectors (more loads for a multiply-add), prefetching rows while
-packing. What paid: weights broadcast to a register, not as an operand in memory (half the rate); sums that stay in
-registers; requantising there; leaving as bytes, four channels together, which moves a quarter of fp32.
+What bounds it beside multiply-adds: each 16 results cost about five instructions to requantise whatever the sparsity
+is, and the call from Python does not shrink either. Tried without gain: tiles of 2 and 3 vectors (more loads for a
+multiply-add), prefetching rows while packing. What paid: weights broadcast to a register, not as an operand in memory
+(half the rate); sums that stay in registers; requantising there; leaving as bytes, four channels together, which
+moves a quarter of fp32.
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@ What was measured on an H200, against the aims (d is the density):
 
 - Blocks of 128 from 4096 tokens on, aims 0.80/d down to 80 %, 6.5x at 90 %, 9x at 95 %: 1.7-1.85x at 50 % (met),
   3.4-4.1x at 80 % (met on 8192 x 8192 only), 4.8-6.6x at 90 % (likewise), 6.8-8.7x at 95 % (missed). At 95 % of 4096
-  x 4096 with 16384 tokens, reading x and writing y once are 268 MB, 62 us at the 4.3 TB/s of a copy, of 80 us that
+  x 4096 with 16384 tokens, reading x and writing y once are 268 MB, 62 us at the 4.3 TB/s of a copy, of 86 us that
   the kernel takes.
 - Blocks of 64, aims 0.65/d, 5.5x, 8x: 1.2-1.3x, 2.4-2.95x, 3.9-5.2x, 5.7-8.0x at 50, 80, 90, 95 %; met nowhere but at
   50 % with 16384 tokens, where it is 1.31x. Every live block reads its columns of x anew: at 90 % with 16384 tokens
-  that is 0.86 GB from the L2 cache, 107 us at its 8 TB/s, of 137 us.
+  that is 0.86 GB from the L2 cache, 107 us at its 8 TB/s, of 143 us.
 - Blocks of 32 and 16, aims 0.40/d and 0.28/d: 1.4-1.7x and 0.9-1.0x at 80 %, 2.6-3.2x and 1.0-1.1x at 90 %; missed by
-  15 to 65 %. Here the same traffic is 1.7 GB, 215 us of 219 us, and 3.4 GB: the cache is the bound. Larger tiles of
+  15 to 65 %. Here the same traffic is 1.7 GB, 215 us of 233 us, and 3.4 GB: the cache is the bound. Larger tiles of
   tokens do not help, for every byte of x meets as many outputs as a block is high. Below dense, dense is chosen.
 - Up to 128 tokens, aims 2.6x at 80 % and 4x at 90 % for blocks of any size: blocks of 64 and 128 reach 1.8-3.0x and
   2.3-4.9x; the layers of 11008 meet them up to 16 tokens, 4096 x 4096 does not: there dense takes 11-14 us and no
