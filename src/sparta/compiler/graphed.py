@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from sparta.compiler.signature import builder
+from sparta.compiler.signature import NOT_EXACT, builder
 from sparta.specialize.cuda.graphs import recorded
 
 __all__ = ["Graphed", "on_cuda"]
@@ -52,22 +52,66 @@ class Graphed:
         self._run, self._quiet = run, quiet
         self._lock = threading.Lock()
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._device = 0
+        self._device = torch.device("cpu")
         self._buffers: list[Any] = []
         self._results: list[Any] = []
-        self._build: Callable[[Sequence[Any]], Any] = tuple
+        self._structure: pytree.TreeSpec | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._replay: Callable[[tuple[Any, ...]], Any] | None = None
 
     def __call__(self, *leaves: Any) -> Any:  # noqa: ANN401 - as the function takes and returns
         """Return what the function returns."""
-        if self.problem or torch.cuda.is_current_stream_capturing():
-            return self._run(*leaves)
-        with self._lock:
-            if self._graph is None and not self._record(leaves):
-                return self._run(*leaves)
-            if not all(map(_like, leaves, self._buffers)):
-                return self._run(*leaves)
-            return self._replay(leaves)
+        if self._replay is None and not self.problem and not torch.cuda.is_current_stream_capturing():
+            with self._lock:
+                if self._replay is None and self._record(leaves):
+                    self._replay = self.quick()
+        if self._replay is not None and (result := self._replay(leaves)) is not NOT_EXACT:
+            return result
+        return self._run(*leaves)
+
+    def quick(self, build: Callable[[Any], Any] | None = None) -> Callable[[tuple[Any, ...]], Any] | None:
+        """Return a function of the inputs as a tuple that replays, and returns `NOT_EXACT` where it cannot.
+
+        Parameters
+        ----------
+        build
+            What to do with the function's result before it is returned.
+
+        It is one function without calls of others in Python, because the device waits for each of them. None before
+        anything was recorded.
+        """
+        if self._graph is None or self._structure is None:
+            return None
+        finish = builder(self._structure)
+        replay, lock, device = self._graph.replay, self._lock, self._device
+        buffers, results = self._buffers, self._results
+        likes = [(b.shape, b.dtype) if isinstance(b, Tensor) else (None, None) for b in buffers]
+
+        def call(leaves: tuple[Any, ...]) -> Any:  # noqa: ANN401 - as the function returns
+            if len(leaves) != len(likes) or torch._C._cuda_isCurrentStreamCapturing():
+                return NOT_EXACT
+            for leaf, buffer, (shape, dtype) in zip(leaves, buffers, likes, strict=True):
+                if shape is None:
+                    if type(leaf) is not type(buffer) or leaf != buffer:
+                        return NOT_EXACT
+                elif (
+                    not isinstance(leaf, Tensor)
+                    or leaf.shape != shape
+                    or leaf.dtype is not dtype
+                    or leaf.device != device
+                ):
+                    return NOT_EXACT
+            with lock:
+                if torch._C._cuda_getCurrentRawStream(device.index) != self._stream.cuda_stream:  # type: ignore[union-attr]
+                    self._wait()
+                for buffer, leaf, (shape, _) in zip(buffers, leaves, likes, strict=True):
+                    if shape is not None:
+                        buffer.copy_(leaf)
+                replay()
+                found = finish([result.clone() if isinstance(result, Tensor) else result for result in results])
+            return found if build is None else build(found)
+
+        return call
 
     def _record(self, leaves: tuple[Any, ...]) -> bool:
         """Record the function; False where that cannot be done."""
@@ -85,32 +129,13 @@ class Graphed:
                 if not self._quiet:
                     warnings.warn(f"no CUDA graph of this model ({self.problem}); it runs without", stacklevel=5)
                 return False
-        self._results, structure = pytree.tree_flatten(result)
-        self._build = builder(structure)
-        self._graph, self._device, self._stream = graph, here.index, torch.cuda.current_stream()
+        self._results, self._structure = pytree.tree_flatten(result)
+        self._graph, self._device, self._stream = graph, here, torch.cuda.current_stream()
         return True
 
-    def _replay(self, leaves: tuple[Any, ...]) -> Any:  # noqa: ANN401 - as the function returns
-        assert self._graph is not None  # noqa: S101 - recorded before
-        assert self._stream is not None  # noqa: S101 - recorded before
-        if torch._C._cuda_getCurrentRawStream(self._device) != self._stream.cuda_stream:
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_stream(self._stream)  # what the last call copies out is still in the buffers
-            self._stream = stream
-        for buffer, leaf in zip(self._buffers, leaves, strict=True):
-            if isinstance(buffer, Tensor):
-                buffer.copy_(leaf)
-        self._graph.replay()
-        return self._build([result.clone() if isinstance(result, Tensor) else result for result in self._results])
-
-
-def _like(leaf: object, buffer: object) -> bool:
-    """Whether an input is what a graph was recorded for."""
-    if not isinstance(buffer, Tensor):
-        return type(leaf) is type(buffer) and leaf == buffer
-    return (
-        isinstance(leaf, Tensor)
-        and leaf.shape == buffer.shape
-        and leaf.dtype is buffer.dtype
-        and leaf.device == buffer.device
-    )
+    def _wait(self) -> None:
+        """Let the current stream wait for the last call's, which still copies out of the buffers."""
+        stream = torch.cuda.current_stream(self._device)
+        if self._stream is not None:
+            stream.wait_stream(self._stream)
+        self._stream = stream

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from sparta.compiler.graphed import Graphed
 from sparta.compiler.kernels import KernelModule
 from sparta.compiler.report import Report
 from sparta.compiler.signature import NOT_EXACT, Signature
@@ -106,8 +107,14 @@ class CompiledModel(nn.Module):
             self._hosted = hosted(self.graph, EAGER)
             result = self._hosted(*leaves)
         if self._quick is None and self.report.plan.whole.host != INDUCTOR:  # which may have to compile again
-            self._quick = self.signature.quick(self._hosted)
+            self._quick = self._short(self._hosted)
         return result
+
+    def _short(self, run: Callable[..., Any]) -> Callable[[tuple[Any, ...]], Any] | None:
+        """Return the short way through a host; a recorded graph has looked at its inputs' sizes already."""
+        if isinstance(run, Graphed):
+            return run.quick(self.signature.unflatten) if self.signature.flat else None
+        return self.signature.quick(run)
 
     def _forget_host(self) -> None:
         """Let the host be made anew at the next call: it may hold tensors that are replaced now."""

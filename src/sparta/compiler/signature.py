@@ -117,9 +117,14 @@ class Signature:
         keywords = tuple(captured.kwargs)
         return cls(named, info.in_spec, info.out_spec, inputs, len(captured.args), keywords, cast)
 
+    @property
+    def flat(self) -> bool:
+        """Whether the flat inputs are the positional arguments of the example: nothing nested, nothing by name."""
+        return self.positional == len(self.inputs)
+
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the flat inputs of a call, checked."""
-        if not kwargs and len(args) == self.positional == len(self.inputs):
+        if not kwargs and self.flat and len(args) == self.positional:
             leaves: Sequence[Any] = args  # the usual case: tensors by position, nothing nested
             if all(map(_is, args, *self._exact)):
                 return list(args)
@@ -134,7 +139,7 @@ class Signature:
         the example itself is not of that kind.
         """
         sizes, dtypes = self._exact
-        if None in sizes or self.positional != len(self.inputs):
+        if None in sizes or not self.flat:
             return None
         build, count = self._builder, len(sizes)
 
