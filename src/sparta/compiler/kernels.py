@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -112,6 +112,23 @@ class KernelModule(nn.Module):
         lowering = self.fused.lowering
         kernel, packed = self.kernel_for(lowering.size(x)) if len(self._built) > 1 else self._built[0][1:]
         return lowering.run(kernel, packed, x, self.bias, residual, self.fused.attributes)
+
+    def short(self) -> Callable[..., Tensor] | None:
+        """Return a function like :meth:`forward` that holds the kernel as it is now, with little Python around it.
+
+        None where sizes have kernels of their own, or the kernel has no such way.
+        """
+        _, kernel, packed = self._built[0]
+        quick = self.fused.lowering.bound(kernel, packed, self.bias) if len(self._built) == 1 else None
+        if quick is None:
+            return None
+        bound, run = quick, self.run
+
+        def call(x: Tensor, residual: Tensor | None = None) -> Tensor:
+            y = bound(x, residual)
+            return run(x, residual) if y is None else y
+
+        return call
 
     def weight(self) -> Tensor:
         """Return the weight, dense."""

@@ -1,8 +1,8 @@
 """Quick: the same graph with less Python around each call, for models whose layers take microseconds.
 
-Calls of ATen overloads become calls of torch's own functions, tensors are looked up once, and a ReLU or ReLU6 that
-alone reads what a layer has just made writes in place. The one idea to know: this changes how a graph is called and
-never what it computes; the graph that is saved and given to Inductor stays the plain one.
+Calls of ATen overloads become calls of torch's own functions, tensors and kernels are looked up once, and a ReLU or
+ReLU6 that alone reads what a layer has just made writes in place. The one idea to know: this changes how a graph is
+called and never what it computes; the graph that is saved and given to Inductor stays the plain one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from sparta.compiler.kernels import KernelModule
 from sparta.compiler.program import copied
 
 __all__ = ["quickened"]
@@ -73,11 +74,19 @@ def quickened(module: fx.GraphModule) -> Callable[..., Any]:
             node.replace_all_uses_with(lifted)
             first = node.next if node is first else first
             graph.erase_node(node)
+        elif (short := _short(module, node)) is not None:
+            node.op, node.target = "call_function", short
         elif node in in_place:
             node.target = _IN_PLACE[node.target]
         elif node.op == "call_function" and node.target in _QUICKER:
             node.target = _QUICKER[node.target]
     return partial(fx.GraphModule(module, graph).forward, *tensors)
+
+
+def _short(module: fx.GraphModule, node: fx.Node) -> Callable[..., Any] | None:
+    """Return the short way through a kernel that a node calls."""
+    layer = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    return layer.short() if isinstance(layer, KernelModule) else None
 
 
 def _owns_its_input(node: fx.Node) -> bool:

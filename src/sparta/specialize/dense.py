@@ -26,11 +26,11 @@ class _DenseLinearKernel(LinearKernel):
         assert x is not None  # noqa: S101 - the operation's convention
         return apply_epilogue(functional.linear(x, packed[0], bias), self._epilogue, residual)
 
-    def bound(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[[Tensor], Tensor | None] | None:
+    def bound(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
         if self._epilogue.activation is not None or self._epilogue.residual:
             return None
         weight = packed[0]
-        return lambda x: functional.linear(x, weight, bias)
+        return lambda x, _no_residual=None: functional.linear(x, weight, bias)
 
 
 @register

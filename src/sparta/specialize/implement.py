@@ -8,7 +8,7 @@ and measurement chooses. A new one is one new file with ``@register`` above its 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, TypeVar
@@ -94,6 +94,15 @@ class Kernel(ABC):
     @abstractmethod
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         """Run the operator; which inputs it takes is the operation's convention (see the operation's file)."""
+
+    def bound(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
+        """Return a short way to run with this packed weight and this bias again and again, where there is one.
+
+        It takes x, of any leading dims where the operation takes rows, and a residual or nothing. It returns None for
+        tensors that it does not take. Only operations with a weight and a bias have one.
+        """
+        del packed, bias
+        return None
 
     def layout(self) -> KernelLayout | None:
         """Return what this kernel reads beside what it packed; None, as here, where nothing can be told."""

@@ -7,7 +7,7 @@ plain dense epilogue. The one idea to know: a kernel takes x as (M, K) with any 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,14 +30,6 @@ class LinearKernel(Kernel):
     @abstractmethod
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         """Return (M, N) for the inputs x (M, K), bias (N,) or None, residual (M, N) or None."""
-
-    def bound(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[[Tensor], Tensor | None] | None:
-        """Return a short way to run with this packed weight and this bias again and again, where there is one.
-
-        It takes x alone and returns None for an x that it does not take.
-        """
-        del packed, bias
-        return None
 
 
 def linear_spec(

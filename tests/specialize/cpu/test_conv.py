@@ -267,3 +267,24 @@ def test_every_offered_tile_and_layout_is_right_and_they_are_few(isa, height, sh
     for tile, image in offered:
         packed = PackedConv(weight, mask, geometry, image=image, **tile.to_dict())
         check(packed(x), truth, reduction=weight[0].numel(), what=repr(packed))
+
+
+@pytest.mark.parametrize(("kernel", "stride"), [((1, 1), 1), ((3, 3), 2), ((3,), 1)])
+def test_a_bound_call_is_the_same_call_and_leaves_other_tensors_alone(kernel, stride):
+    weight = torch.randn(8, 6, *kernel) * (torch.rand(8, 6, *kernel) < 0.4)
+    geometry = ConvGeometry.make(len(kernel), stride=stride, padding=kernel[0] // 2)
+    packed, bias = PackedConv(weight, weight != 0, geometry), torch.randn(8)
+    call = packed.bound(packed.values, bias, "relu")
+    for count, side in [(1, 9), (3, 9), (2, 12), (0, 9), *[(1, side) for side in range(13, 22)]]:
+        x = torch.randn(count, 6, *[side] * len(kernel))
+        y = packed(x, bias, "relu")
+        assert torch.equal(call(x), y)
+        residual = torch.randn(y.shape)
+        assert torch.equal(call(x, residual), packed(x, bias, "relu", residual))
+    assert call(x.double()) is None
+    assert call(laid_out(x, "sliced")) is None
+    assert call(x, residual[:, :4]) is None
+    assert call(x, residual.double()) is None
+    assert packed.bound(packed.values, bias.double()) is None
+    with pytest.raises(ShapeError, match="x of shape"):
+        call(torch.randn(1, 5, *[9] * len(kernel)))

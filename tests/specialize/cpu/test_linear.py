@@ -340,3 +340,21 @@ def test_the_library_refuses_tiles_it_does_not_hold(layer):
     stream.height = 5
     with pytest.raises(ValueRangeError, match="no kernel for"):
         library.multiply_stream(addressof(stream), bytes(STREAM_CALL.size))
+
+
+@pytest.mark.parametrize("form", ["panel", "rows"])
+def test_a_bound_call_is_the_same_call_and_leaves_other_tensors_alone(form):
+    weight = torch.randn(24, 40) * (torch.rand(24, 40) < 0.3)
+    packed = PackedLinear(weight, form=form)
+    bias = torch.randn(24)
+    call = packed.bound(packed.values, bias, "gelu")
+    for lead in ((5,), (2, 3), (), (0,), (2, 0)):
+        x, residual = torch.randn(*lead, 40), torch.randn(*lead, 24)
+        assert torch.equal(call(x), packed(x, bias, "gelu"))
+        assert torch.equal(call(x, residual), packed(x, bias, "gelu", residual))
+    x = torch.randn(5, 40)
+    for other in (x[:, :39], x.double(), x.mT.contiguous().mT, torch.tensor(1.0), torch.empty(5, 40, device="meta")):
+        assert call(other) is None
+    for residual in (torch.randn(5, 23), torch.randn(24, 5).mT, torch.randn(5, 24).double()):
+        assert call(x, residual) is None
+    assert packed.bound(packed.values, bias.bfloat16()) is None

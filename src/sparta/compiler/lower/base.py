@@ -8,7 +8,7 @@ operation is one new file with a :class:`Lowering` in it and one line in :data:`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -119,6 +119,13 @@ class Lowering(ABC):
         """Return the fused operation by a built kernel."""
         del attributes
         return self.result(kernel.run(packed, *self.inputs(x, bias, residual)), x)
+
+    def bound(
+        self, kernel: Kernel, packed: Sequence[Tensor], bias: Tensor | None
+    ) -> Callable[..., Tensor | None] | None:
+        """Return the kernel's short way for x and a residual, where that is all that :meth:`run` does; here, none."""
+        del kernel, packed, bias
+        return None
 
     def problem(
         self, spec: KernelSpec, weight: Tensor, x: Tensor, bias: Tensor | None, residual: Tensor | None

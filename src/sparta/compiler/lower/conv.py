@@ -6,7 +6,7 @@ padding, dilation, groups) travels as the sub-graph's attributes, in the JSON fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from sparta.compiler.fold import arguments_of
 from sparta.compiler.lower.base import Anchor, Lowering
 from sparta.specialize.conv import ConvGeometry, conv_spec, dense_conv
+from sparta.specialize.implement import Kernel
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.tesa.attribute import TeSA
 
@@ -82,6 +83,12 @@ class ConvLowering(Lowering):
     def flat(self, y: Tensor) -> Tensor:
         """Return the images as they are."""
         return y
+
+    def bound(
+        self, kernel: Kernel, packed: Sequence[Tensor], bias: Tensor | None
+    ) -> Callable[..., Tensor | None] | None:
+        """Return the kernel's own."""
+        return kernel.bound(packed, bias)
 
     def flops(self, weight: TeSA, x: Tensor, attributes: Mapping[str, Any], *, live: bool) -> int:
         """Return two operations a weight and output position."""

@@ -7,7 +7,7 @@ a transposed weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from sparta.compiler.fold import arguments_of
 from sparta.compiler.lower.base import Anchor, Lowering
+from sparta.specialize.implement import Kernel
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.linear import linear_spec
 from sparta.tesa.attribute import TeSA
@@ -74,6 +75,12 @@ class LinearLowering(Lowering):
     def flat(self, y: Tensor) -> Tensor:
         """Return (..., N) as (M, N)."""
         return y if y.dim() == 2 else y.reshape(-1, y.shape[-1])
+
+    def bound(
+        self, kernel: Kernel, packed: Sequence[Tensor], bias: Tensor | None
+    ) -> Callable[..., Tensor | None] | None:
+        """Return the kernel's own."""
+        return kernel.bound(packed, bias)
 
     def flops(self, weight: TeSA, x: Tensor, attributes: Mapping[str, Any], *, live: bool) -> int:
         """Return 2 M N K, or 2 M times the live weights."""

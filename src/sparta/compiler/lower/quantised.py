@@ -47,6 +47,10 @@ class QuantisedLinearLowering(LinearLowering):
         output = InputGrid.of_output(attributes)
         return dtype if output is None else output.dtype
 
+    def bound(self, kernel: Kernel, packed: Sequence[Tensor], bias: Tensor | None) -> None:
+        """Return nothing: what comes in may be integers."""
+        del kernel, packed, bias
+
     def run(
         self,
         kernel: Kernel,

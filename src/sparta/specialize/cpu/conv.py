@@ -8,7 +8,7 @@ sizes seen last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,8 @@ from torch import Tensor
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.specialize.conv import ConvGeometry
 from sparta.specialize.cpu.conv_image import ImagePlan, plan_image
-from sparta.specialize.cpu.library import CONV_CALL, PanelMatrix, activation_code, load
-from sparta.specialize.cpu.packing import offset_table, pack_entries
+from sparta.specialize.cpu.library import CONV_CALL, PanelMatrix, activation_code, load, raise_for
+from sparta.specialize.cpu.packing import is_float, offset_table, pack_entries
 from sparta.specialize.cpu.tile import Tile
 
 __all__ = ["FixedPlan", "PackedConv"]
@@ -53,6 +53,16 @@ class _Plan:
             matrix.values = values.data_ptr()
             self.matrix = matrix
         return matrix
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What calls for images of one size have in common; `alive` is what the addresses are of."""
+
+    shape: torch.Size
+    address: int
+    rest: tuple[int, ...]
+    alive: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -197,6 +207,62 @@ class PackedConv:
         )
         self.library.multiply_conv(addressof(matrix), call)
         return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+    def bound(
+        self, values: Tensor, bias: Tensor | None = None, activation: str | None = None
+    ) -> Callable[..., Tensor | None] | None:
+        """Return a call with these values, this bias and this activation, which takes x and a residual.
+
+        It returns None for tensors that are not contiguous float32 on the CPU. Where a bias would have to be converted
+        there is no such call. What depends on the size of the images is found once for each.
+        """
+        if bias is not None and not (is_float(bias) and bias.shape == self.shape[:1]):
+            return None
+        values, shift, code = (
+            self._checked_values(values),
+            0 if bias is None else bias.data_ptr(),
+            activation_code(activation),
+        )
+        multiply, pack, threads, empty = (
+            self.library.handle.sparta_multiply_conv,
+            CONV_CALL.pack,
+            torch.get_num_threads,
+            torch.empty,
+        )
+        ready: dict[tuple[Any, ...], _Ready] = {}
+
+        def call(x: Tensor, residual: Tensor | None = None, _alive: tuple[Any, ...] = (values, bias)) -> Tensor | None:
+            if not is_float(x):
+                return None
+            key = x.shape, threads()
+            found = ready.get(key)
+            if found is None:
+                if len(ready) >= _KEPT_PLANS:
+                    ready.clear()
+                found = ready[key] = self._ready(x, key[1], values, code)
+            added = 0
+            if residual is not None:
+                if residual.shape != found.shape or not is_float(residual):
+                    return None
+                added = residual.data_ptr()
+            y = empty(found.shape)
+            failed = multiply(found.address, pack(x.data_ptr(), y.data_ptr(), shift, added, *found.rest))
+            if failed:
+                raise_for(failed)
+            return y
+
+        return call
+
+    def _ready(self, x: Tensor, threads: int, values: Tensor, activation: int) -> _Ready:
+        """Return what calls for contiguous images of this size have in common."""
+        images, size, strides = self._images(x)
+        plan = self._plan(size, threads, contiguous=True)
+        shape = (images.shape[0], self.shape[0], *self._out_size(x, plan))
+        matrix = PanelMatrix.from_buffer_copy(plan.matrix)
+        matrix.values = values.data_ptr()
+        count = 0 if 0 in shape else shape[0]
+        rest = (*plan.addresses, count, *strides, *plan.numbers.values(), activation, threads)
+        return _Ready(torch.Size(shape), addressof(matrix), rest, (plan, matrix))
 
     def fixed(self, size: Sequence[int], threads: int) -> FixedPlan:
         """Return what a call for contiguous images of this size reads; threads only decide how they are cut up.

@@ -7,7 +7,7 @@ know: an implement only offers both; which pays depends on the image and the mas
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,9 @@ class _CpuConvKernel(ConvKernel):
         x, bias, residual = inputs
         assert x is not None  # noqa: S101 - the operation's convention
         return self._packed(x, bias, self._activation, residual, values=packed[0])
+
+    def bound(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
+        return self._packed.bound(packed[0], bias, self._activation)
 
 
 class _CpuConv(Implement):

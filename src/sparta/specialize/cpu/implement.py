@@ -48,8 +48,8 @@ class CpuLinearKernel(LinearKernel):
         assert x is not None  # noqa: S101 - the operation's convention
         return self._packed(x, bias, self._activation, residual, values=packed[0])
 
-    def bound(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[[Tensor], Tensor | None] | None:
-        """Return a call with all but x found out before."""
+    def bound(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
+        """Return a call with all but x and the residual found out before."""
         return self._packed.bound(packed[0], bias, self._activation)
 
     @property

@@ -25,7 +25,7 @@ from sparta.specialize.cpu.library import (
     load,
     raise_for,
 )
-from sparta.specialize.cpu.packing import Layout, pack_mask
+from sparta.specialize.cpu.packing import Layout, is_float, pack_mask
 from sparta.specialize.cpu.panel import Panel
 from sparta.specialize.cpu.tile import AVX512_FORMS, Tile
 from sparta.tesa.attribute import TeSA
@@ -192,10 +192,10 @@ class PackedLinear:
 
     def bound(
         self, values: Tensor, bias: Tensor | None = None, activation: str | None = None
-    ) -> Callable[[Tensor], Tensor | None] | None:
-        """Return a call with these values, this bias and this activation, which takes x (M, K) alone.
+    ) -> Callable[..., Tensor | None] | None:
+        """Return a call with these values, this bias and this activation, which takes x (..., K) and a residual.
 
-        It returns None for an x that is not contiguous float32 on the CPU. Where a bias would have to be converted
+        It returns None for tensors that are not contiguous float32 on the CPU. Where a bias would have to be converted
         there is no such call. Most of a small layer's time goes into finding functions and attributes when other work
         has filled the caches, so all that does not change is found here.
         """
@@ -203,7 +203,7 @@ class PackedLinear:
             return None
         matrix = type(self._matrix).from_buffer_copy(self._matrix_for(values))
         (outputs, inputs), address = self.shape, addressof(matrix)
-        ends = (0 if bias is None else bias.data_ptr(), 0, 0, 0 if activation is None else activation_code(activation))
+        ends = (0 if bias is None else bias.data_ptr(), 0 if activation is None else activation_code(activation))
         handle, panels = self.library.handle, (False, False) if self._is_panel else ()
         multiply = handle.sparta_multiply_panels if self._is_panel else handle.sparta_multiply_stream
         pack = _pack_panel_call if self._is_panel else _pack_stream_call
@@ -348,27 +348,26 @@ def _bound_call(
     multiply: Callable[[int, bytes], int],
     pack: Callable[..., bytes],
     sizes: tuple[int, int, int],
-    ends: tuple[int, int, int, int],
+    ends: tuple[int, int],
     panels: tuple[bool, ...],
-) -> Callable[[Tensor], Tensor | None]:
+) -> Callable[..., Tensor | None]:
     """Return the call that :meth:`PackedLinear.bound` promises; `alive` is what it must keep."""
-    address, inputs, outputs = sizes
-    empty, threads, float32 = torch.empty, torch.get_num_threads, torch.float32
+    (address, inputs, outputs), (bias, activation) = sizes, ends
+    empty, threads = torch.empty, torch.get_num_threads
 
-    def call(x: Tensor, _alive: tuple[Any, ...] = alive) -> Tensor | None:
+    def call(x: Tensor, residual: Tensor | None = None, _alive: tuple[Any, ...] = alive) -> Tensor | None:
         shape = x.shape
-        if (
-            len(shape) != 2
-            or shape[1] != inputs
-            or x.dtype is not float32
-            or not x.is_contiguous()
-            or not x.is_cpu
-            or x.is_neg()
-        ):
+        if not shape or shape[-1] != inputs or not is_float(x):
             return None
-        tokens = shape[0]
-        y = empty(tokens, outputs)
-        code = multiply(address, pack(x.data_ptr(), y.data_ptr(), tokens, inputs, outputs, *ends, threads(), *panels))
+        lead, added = shape[:-1], 0
+        y = empty(*lead, outputs)
+        if residual is not None:
+            if residual.shape != y.shape or not is_float(residual):
+                return None
+            added = residual.data_ptr()
+        tokens = lead[0] if len(lead) == 1 else lead.numel()
+        sums = x.data_ptr(), y.data_ptr(), tokens, inputs, outputs, bias, added, outputs, activation, threads()
+        code = multiply(address, pack(*sums, *panels))
         if code:
             raise_for(code)
         return y
@@ -379,14 +378,7 @@ def _bound_call(
 def _is_plain(tensor: Tensor, width: int) -> bool:
     """Tell whether a kernel can read a tensor as it is: the common case."""
     shape = tensor.shape
-    return (
-        len(shape) == 2
-        and shape[1] == width
-        and tensor.dtype is torch.float32
-        and tensor.is_contiguous()
-        and tensor.is_cpu
-        and not tensor.is_neg()
-    )
+    return len(shape) == 2 and shape[1] == width and is_float(tensor)
 
 
 def _live(weight: Tensor | None, mask: Tensor | TeSA | None) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from sparta.errors import ShapeError, message
 from sparta.specialize.cpu.tile import MOST_AHEAD, Tile
 
-__all__ = ["Layout", "offset_table", "pack_entries", "pack_mask"]
+__all__ = ["Layout", "is_float", "offset_table", "pack_entries", "pack_mask"]
 
 BLOCK_ROWS = 32  # kBlockRows of native/spmm.h
 CHUNK_INPUTS = 32  # kChunkInputs of native/gemv.h
@@ -77,6 +77,15 @@ class Layout:
     def nbytes(self) -> int:
         """Bytes that a kernel reads: index arrays and values."""
         return sum(array.nbytes for array in self.arrays.values()) + 4 * len(self.source)
+
+
+def is_float(tensor: Tensor) -> bool:
+    """Tell whether a kernel can read a tensor as it is: contiguous float32 on the CPU.
+
+    >>> is_float(torch.zeros(2, 3)), is_float(torch.zeros(2, 3).t())
+    (True, False)
+    """
+    return tensor.dtype is torch.float32 and tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg()
 
 
 def pack_mask(mask: Tensor, tile: Tile, lanes: int) -> Layout:
