@@ -42,7 +42,7 @@ def test_graphs_change_nothing_where_there_are_none():
 def test_a_budget_keeps_something_for_the_whole():
     session = Session(budget_s=1000.0)
     assert 0 < session.left_for_layers < session.left
-    assert session.share(parts=4, most=1e9) <= session.left_for_layers / 3
+    assert session.share(0.25, most=1e9) <= session.left_for_layers / 3
     session.started -= 700.0
     assert session.left_for_layers <= 0 < session.left
     assert session.affords(200.0)

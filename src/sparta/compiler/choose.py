@@ -52,19 +52,9 @@ def choose_layers(groups: Sequence[SubGraph], points: Sequence[Point], session: 
 
     Never raises for what a candidate does; an interrupt or a spent budget leaves the rest dense, or as stored.
     """
-    known: dict[str, Choice] = {}
+    chosen = _chosen(groups, points, session)
     plans = []
-    keys = {group: {key for key in (_key(group, point) for point in points) if key} for group in groups}
-    for number, group in enumerate(groups):
-        choices: dict[int, Choice] = {}
-        for point in points:
-            x, residual = point.values[group]
-            size = group.lowering.size(x)
-            if size not in choices:
-                line = f"layer {number + 1}/{len(groups)} {group.name} ({group.tesa.describe_pattern()}), size {size}"
-                session.show(line)
-                parts = len(set().union(*(keys[other] for other in groups[number:])) - set(known))
-                choices[size] = _choice(group, x, residual, known, session, parts=parts)
+    for group in groups:
         x, _ = points[0].values[group]
         weight, attributes = group.tesa, group.anchor.attributes
         plans.append(
@@ -74,41 +64,85 @@ def choose_layers(groups: Sequence[SubGraph], points: Sequence[Point], session: 
                 pattern=weight.describe_pattern(),
                 density=weight.density,
                 shape=weight.shape,
-                choices=choices,
+                choices=chosen[group],
                 flops=group.lowering.flops(weight, x, attributes, live=False),
                 live_flops=group.lowering.flops(weight, x, attributes, live=True),
-                best_ratio=best_ratio(next(iter(choices.values()))),
+                best_ratio=best_ratio(next(iter(chosen[group].values()))),
             )
         )
     return plans
 
 
-def _key(group: SubGraph, point: Point) -> str:
-    """Return what layers that cost alike share; empty for one that is too dense to be measured."""
-    return "" if _too_dense(group) else key_of(group.spec(point.values[group][0]))
+def _chosen(groups: Sequence[SubGraph], points: Sequence[Point], session: Session) -> dict[SubGraph, dict[int, Choice]]:
+    """Return what runs every sub-graph, by size.
+
+    The dearest are measured first: what one overruns its share by is then at the cost of those that matter least.
+    """
+    kinds = _kinds(groups, points)
+    costs: dict[str, int] = {}
+    for (group, at), kind in kinds.items():
+        x, attributes = points[at].values[group][0], group.anchor.attributes
+        costs[kind] = costs.get(kind, 0) + group.lowering.flops(group.tesa, x, attributes, live=False)
+    known: dict[str, Choice] = {}
+    chosen: dict[SubGraph, dict[int, Choice]] = {group: {} for group in groups}
+    dearest = sorted(groups, key=lambda group: -costs.get(kinds.get((group, 0), ""), 0))
+    for number, group in enumerate(dearest):
+        for at, point in enumerate(points):
+            x, residual = point.values[group]
+            size = group.lowering.size(x)
+            if size in chosen[group]:
+                continue
+            session.show(
+                f"layer {number + 1}/{len(groups)} {group.name} ({group.tesa.describe_pattern()}), size {size}"
+            )
+            if (group, at) in kinds:
+                share = _share(kinds[group, at], costs, known)
+                chosen[group][size] = _choice(group, x, residual, known, session, share=share)
+            else:
+                chosen[group][size] = _not_measured(group)
+    return chosen
 
 
-def _too_dense(group: SubGraph) -> bool:
-    return group.tesa.density >= TOO_DENSE and group.scales is None
+def _kinds(groups: Sequence[SubGraph], points: Sequence[Point]) -> dict[tuple[SubGraph, int], str]:
+    """Return the key that layers which cost alike share, by layer and point, for those that are worth measuring.
+
+    Beside sparse layers those are depthwise ones, in models that are sparse elsewhere: most of such a layer, seen as a
+    convolution of all channels, is zero by its nature.
+    """
+    sparse = {group for group in groups if group.tesa.density < TOO_DENSE or group.scales is not None}
+    measured = [group for group in groups if group in sparse or (sparse and _depthwise(group))]
+    return {(g, at): key_of(g.spec(point.values[g][0])) for g in measured for at, point in enumerate(points)}
+
+
+def _depthwise(group: SubGraph) -> bool:
+    return group.anchor.attributes.get("groups", 1) > 1 and group.tesa.shape[1] == 1
+
+
+def _share(key: str, costs: Mapping[str, int], known: Mapping[str, Choice]) -> float:
+    """Return the share of the time that is left for one kind: by its cost, and half as much as all alike at least."""
+    left = {other: cost for other, cost in costs.items() if other not in known or other == key}
+    return max(costs.get(key, 0) / max(1, sum(left.values())), 0.5 / max(1, len(left)))
+
+
+def _not_measured(group: SubGraph) -> Choice:
+    zeros = group.tesa.sparsity
+    why = "the weight has no zeros" if not zeros else f"only {zeros:.1%} of the weight is zero"
+    return Choice(DENSE, {}, f"dense: {why}")
 
 
 def _choice(
-    group: SubGraph, x: Tensor, residual: Tensor | None, known: dict[str, Choice], session: Session, *, parts: int
+    group: SubGraph, x: Tensor, residual: Tensor | None, known: dict[str, Choice], session: Session, *, share: float
 ) -> Choice:
-    if _too_dense(group):
-        zeros = group.tesa.sparsity
-        why = "the weight has no zeros" if not zeros else f"only {zeros:.1%} of the weight is zero"
-        return Choice(DENSE, {}, f"dense: {why}")
     spec = group.spec(x)
 
     def problem() -> Problem:
         return group.lowering.problem(spec, group.weight, x, group.bias, residual)
 
-    return choice_for(spec, problem, known, session, parts=parts)
+    return choice_for(spec, problem, known, session, share=share)
 
 
 def choice_for(
-    spec: KernelSpec, problem: Callable[[], Problem], known: dict[str, Choice], session: Session, *, parts: int
+    spec: KernelSpec, problem: Callable[[], Problem], known: dict[str, Choice], session: Session, *, share: float
 ) -> Choice:
     """Return what runs a kernel spec: as another of its kind, as stored, or as measured now; dense if all fails.
 
@@ -118,14 +152,14 @@ def choice_for(
         Called where something is measured.
     known
         Choices of this compilation, by the key of their kind; the new one is added.
-    parts
-        How many kinds are still to be measured, this one included.
+    share
+        Of the time that is left for layers.
     """
     key = key_of(spec)
     if key in known:
         return known[key]
     try:
-        choice = _measured(spec, problem, session, parts)
+        choice = _measured(spec, problem, session, share)
     except KeyboardInterrupt:
         session.interrupted = True
         choice = Choice(DENSE, {}, "dense: interrupted")
@@ -136,7 +170,7 @@ def choice_for(
     return choice
 
 
-def _measured(spec: KernelSpec, problem: Callable[[], Problem], session: Session, parts: int) -> Choice:
+def _measured(spec: KernelSpec, problem: Callable[[], Problem], session: Session, share: float) -> Choice:
     stored = choose(spec, session.store)
     if stored.entry is not None:
         lost = stored.implement == DENSE
@@ -149,7 +183,7 @@ def _measured(spec: KernelSpec, problem: Callable[[], Problem], session: Session
         why = "interrupted" if session.interrupted else "the budget was spent before this layer"
         return Choice(DENSE, {}, f"dense: {why}", None, stored.refused)
     trials, most = _EFFORT[session.tune]
-    seconds = max(0.05, session.share(parts, most))
+    seconds = max(0.05, session.share(share, most))
     with torch.no_grad(), session.step(seconds):
         begin, given = session.elapsed, problem()
         choice = tune_kernel(

@@ -49,7 +49,7 @@ def with_operators(program: Program, inputs: Sequence[Any], session: Session) ->
     for number, call in enumerate(calls):
         seen = [values[node] for node in call.activations]
         session.show(f"{call.op} {number + 1}/{len(calls)} {call.name}")
-        choice = _choice(call, seen, known, session, parts=len(calls) - number)
+        choice = _choice(call, seen, known, session, share=1 / (len(calls) - number))
         chosen.append((call, choice))
         plans.append(_plan(call, choice, seen))
     return _rewritten(program, chosen), plans
@@ -69,13 +69,13 @@ def _calls(program: Program, shapes: Mapping[fx.Node, Tensor], session: Session)
     return found
 
 
-def _choice(call: Call, seen: Sequence[Tensor], known: dict[str, Choice], session: Session, *, parts: int) -> Choice:
+def _choice(call: Call, seen: Sequence[Tensor], known: dict[str, Choice], session: Session, *, share: float) -> Choice:
     if call.known.density >= TOO_DENSE and not call.present:
         zeros = call.known.sparsity
         return Choice(DENSE, {}, f"dense: only {zeros:.1%} of it is pruned" if zeros else "dense: nothing is pruned")
     problem = call.problem(seen)
     measured = key_of(problem.spec) in known or session.tune != "off"
-    choice = choice_for(problem.spec, lambda: problem, known, session, parts=parts)
+    choice = choice_for(problem.spec, lambda: problem, known, session, share=share)
     if call.present and not measured and choice.implement == DENSE:
         config = json.loads(call.present)
         return Choice(str(config.pop("_name")), config, "as the module had it, not measured here")

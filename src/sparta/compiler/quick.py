@@ -16,6 +16,7 @@ from torch import fx
 
 from sparta.compiler.kernels import KernelModule
 from sparta.compiler.program import copied
+from sparta.specialize.cpu.pool import max_pool2d
 
 __all__ = ["quickened"]
 
@@ -36,6 +37,7 @@ _QUICKER: dict[object, Callable[..., Any]] = {
     _aten.conv1d.default: torch.conv1d,
     _aten.conv2d.default: torch.conv2d,
     _aten.layer_norm.default: torch.layer_norm,
+    _aten.max_pool2d.default: max_pool2d,
     _aten.transpose.int: torch.transpose,
     _aten.permute.default: torch.permute,
     _aten.flatten.using_ints: torch.flatten,

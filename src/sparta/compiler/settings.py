@@ -134,9 +134,9 @@ class Session:
         finally:
             self._beyond.append(max(0.0, self.elapsed - before - seconds))
 
-    def share(self, parts: int, most: float) -> float:
-        """Return the seconds for one of `parts` layers that are still to be measured."""
-        return min(most, self.left_for_layers / max(1, parts))
+    def share(self, share: float, most: float) -> float:
+        """Return the seconds for a layer that gets a share of what is left for layers."""
+        return min(most, self.left_for_layers * share)
 
     def affords(self, seconds: float) -> bool:
         """Whether a step can be paid for: by what is left, or because next to the budget it is nothing."""

@@ -57,6 +57,8 @@ class Problem:
         How many terms the longest sum behind one element has.
     backward
         Whether the gradients of the inputs are measured too, by autograd through the kernel.
+    checked
+        Which of the result's rows (or images) `expected` holds; None for all.
     """
 
     spec: KernelSpec
@@ -65,6 +67,12 @@ class Problem:
     expected: Tensor
     reduction: int
     backward: bool = False
+    checked: Tensor | None = None
+
+    def check(self, found: Tensor, what: str) -> None:
+        """Raise CheckError where a result is not the right one."""
+        part = found if self.checked is None else found.index_select(0, self.checked)
+        check(part, self.expected, reduction=self.reduction, what=what)
 
 
 @dataclass(frozen=True)
@@ -256,7 +264,7 @@ class _Rivals:
         """Return the rivals of a problem; raises where dense computes something else than what is expected."""
         kernel = build(problem.spec, {"_name": DENSE})
         dense = _callable(problem, kernel)
-        check(dense(), problem.expected, reduction=problem.reduction, what=DENSE)
+        problem.check(dense(), DENSE)
         if not in_graphs:
             return _Rivals(problem, dense, 1, in_graphs=False)
         alone = compare({DENSE: dense}, warmup=2, iters=20, max_seconds=_QUICK_SECONDS)[DENSE].min
@@ -267,7 +275,7 @@ class _Rivals:
         """Return a candidate ready to be timed; raises PrunedTrial when it fails or computes something else."""
         try:
             call = _callable(self.problem, kernel)
-            check(call(), self.problem.expected, reduction=self.problem.reduction, what=config["_name"])
+            self.problem.check(call(), config["_name"])
         except CheckError as error:
             raise PrunedTrial(f"wrong result: {str(error).splitlines()[0]}") from error
         except SpartaError as error:

@@ -7,6 +7,7 @@ operation is one new file with a :class:`Lowering` in it and one line in :data:`
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from sparta.specialize.implement import Kernel
+from sparta.specialize.implement import Kernel, present
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.linear import apply_epilogue
 from sparta.specialize.tuner import Problem
 from sparta.tesa.attribute import TeSA
 
 __all__ = ["Anchor", "Lowering"]
+
+_COMPARED = 1 << 20  # elements of a result: comparing all of a large one in float64 takes longer than to time it
 
 
 @dataclass(frozen=True)
@@ -130,10 +133,24 @@ class Lowering(ABC):
     def problem(
         self, spec: KernelSpec, weight: Tensor, x: Tensor, bias: Tensor | None, residual: Tensor | None
     ) -> Problem:
-        """Return what the tuner measures, with the right result in float64."""
+        """Return what the tuner measures, with the right result in float64: of all rows, or of both ends of many."""
         x = self.on_grid(x, spec.attributes)
-        wide = [None if t is None else t.to(torch.float64) for t in (bias, residual)]
-        exact = self.dense(weight.to(torch.float64), x.to(torch.float64), wide[0], spec.attributes)
-        expected = apply_epilogue(exact, spec.epilogue, wide[1])
         inputs = self.inputs(x, bias, residual)
-        return Problem(spec, weight, inputs, self.flat(expected), reduction=max(1, weight[:1].numel()))
+        (flat,), added = present(inputs[0]), inputs[2]
+        rows = self._ends(flat, x, spec)
+        if rows is not None:
+            flat = flat.index_select(0, rows)
+            added = None if added is None else added.index_select(0, rows)
+        wide = [None if t is None else t.to(torch.float64) for t in (bias, added)]
+        exact = self.dense(weight.to(torch.float64), flat.to(torch.float64), wide[0], spec.attributes)
+        expected = self.flat(apply_epilogue(exact, spec.epilogue, wide[1]))
+        return Problem(spec, weight, inputs, expected, reduction=max(1, weight[:1].numel()), checked=rows)
+
+    def _ends(self, flat: Tensor, x: Tensor, spec: KernelSpec) -> Tensor | None:
+        """Return which rows of x, as kernels take it, are compared with float64; None for all."""
+        count, weight = flat.shape[0], spec["weight"]
+        results = self.flops(weight, x, spec.attributes, live=False) // max(1, 2 * math.prod(weight.shape[1:]))
+        end = max(1, _COMPARED * count // max(1, 2 * max(flat.numel(), results)))
+        if 2 * end >= count:
+            return None
+        return torch.cat([torch.arange(end), torch.arange(count - end, count)]).to(flat.device)

@@ -173,6 +173,7 @@ def _loaded(isa: str, cache: str, sanitize: str) -> Library:
         c_char_p,
     )
     handle.sparta_multiply_stream.argtypes = (c_void_p, c_char_p)
+    handle.sparta_max_pool.argtypes = (c_char_p,)
     handle.sparta_pack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int)
     handle.sparta_unpack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int)
     handle.sparta_pack_int8.argtypes = (c_char_p, c_int64, c_int64, c_void_p)

@@ -4,6 +4,7 @@
 #include "gemv.h"
 #include "generated.h"
 #include "int8.h"
+#include "pool.h"
 #include "spmm.h"
 
 #define SPARTA_EXPORT extern "C" __attribute__((visibility("default")))
@@ -54,6 +55,11 @@ SPARTA_EXPORT int sparta_multiply_generated(const sparta::GeneratedGroup* groups
                                             int64_t inputs, const float* values, const sparta::PanelCall* call) {
   if (call->tokens <= 0 || channels <= 0) return kDone;
   return sparta::multiply_generated(groups, count, channels, inputs, values, *call) ? kDone : kNoMemory;
+}
+
+SPARTA_EXPORT int sparta_max_pool(const sparta::PoolCall* call) {
+  if (call->planes <= 0 || call->out_rows <= 0 || call->out_columns <= 0) return kDone;
+  return sparta::max_pool(*call) ? kDone : kNoMemory;
 }
 
 // Token-major to panel and back: what neighbouring sparse layers do once, at both ends.

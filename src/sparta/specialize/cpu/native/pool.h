@@ -1,0 +1,90 @@
+// The largest value of every window of an image, for the dense neighbours of sparse layers: a library that also wants
+// to know where the value was takes ten times as long. The one idea to know: a window is first reduced over its rows,
+// then over its columns, in whole vectors; only picking every stride-th result goes value by value.
+#pragma once
+
+#include <limits>
+
+#include "panel.h"
+#include "threads.h"
+
+namespace sparta {
+
+// Contiguous planes (images times channels); padding counts as -inf.
+struct PoolCall {
+  const float* x;
+  float* y;
+  int64_t planes;
+  int64_t rows;
+  int64_t columns;
+  int64_t out_rows;
+  int64_t out_columns;
+  int64_t kernel_rows;
+  int64_t kernel_columns;
+  int64_t stride_rows;
+  int64_t stride_columns;
+  int64_t padding_rows;
+  int64_t padding_columns;
+  int64_t dilation_rows;
+  int64_t dilation_columns;
+  int32_t threads;
+};
+
+// NaN wins, as it does in PyTorch.
+SPARTA_INLINE Vec larger(Vec a, Vec b) { return (b > a) | (b != b) ? b : a; }
+
+// The largest of each column of a window's rows, at `line`; rows outside of the image do not count.
+inline void reduce_rows(const PoolCall& call, const float* plane, int64_t out_row, float* line) {
+  const int64_t top = out_row * call.stride_rows - call.padding_rows;
+  for (int64_t column = 0; column < call.columns; column += kLanes) {
+    const int64_t count = std::min<int64_t>(call.columns - column, kLanes);
+    Vec most = splat(-std::numeric_limits<float>::infinity());
+    for (int64_t k = 0; k < call.kernel_rows; ++k) {
+      const int64_t row = top + k * call.dilation_rows;
+      if (row < 0 || row >= call.rows) continue;
+      most = larger(most, load_some(plane + row * call.columns + column, count));
+    }
+    store_some(line + column, most, count);
+  }
+}
+
+// The largest of each window's columns: `line` has -inf on both sides of the image, `wide` takes one result a column.
+inline void reduce_columns(const PoolCall& call, const float* line, int64_t width, float* wide, float* out) {
+  for (int64_t column = 0; column < width; column += kLanes) {
+    Vec most = load(line + column);
+    for (int64_t k = 1; k < call.kernel_columns; ++k) {
+      most = larger(most, load(line + column + k * call.dilation_columns));
+    }
+    store(wide + column, most);
+  }
+  for (int64_t i = 0; i < call.out_columns; ++i) out[i] = wide[i * call.stride_columns];
+}
+
+// False when memory ran out.
+inline bool max_pool(const PoolCall& call) {
+  const int64_t width = (call.out_columns - 1) * call.stride_columns + 1;
+  const int64_t reach = (call.kernel_columns - 1) * call.dilation_columns;
+  const int64_t line_size = std::max(width + reach, call.padding_columns + call.columns) + 2 * kLanes;
+  bool enough_memory = true;
+  parallel(call.threads, [&](int64_t index, int64_t count) {
+    static thread_local Scratch scratch;
+    float* line = scratch.get(line_size + width + kLanes);
+    if (!line) {
+#pragma omp atomic write
+      enough_memory = false;
+      return;
+    }
+    std::fill(line, line + line_size, -std::numeric_limits<float>::infinity());
+    for (int64_t plane = call.planes * index / count; plane < call.planes * (index + 1) / count; ++plane) {
+      const float* x = call.x + plane * call.rows * call.columns;
+      float* y = call.y + plane * call.out_rows * call.out_columns;
+      for (int64_t row = 0; row < call.out_rows; ++row) {
+        reduce_rows(call, x, row, line + call.padding_columns);
+        reduce_columns(call, line, width, line + line_size, y + row * call.out_columns);
+      }
+    }
+  });
+  return enough_memory;
+}
+
+}  // namespace sparta
