@@ -22,7 +22,7 @@ from sparta.specialize.store import device_name
 
 __all__ = ["Decision", "model_key", "recall", "remember"]
 
-_VERSION = 6
+_VERSION = 7
 
 
 @dataclass(frozen=True)
