@@ -10,15 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional
 
 import sparta
 from compiler import nets
 from compiler.conftest import forcing
 from sparta.compiler import Report
+from sparta.compiler.lower import lowering_of
 from sparta.compiler.quick import quickened
 from sparta.compiler.settings import Session
 from sparta.errors import CheckError, MissingPackageError, NameNotFoundError, ShapeError, ValueRangeError
 from sparta.specialize.implement import Kernel
+from sparta.specialize.kernel_spec import Epilogue
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
@@ -365,6 +368,49 @@ def test_tuning_is_remembered(own_stores, monkeypatch):
     second = sparta.compile(model, x)
     assert second.report.totals.first_compile_seconds == pytest.approx(first.report.totals.compile_seconds, abs=5)
     agree(second(x), model(x).detach())
+
+
+def test_a_decision_in_haste_is_not_remembered(own_stores, monkeypatch):
+    model, x = nets.pruned(nets.Mlp(64, 64), sparsity=0.9), torch.randn(16, 64)
+    monkeypatch.setattr("sparta.compiler.whole._ENOUGH", 2.0)  # no comparison has that much time
+    sparta.compile(model, x)
+    assert sparta.compile(model, x).report.totals.first_compile_seconds is None
+    monkeypatch.undo()
+    sparta.compile(model, x)
+    assert sparta.compile(model, x).report.totals.first_compile_seconds is not None
+
+
+def test_the_dearest_layers_are_measured_first_and_depthwise_ones_too(own_stores):
+    dense = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), dense, nn.Conv2d(8, 64, 3, padding=1)).eval()
+    with torch.no_grad():
+        model[2].weight *= torch.rand_like(model[2].weight) < 0.1
+    lines = []
+    report = sparta.compile(model, torch.randn(1, 3, 16, 16), progress=lines.append).report
+    order = [line.split()[2] for line in lines if line.startswith("layer ")]
+    assert order == ["2", "1", "0"]
+    reasons = {layer.name: layer.first.reason for layer in report.plan.layers}
+    assert "no zeros" in reasons["0"]
+    assert "no zeros" not in reasons["1"]
+    report = sparta.compile(nn.Sequential(nn.Conv2d(3, 8, 1), dense).eval(), torch.randn(1, 3, 16, 16)).report
+    assert all("no zeros" in layer.first.reason for layer in report.plan.layers)
+
+
+def test_large_batches_are_compared_at_both_ends():
+    weight = torch.randn(64, 64) * (torch.rand(64, 64) < 0.1)
+    lowering, x = lowering_of("linear"), torch.randn(40000, 64)
+    tesa = sparta.TeSA.from_mask(weight != 0)
+    spec = lowering.spec(tesa, x, {}, Epilogue(), device="cpu")
+    problem = lowering.problem(spec, weight, x, None, None)
+    rows = problem.checked.tolist()
+    assert rows[0] == 0
+    assert rows[-1] == 39999
+    assert len(problem.expected) == len(rows) < 40000
+    y = functional.linear(x, weight)
+    problem.check(y, "right")
+    y[-1, 3] += 1
+    with pytest.raises(CheckError):
+        problem.check(y, "wrong")
 
 
 def test_a_spent_budget_leaves_layers_dense_and_says_so(own_stores):

@@ -291,7 +291,7 @@ def _decided(contest: Contest, session: Session) -> tuple[Whole, float | None]:
             return whole, decision.seconds
         contest.plans[:] = before
     whole = contest.decide()
-    if not session.interrupted and whole.milliseconds:
+    if not session.interrupted and not contest.hurried and whole.milliseconds:
         dense = tuple(plan.name for plan in contest.plans if not plan.sparse)
         try:
             remember(key, Decision(whole.base, whole.host, dense, session.elapsed))

@@ -36,6 +36,7 @@ _LEAST_CALLS = 3  # of each variant: two to warm up and one that counts
 _ROUNDS = 9  # of the contest that decides, where the budget allows
 _HOST_GAIN = 1.02  # what a host other than eager must bring, so that noise does not choose
 _CLOSE = 1.08  # within this, variants are timed once more
+_ENOUGH = 0.5  # the share of the time for a comparison below which its outcome is not worth keeping
 _AS_HOPED = 0.6  # the share of the layers' own gains that the whole should show
 _INDUCTOR_SECONDS = 0.1  # for a call of the graph, about, before one was compiled here
 GIVEN, REDUCED = "model as given", "reduced graph"
@@ -65,6 +66,8 @@ class Contest:
         Whether `torch.compile` competes as a host. CUDA graphs do where the session says so.
     call_seconds
         What one call of the model as given takes, about.
+    hurried
+        Whether there was too little time for a decision that is worth remembering.
     """
 
     given: Call
@@ -77,6 +80,7 @@ class Contest:
     session: Session
     inductor: bool = False
     call_seconds: float = 0.0
+    hurried: bool = False
     _seconds_a_call: float = _INDUCTOR_SECONDS
     _kernels: dict[str, KernelModule] = field(default_factory=dict)
     _graphs: dict[tuple[str, frozenset[str]], fx.GraphModule] = field(default_factory=dict)
@@ -231,6 +235,7 @@ class Contest:
         if self.session.affords(seconds):
             return True
         if seconds and not self.session.interrupted:
+            self.hurried = True
             self.session.note(
                 f"{name} was not tried: compiling takes about {seconds:.0f} s, more than the budget has left"
             )
@@ -336,6 +341,7 @@ class Contest:
     def _times(self, calls: Mapping[str, Call], rounds: int = 0) -> dict[str, float]:
         wanted = max(_SECONDS[self.session.tune], rounds * len(calls) * self.call_seconds)
         seconds = min(wanted, max(0.02, 0.5 * self.session.left))
+        self.hurried |= seconds < _ENOUGH * wanted
         # By the clock, until the device is done: whoever waits for a result waits for the host as well.
         waiting = {name: _until_done(call) if self._cuda else call for name, call in calls.items()}
         found = compare(waiting, warmup=2, iters=50, max_seconds=seconds, device="cpu")
