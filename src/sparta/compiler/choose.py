@@ -76,31 +76,45 @@ def choose_layers(groups: Sequence[SubGraph], points: Sequence[Point], session: 
 def _chosen(groups: Sequence[SubGraph], points: Sequence[Point], session: Session) -> dict[SubGraph, dict[int, Choice]]:
     """Return what runs every sub-graph, by size.
 
-    The dearest are measured first: what one overruns its share by is then at the cost of those that matter least.
+    The dearest kinds are measured first: what one overruns its share by is then at the cost of those that matter least.
+    Those whose time was up have a second turn if others have left some.
     """
     kinds = _kinds(groups, points)
-    costs: dict[str, int] = {}
+    first = {kind: place for place, kind in reversed(kinds.items())}
+    costs = dict.fromkeys(first, 0)
     for (group, at), kind in kinds.items():
         x, attributes = points[at].values[group][0], group.anchor.attributes
-        costs[kind] = costs.get(kind, 0) + group.lowering.flops(group.tesa, x, attributes, live=False)
+        costs[kind] += group.lowering.flops(group.tesa, x, attributes, live=False)
     known: dict[str, Choice] = {}
+
+    def measure(kind: str, number: int) -> None:
+        group, at = first[kind]
+        x, residual = points[at].values[group]
+        size = group.lowering.size(x)
+        pattern = group.tesa.describe_pattern()
+        session.show(f"kind of layer {number + 1}/{len(first)}: {group.name} ({pattern}), size {size}")
+        _choice(group, x, residual, known, session, share=_share(kind, costs, known))
+
+    dearest = sorted(first, key=lambda kind: -costs[kind])
+    for number, kind in enumerate(dearest):
+        measure(kind, number)
+    for number, kind in enumerate(dearest):
+        if _hurried(known[kind]) and session.left_for_layers > 0:
+            del known[kind]
+            measure(kind, number)
+
     chosen: dict[SubGraph, dict[int, Choice]] = {group: {} for group in groups}
-    dearest = sorted(groups, key=lambda group: -costs.get(kinds.get((group, 0), ""), 0))
-    for number, group in enumerate(dearest):
+    for group in groups:
         for at, point in enumerate(points):
-            x, residual = point.values[group]
-            size = group.lowering.size(x)
-            if size in chosen[group]:
-                continue
-            session.show(
-                f"layer {number + 1}/{len(groups)} {group.name} ({group.tesa.describe_pattern()}), size {size}"
-            )
-            if (group, at) in kinds:
-                share = _share(kinds[group, at], costs, known)
-                chosen[group][size] = _choice(group, x, residual, known, session, share=share)
-            else:
-                chosen[group][size] = _not_measured(group)
+            size = group.lowering.size(point.values[group][0])
+            choice = known[kinds[group, at]] if (group, at) in kinds else _not_measured(group)
+            chosen[group].setdefault(size, choice)
     return chosen
+
+
+def _hurried(choice: Choice) -> bool:
+    """Whether a layer stays dense only because its time was up."""
+    return choice.implement == DENSE and choice.entry is None and choice.result is not None
 
 
 def _kinds(groups: Sequence[SubGraph], points: Sequence[Point]) -> dict[tuple[SubGraph, int], str]:

@@ -170,6 +170,7 @@ def tune_kernel(
         functions = {DENSE: rivals.dense, "candidate": rivals.candidate(config, kernel)}
         return 1.0 / pairs_of(compare(functions, warmup=2, iters=50, max_seconds=_QUICK_SECONDS)).gain
 
+    starting = _starting_points(problem.spec)
     result = search(
         search_space(problem.spec),
         objective,
@@ -177,12 +178,13 @@ def tune_kernel(
         max_trials=max_trials,
         max_seconds=None if max_seconds is None else _SEARCH_SHARE * max(1e-3, deadline - perf_counter()),
         seed=seed,
-        initial=_starting_points(problem.spec),
+        initial=starting,
         progress=progress or None,
         prepare=_compiler(problem),
         workers=min(_MOST_COMPILERS, os.cpu_count() or 1),
     )
-    choice = _confirmed(rivals, result, stored.refused, deadline)
+    all_had_a_turn = len(result.trials) >= min(len(starting), max_trials or len(starting))
+    choice = _confirmed(rivals, result, stored.refused, deadline, hurried=not all_had_a_turn)
     interrupted = choice.result is not None and choice.result.interrupted
     if store is not None and choice.entry is not None and not interrupted:
         store.put(problem.spec, choice.entry)
@@ -200,9 +202,13 @@ def build(spec: KernelSpec, config: Mapping[str, Any]) -> Kernel:
 
 
 def _starting_points(spec: KernelSpec) -> list[dict[str, Any]]:
-    """Return what a search should not miss: what the shipped table has, and each implement with its defaults."""
+    """Return what a search should not miss: what the shipped table has, and each implement with its defaults.
+
+    Dense comes last, because a search that runs out of time ends with the first result.
+    """
     guess = shipped(spec)
-    defaults = [{"_name": implement.name, **implement.default(spec)} for implement in supported(spec)[0]]
+    implements = sorted(supported(spec)[0], key=lambda implement: implement.name == DENSE)
+    defaults = [{"_name": implement.name, **implement.default(spec)} for implement in implements]
     return defaults if guess is None else [guess.config, *(point for point in defaults if point != guess.config)]
 
 
@@ -308,12 +314,16 @@ def _replayed(problem: Problem, kernel: Kernel, calls: int) -> Callable[[], Tens
     return replay
 
 
-def _confirmed(rivals: _Rivals, result: TuningResult, refused: Mapping[str, str], deadline: float) -> Choice:
-    """Time the best few against dense once more, longer, until one wins; dense if none does."""
+def _confirmed(
+    rivals: _Rivals, result: TuningResult, refused: Mapping[str, str], deadline: float, *, hurried: bool
+) -> Choice:
+    """Time the best few against dense once more, longer, until one wins; dense if none does.
+
+    After a hurried search, in which some implements had no turn, that is not worth keeping.
+    """
     complete = sorted((t.value, t.number, t) for t in result.trials if t.value is not None)
     hopeful = [t for ratio, _, t in complete if t.params["_name"] != DENSE and ratio < 1.0][:_RUNNERS_UP]
-    tried = any(trial.params["_name"] != DENSE for trial in result.trials)
-    dense_time, best, hurried = 0.0, "", not tried and perf_counter() >= deadline
+    dense_time, best = 0.0, ""
     for trial in hopeful:
         try:
             candidate = rivals.candidate(trial.params, build(rivals.problem.spec, trial.params))
