@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-KERNELS = ("test_linear.py", "test_conv.py", "test_int8.py", "test_generated.py")
+KERNELS = ("test_linear.py", "test_conv.py", "test_int8.py", "test_generated.py", "test_pool.py")
 # A masked input runs the kernels of linear layers with the roles of input and weight exchanged; compiling graphs needs
 # a compiler of its own, which sanitizers stop.
 SELECTION = (
