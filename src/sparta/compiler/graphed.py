@@ -72,13 +72,13 @@ class Graphed:
     def quick(self, build: Callable[[Any], Any] | None = None) -> Callable[[tuple[Any, ...]], Any] | None:
         """Return a function of the inputs as a tuple that replays, and returns `NOT_EXACT` where it cannot.
 
+        It is one function without calls of others in Python, because the device waits for each of them. None before
+        anything was recorded.
+
         Parameters
         ----------
         build
             What to do with the function's result before it is returned.
-
-        It is one function without calls of others in Python, because the device waits for each of them. None before
-        anything was recorded.
         """
         if self._graph is None or self._structure is None:
             return None

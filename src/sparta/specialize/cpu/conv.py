@@ -218,17 +218,10 @@ class PackedConv:
         """
         if bias is not None and not (is_float(bias) and bias.shape == self.shape[:1]):
             return None
-        values, shift, code = (
-            self._checked_values(values),
-            0 if bias is None else bias.data_ptr(),
-            activation_code(activation),
-        )
-        multiply, pack, threads, empty = (
-            self.library.handle.sparta_multiply_conv,
-            CONV_CALL.pack,
-            torch.get_num_threads,
-            torch.empty,
-        )
+        values, code = self._checked_values(values), activation_code(activation)
+        shift = 0 if bias is None else bias.data_ptr()
+        multiply, pack = self.library.handle.sparta_multiply_conv, CONV_CALL.pack
+        threads, empty = torch.get_num_threads, torch.empty
         ready: dict[tuple[Any, ...], _Ready] = {}
 
         def call(x: Tensor, residual: Tensor | None = None, _alive: tuple[Any, ...] = (values, bias)) -> Tensor | None:
