@@ -1,15 +1,14 @@
 """Run by a test: train with a recipe under DDP and FSDP2 in two processes, and in one, and compare all masks."""
 
 import sys
-import tempfile
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import pairs
 from sparta.create import initialize
 
 STEPS = 2
@@ -50,9 +49,7 @@ def train(model, kind, rank, world):
     return {name: tesa.mask() for name, tesa in spec.items()}
 
 
-def work(rank, store, report):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def work(rank, report):
     for wrap, kinds in RUNS.items():
         for kind in kinds:
             expected = train(network(), kind, 0, 1)
@@ -74,10 +71,7 @@ def work(rank, store, report):
                 with open(report, "a") as file:  # noqa: PTH123
                     alike = gathered[0] == gathered[1]
                     file.write(f"{wrap} {kind} names={names} ranks={alike} agree={agree >= 0.97}\n")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, args=(f"{folder}/store", sys.argv[1]), nprocs=2)
+    pairs.spawn(work, sys.argv[1])

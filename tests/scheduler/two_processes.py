@@ -1,15 +1,13 @@
 """Run by a test: the schedulers under DDP and FSDP2 in two processes, beside one process with the same data."""
 
 import sys
-import tempfile
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import pairs
 from sparta.scheduler import BaseScheduler, build_sparse_scheduler
 
 STEPS = 6
@@ -96,9 +94,7 @@ def export_after_evaluation():
         return torch.equal(plain(x), expected), spec.density == 0.5
 
 
-def work(rank, store, report):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def work(rank, report):
     for name in CONFIGS:
         expected, wanted = train(name, lambda model: model, 0, 1)
         for kind, wrap in (("ddp", DistributedDataParallel), ("fsdp", fully_shard)):
@@ -112,9 +108,7 @@ def work(rank, store, report):
     if rank == 0:
         with open(report, "a") as file:  # noqa: PTH123
             file.write(f"export fsdp same={same} rate={exact}\n")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (f"{folder}/store", sys.argv[1]), nprocs=2)
+    pairs.spawn(work, sys.argv[1])

@@ -1,14 +1,11 @@
 """Sharded and replicated training: the masks of two processes are those of one."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pairs
 from sparta.errors import ShapeError
 from sparta.sparsify.shards import Shards, lowest_of
 from sparta.sparsify.units import check_sharding, unit_count, unit_scores
@@ -18,11 +15,8 @@ from sparta.tesa.select import lowest
 
 @pytest.mark.slow
 def test_two_processes_make_the_masks_of_one(tmp_path):
-    script = Path(__file__).parent / "two_processes.py"
     report = tmp_path / "report"
-    command = [sys.executable, script, report]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert result.returncode == 0, result.stderr
+    pairs.run("sparsify.two_processes", report)
     lines = report.read_text().splitlines()
     assert len(lines) == 16
     assert [line for line in lines if "same=True zero=True density=0.5000" not in line] == []

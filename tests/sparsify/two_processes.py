@@ -2,15 +2,13 @@
 
 import copy
 import sys
-import tempfile
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import pairs
 from sparta.sparsify import ERK, Global, Schedule, Sparsifier
 from sparta.sparsify.shards import whole
 
@@ -52,9 +50,7 @@ def start(model, options):
     return Sparsifier(model, SCHEDULE, **options).attach(optimizer), optimizer
 
 
-def work(rank, store, report):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def work(rank, report):
     for name, options in RUNS.items():
         alone = network()
         expected = train(alone, *start(alone, copy.deepcopy(options)), 0, 1)
@@ -76,9 +72,7 @@ def work(rank, store, report):
             if rank == 0:
                 with open(report, "a") as file:  # noqa: PTH123
                     file.write(f"{name} {kind} same={same} zero={zero} density={density:.4f}\n")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (f"{folder}/store", sys.argv[1]), nprocs=2)
+    pairs.spawn(work, sys.argv[1])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import pairs
 from create.quantize.nets import NETS, make_cnn, train
 from create.quantize.resume import main as resume
 from sparta.create import quantize
@@ -183,10 +184,5 @@ def test_resuming_in_a_new_process_in_the_middle_of_quantization_is_exact(name, 
     assert all(torch.equal(ranges[key], again[key]) for key in ranges)
 
 
-def test_two_processes_agree_on_the_ranges(tmp_path):
-    script = Path(__file__).with_name("two_processes.py")
-    result = subprocess.run(
-        [sys.executable, script, tmp_path / "store"], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
-    assert "ranges agree" in result.stdout
+def test_two_processes_agree_on_the_ranges():
+    assert "ranges agree" in pairs.run("create.quantize.two_processes")

@@ -1,14 +1,12 @@
 """Run by a test: quantization-aware training under DDP and FSDP2, each process with data of its own."""
 
-import sys
-
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import pairs
 from sparta.create import quantize
 from sparta.create.manager import Manager
 from sparta.create.modifiers import modifier_named
@@ -34,9 +32,7 @@ def sharded(model):
     return fully_shard(model)
 
 
-def worker(rank, store):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def work(rank):
     found = []
     for wrap in (DistributedDataParallel, sharded):
         model, manager = trained(wrap, rank)
@@ -51,8 +47,7 @@ def worker(rank, store):
     assert torch.allclose(*found, atol=1e-5), "sharded or not"
     if rank == 0:
         print("ranges agree")  # noqa: T201 - read by the test
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    mp.spawn(worker, (sys.argv[1],), nprocs=2)
+    pairs.spawn(work)

@@ -1,0 +1,41 @@
+"""Two processes that train together, for the tests of distributed training.
+
+The scripts are modules of their own, run by :func:`run` in a fresh interpreter, since processes are spawned from them.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run(module, *arguments):
+    """Run a module of the tests by its name; return what it printed, and fail with what it complained of."""
+    command = [sys.executable, "-m", module, *arguments]
+    folder = Path(__file__).parent
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def spawn(work, *arguments):
+    """Call ``work(rank, *arguments)`` in two processes of one gloo group; an exception in either ends both."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_one_of_two, (f"{folder}/store", work, arguments), nprocs=2)
+
+
+def _one_of_two(rank, store, work, arguments):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    work(rank, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    # Gloo's threads outlive the group where a wrapped model still refers to it. One that frees a tensor while the
+    # interpreter is torn down aborts the process, after all the work is done: leave without tearing down.
+    os._exit(0)
