@@ -213,6 +213,30 @@ def test_the_runner_up_wins_where_the_first_was_only_lucky(problem, candidate, m
     assert len(asked) == 2
 
 
+def test_the_best_of_a_search_are_put_in_order_once_more(problem, candidate, monkeypatch):
+    class Slow(Cheat):
+        def run(self, packed, *inputs):
+            time.sleep(0.002)
+            return self.result
+
+    def lucky(times):  # in the search, the slow one looks as fast as the other and comes first
+        return Pairs(((3.0 if times["candidate"].median > 1.0 else 2.9, 1.0),) * 20)
+
+    monkeypatch.setattr(tuner, "pairs_of", lucky)
+    monkeypatch.setattr(tuner, "confirm", lambda dense, other, seconds: Pairs(((2.0, 1.0),) * 20))
+    candidate(lambda size: (Cheat if size == 2 else Slow)(problem.expected.float()))
+    assert tune_kernel(problem).params == {"size": 2}
+
+
+def test_where_putting_in_order_fails_the_order_of_the_search_stays(problem, candidate, monkeypatch):
+    def breaks(dense, candidates, seconds):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(tuner, "ranked", breaks)
+    candidate(lambda size: Cheat(problem.expected.float()))
+    assert tune_kernel(problem).implement == "candidate"
+
+
 def test_a_candidate_that_fails_only_in_the_longer_run_is_passed_over(problem, candidate, monkeypatch):
     def breaks(dense, other, seconds):
         raise RuntimeError("out of memory")

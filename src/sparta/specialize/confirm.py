@@ -1,6 +1,7 @@
 """Is a candidate really faster than dense? Pairs of calls in turns, until the answer no longer hangs on luck.
 
-The tuner asks this last, of the winner of a search, because whoever wins among many measured in haste was lucky too.
+The tuner asks this last, of the winners of a search, because whoever wins among many measured in haste was lucky too:
+the best few are put in order once more (:func:`ranked`), and then the first must beat dense (:func:`confirm`).
 The one idea to know: a busy machine slows both calls of a pair alike, so the ratio is taken pair by pair and the median
 of the ratios is what counts; where it is near the threshold, more pairs are taken.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from sparta.testing.timing import Comparison, compare
 
-__all__ = ["LEAST_GAIN", "LOWEST_GAIN", "Pairs", "confirm", "pairs_of"]
+__all__ = ["LEAST_GAIN", "LOWEST_GAIN", "Pairs", "confirm", "pairs_of", "ranked"]
 
 LEAST_GAIN = 1.03
 """What the median of the paired ratios must reach before anything but dense runs."""
@@ -28,6 +29,7 @@ _BATCH_SECONDS, _BATCH_PAIRS = 0.05, 50
 _FEWEST_PAIRS, _MOST_BATCHES = 7, 8
 # Calls so long that a batch is one pair of them average the noise themselves: three that all say so are enough.
 _FEWEST_LONG_PAIRS, _FAR_ABOVE, _FAR_BELOW = 3, 1.5, 0.9
+_RANKING_SECONDS, _RANKING_ROUNDS = 0.15, 50
 _DENSE, _CANDIDATE = "dense", "candidate"
 
 
@@ -118,3 +120,25 @@ def confirm(dense: Callable[[], Tensor], candidate: Callable[[], Tensor], max_se
         if found.decided or perf_counter() >= deadline:
             break
     return found
+
+
+def ranked(dense: Callable[[], Tensor], candidates: Sequence[Callable[[], Tensor]], max_seconds: float) -> list[int]:
+    """Time a few candidates in turns; return their numbers, the fastest first.
+
+    Dense takes its turn as well, so that all find the caches as a model leaves them. It takes 0.15 s, longer for calls
+    that are longer than that; with no time left the order stays.
+
+    Examples
+    --------
+    >>> import torch
+    >>> x = torch.rand(64, 64)
+    >>> ranked(lambda: x @ x, [lambda: x @ x @ x @ x @ x, lambda: x], 1.0)
+    [1, 0]
+    """
+    order = range(len(candidates))
+    if len(order) < 2 or max_seconds <= 0:
+        return list(order)
+    functions = {_DENSE: dense} | {str(number): candidates[number] for number in order}
+    seconds = min(_RANKING_SECONDS, max_seconds)
+    times = compare(functions, warmup=1, iters=_RANKING_ROUNDS, max_seconds=seconds)
+    return sorted(order, key=lambda number: times[str(number)].median)

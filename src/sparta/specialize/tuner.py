@@ -2,15 +2,16 @@
 
 Each candidate is built, checked against a float64 reference and timed in turns with dense; a candidate that does not
 compile or computes something else is a pruned trial, never a crash. Several are compiled at the same time, one is timed
-at a time. The one idea to know: the winner must beat dense once more, by 3 % in a longer run, so luck cannot choose.
+at a time. The one idea to know: the best few are put in order once more, and the first of them must beat dense by 3 %
+in a longer run, so luck cannot choose.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from sparta.common.tuning import PrunedTrial, Trial, TuningResult, search
 from sparta.errors import CheckError, SpartaError, message
-from sparta.specialize.confirm import LEAST_GAIN, confirm, pairs_of
+from sparta.specialize.confirm import LEAST_GAIN, confirm, pairs_of, ranked
 from sparta.specialize.implement import Kernel, implement_named, search_space, supported
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.shipped import shipped
@@ -33,6 +34,7 @@ __all__ = ["Choice", "Problem", "choose", "tune_kernel"]
 DENSE = "dense"
 _QUICK_SECONDS = 0.02
 _SEARCH_SHARE = 0.75  # of the seconds; the rest is for the longer run
+_FINALISTS, _CLOSE = 4, 1.3  # the best of a search are put in order once more: two, or four if so near to the first
 _RUNNERS_UP = 2  # how many candidates may try to beat dense in the longer run
 _MOST_COMPILERS = 4
 _GRAPH_MILLISECONDS, _MOST_CALLS = 0.2, 20  # of the calls in one graph: enough for the host to keep ahead
@@ -317,27 +319,28 @@ def _replayed(problem: Problem, kernel: Kernel, calls: int) -> Callable[[], Tens
 def _confirmed(
     rivals: _Rivals, result: TuningResult, refused: Mapping[str, str], deadline: float, *, hurried: bool
 ) -> Choice:
-    """Time the best few against dense once more, longer, until one wins; dense if none does.
+    """Put the best few in order once more and time them against dense, longer, until one wins; dense if none does.
 
     After a hurried search, in which some implements had no turn, that is not worth keeping.
     """
     complete = sorted((t.value, t.number, t) for t in result.trials if t.value is not None)
-    hopeful = [t for ratio, _, t in complete if t.params["_name"] != DENSE and ratio < 1.0][:_RUNNERS_UP]
+    faster = [(ratio, t) for ratio, _, t in complete if t.params["_name"] != DENSE and ratio < 1.0]
+    hopeful = [t for ratio, t in faster[:_FINALISTS] if ratio <= _CLOSE * faster[0][0] or ratio <= faster[1][0]]
     dense_time, best = 0.0, ""
-    for trial in hopeful:
-        try:
-            candidate = rivals.candidate(trial.params, build(rivals.problem.spec, trial.params))
-            pairs = confirm(rivals.dense, candidate, deadline - perf_counter())
-        except KeyboardInterrupt:
-            return _unconfirmed(hopeful[0], replace(result, interrupted=True), refused)
-        except (SpartaError, RuntimeError):
-            continue  # it worked once, and is not to be relied on
-        dense_time = pairs.dense_milliseconds / rivals.calls
-        best = best or f"({trial.params['_name']}) reached {pairs.gain:.2f}x"
-        hurried |= not pairs.decided and perf_counter() >= deadline
-        if pairs.won:
-            entry = Entry(trial.params["_name"], _params(trial), dense_time / pairs.gain, dense_time)
-            return Choice(entry.implement, entry.params, f"{pairs.gain:.2f}x dense", entry, refused, result)
+    try:
+        for trial, candidate in _finalists(rivals, hopeful, deadline)[:_RUNNERS_UP]:
+            try:
+                pairs = confirm(rivals.dense, candidate, deadline - perf_counter())
+            except (SpartaError, RuntimeError):
+                continue  # it worked once, and is not to be relied on
+            dense_time = pairs.dense_milliseconds / rivals.calls
+            best = best or f"({trial.params['_name']}) reached {pairs.gain:.2f}x"
+            hurried |= not pairs.decided and perf_counter() >= deadline
+            if pairs.won:
+                entry = Entry(trial.params["_name"], _params(trial), dense_time / pairs.gain, dense_time)
+                return Choice(entry.implement, entry.params, f"{pairs.gain:.2f}x dense", entry, refused, result)
+    except KeyboardInterrupt:
+        return _unconfirmed(hopeful[0], replace(result, interrupted=True), refused)
     if not dense_time:
         dense_time = compare({DENSE: rivals.dense}, warmup=2, max_seconds=_QUICK_SECONDS)[DENSE].median / rivals.calls
     why = "nothing was faster" if complete else "no candidate worked"
@@ -345,6 +348,18 @@ def _confirmed(
     if hurried:  # nothing that is worth keeping: more time may tell
         return Choice(DENSE, {}, f"{reason} when the time was up", None, refused, result)
     return Choice(DENSE, {}, reason, Entry(DENSE, {}, dense_time, dense_time), refused, result)
+
+
+def _finalists(rivals: _Rivals, hopeful: Sequence[Trial], deadline: float) -> list[tuple[Trial, Callable[[], Tensor]]]:
+    """Return those of the best that still work, in the order that measuring them side by side gives."""
+    found: list[tuple[Trial, Callable[[], Tensor]]] = []
+    for trial in hopeful if perf_counter() < deadline else hopeful[:_RUNNERS_UP]:
+        with suppress(SpartaError, RuntimeError):
+            found.append((trial, rivals.candidate(trial.params, build(rivals.problem.spec, trial.params))))
+    with suppress(SpartaError, RuntimeError):  # whoever fails is found out when it is confirmed
+        order = ranked(rivals.dense, [candidate for _, candidate in found], deadline - perf_counter())
+        return [found[number] for number in order]
+    return found
 
 
 def _unconfirmed(best: Trial, result: TuningResult, refused: Mapping[str, str]) -> Choice:
