@@ -30,6 +30,22 @@ def test_a_model_of_a_cuda_graph_runs_without_cuda(tmp_path):
     torch.testing.assert_close(sparta.load(tmp_path / "graph.sparta")(x), model(x).detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_images_are_pooled_by_the_kernel_library(monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.MaxPool2d(3, 2, padding=1), torch.nn.ReLU()).eval()
+    x = torch.randn(2, 3, 15, 13)
+    expected = model(x).detach()
+    host = hosted(sparta.compile(model, x, tune="off").graph, "eager")
+    by_pytorch, pooled = torch.nn.functional.max_pool2d, []
+
+    def watched(image, *args, **kwargs):
+        pooled.append(image.device.type)
+        return by_pytorch(image, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "max_pool2d", watched)
+    torch.testing.assert_close(host(x)[0], expected)
+    assert pooled == ["meta"]  # PyTorch is asked for the size only
+
+
 def test_graphs_change_nothing_where_there_are_none():
     mask = block_mask((32, 32), (4, 1), 0.8, seed=0)
     weight, x = torch.randn(32, 32) * mask, torch.randn(8, 32)
