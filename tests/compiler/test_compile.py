@@ -192,6 +192,7 @@ def test_what_propagation_finds_is_used_without_breaking_blocks(forced):
     fast = sparta.compile(model, x, tune="off")
     first = next(layer for layer in fast.report.plan.layers if layer.name == "0")
     assert first.pattern == "block 4×1"
+    assert first.shape == (56, 64)
     agree(fast(x), model(x).detach())
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from sparta.propagate.compact import CompactModel, Origin, masked_tensors
+from sparta.propagate.compact import Origin, masked_tensors
 from sparta.propagate.result import PropagationResult
 from sparta.tesa.attribute import DEAD, TeSA
 
@@ -31,9 +31,9 @@ _CHECKS = frozenset(
 )
 _IDENTITIES = frozenset({_aten.dropout.default, _aten.feature_dropout.default, _aten.alpha_dropout.default})
 
-_WORTH_A_PATTERN = 0.3
-"""The share of all parameters from which on cutting them is worth more than whole blocks: kernels skip zeros anyway,
-and run blocks about twice as fast, so only what stays dense gains from the cut."""
+_WORTH_A_PATTERN = 0.4
+"""The share of channels from which on cutting them is worth more than whole blocks: kernels run blocks about twice as
+fast, and what lies between the kernels gains from the cut as well."""
 
 
 @dataclass(frozen=True)
@@ -104,18 +104,12 @@ def original_program(result: PropagationResult) -> Program:
 def reduced_program(result: PropagationResult) -> tuple[Program, int]:
     """Return the model with what nothing observes cut out, or at zero, and how many parameters were cut.
 
-    A cut shifts the channels behind it, which can break the blocks of a pruned weight. Where that happens for a small
-    gain, nothing is cut and the weights that nothing observes are zero. Raises what
-    :meth:`PropagationResult.compact` raises.
+    A cut shifts the channels behind it, so pruned weights are cut by whole blocks, except along channels of which a
+    large share goes. Raises what :meth:`PropagationResult.compact` raises.
     """
-    small = result.compact(allow_empty=True)
-    masked = masked_tensors(result.captured, result.facts)
-    before = sum(t.numel() for t in masked.values())
+    small = result.compact(allow_empty=True, keep_blocks=_WORTH_A_PATTERN)
+    before = sum(t.numel() for t in masked_tensors(result.captured, result.facts).values())
     cut = before - sum(_attribute(small, name).numel() for name in small.mapping)
-    if cut and cut < _WORTH_A_PATTERN * before and _breaks_patterns(small, masked):
-        whole = {name: _zeroed(result, name, value) for name, value in masked.items()}
-        graph = _flat(result.captured.graph)
-        return Program(graph, _owned(graph, {**result.captured.literals, **whole}, result.captured.module)), 0
     tensors = {}
     for name, origin in small.mapping.items():
         value = _attribute(small, name)
@@ -139,17 +133,6 @@ def _block_height(weight: Tensor) -> int:
     """Return how many output channels are pruned together; 1 for a weight without zeros, or of all zeros."""
     height = TeSA.from_zeros(weight).state.block[0]
     return 1 if height >= weight.shape[0] else height
-
-
-def _breaks_patterns(small: CompactModel, masked: Mapping[str, Tensor]) -> bool:
-    """Whether some weight had blocks in the whole model that it has not in the compact one."""
-    for name, origin in small.mapping.items():
-        value = _attribute(small, name)
-        if origin.name is None or value.dim() < 2 or value.shape == masked[origin.name].shape:
-            continue
-        if _block_height(value) < _block_height(masked[origin.name]):
-            return True
-    return False
 
 
 def assemble(

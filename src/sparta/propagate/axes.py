@@ -9,7 +9,7 @@ flags start at "cut" where every element of the slice is constant or dead, and t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -23,7 +23,10 @@ from sparta.propagate.op import Op, dynamic_dims, is_tensor, place, shape_of, te
 from sparta.propagate.registry import rule_for
 from sparta.tesa.grid import Grid
 
-__all__ = ["Axes", "Tie", "constant_of_slice", "slice_values"]
+__all__ = ["Axes", "Blocks", "Tie", "constant_of_slice", "slice_values", "whole_blocks"]
+
+Blocks = Mapping[str, Sequence[int]]
+"""For the names of tensors the size of their blocks along each dim."""
 
 _LOOKS_AT_SHAPE = frozenset({torch.ops.aten.sym_size.int, torch.ops.aten._assert_tensor_metadata.default})
 
@@ -149,10 +152,17 @@ class Axes:
     # ------------------------------------------------------------------ solving
 
     @classmethod
-    def solved(cls, facts: Facts, graph: fx.Graph, round_to: int = 1) -> Axes:
-        """Return the axes of a graph with the largest cut that all its ops allow."""
+    def solved(
+        cls, facts: Facts, graph: fx.Graph, round_to: int = 1, blocks: Blocks | None = None, share: float = 1.0
+    ) -> Axes:
+        """Return the axes of a graph with the largest cut that all its ops allow.
+
+        Tensors in `blocks` are cut by whole blocks only, except along axes of which that `share` or more can be cut.
+        """
         axes = cls(facts, graph)
         axes._solve()
+        if blocks:
+            axes._keep_blocks(blocks, share)
         if round_to > 1:
             axes._round(round_to)
         return axes
@@ -269,6 +279,26 @@ class Axes:
                 return
             self.settle()
 
+    def _keep_blocks(self, blocks: Blocks, share: float) -> None:
+        """Keep what shares a block of a tensor with something that is kept."""
+        tied = [
+            (axis, blocks[str(node.target)][dim])
+            for (node, dim), axis in self._ids.items()
+            if node.op == "get_attr" and str(node.target) in blocks
+        ]
+        tied = [(axis, size) for axis, size in tied if float((~self.flags(axis)).double().mean()) < share]
+        grown = True
+        while grown:
+            grown = False
+            for axis, size in tied:
+                flags = self.flags(axis)
+                more = whole_blocks(flags, size) & ~flags
+                if bool(more.any()):
+                    self._keep[self.find(axis)] = flags | more
+                    self._needs.append((axis, more, f"whole blocks of {size}"))
+                    grown = True
+            self.settle()
+
     # ------------------------------------------------------------------ asking
 
     def kept(self, node: fx.Node, dim: int) -> Tensor:
@@ -364,6 +394,18 @@ class Axes:
 
 
 _SETTLE = {"product": Axes._product, "concat": Axes._concat, "select": Axes._select}
+
+
+def whole_blocks(flags: Tensor, size: int) -> Tensor:
+    """Return which indices lie in a block with any that is flagged; the last block may be short.
+
+    >>> whole_blocks(torch.tensor([False, True, False, False, False]), 2).int().tolist()
+    [1, 1, 0, 0, 0]
+    """
+    if not len(flags):
+        return flags
+    chunks = [chunk.any().expand(len(chunk)) for chunk in torch.split(flags, size)]
+    return torch.cat(chunks)
 
 
 def slice_values(facts: Facts, node: fx.Node, dim: int) -> tuple[Tensor, Tensor, Tensor]:

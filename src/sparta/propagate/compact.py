@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparta.errors import CheckError, ShapeError, ValueRangeError, message
-from sparta.propagate.axes import Axes
+from sparta.propagate.axes import Axes, Blocks
 from sparta.propagate.capture import Captured
 from sparta.propagate.edit import Edit
 from sparta.propagate.engine import Facts
@@ -75,6 +75,7 @@ def compacted(
     check: bool = True,
     seams: float | None = None,
     round_to: int = 1,
+    blocks: Blocks | None = None,
 ) -> CompactModel:
     """Return the compact model of a captured one.
 
@@ -89,6 +90,8 @@ def compacted(
         multiply-adds for each element that is moved; None: never.
     round_to
         Sizes at seams are multiples of this.
+    blocks
+        At seams, tensors are cut by whole blocks of these sizes.
     """
     empty = axes.empty_tensors()
     if empty and not allow_empty:
@@ -116,7 +119,7 @@ def compacted(
     masked = masked_tensors(captured, facts)
     mapping, tensors = _sliced(captured, axes, edit, masked)
     if seams is not None:
-        _sew(graph, mapping, tensors, seams, round_to)
+        _sew(graph, mapping, tensors, worth=seams, round_to=round_to, blocks=blocks or {})
     for node in graph.nodes:
         node.meta.pop("val", None)  # sizes of before the cut
     root = _tree(captured, tensors)
@@ -131,7 +134,15 @@ def compacted(
     return small
 
 
-def _sew(graph: fx.Graph, mapping: dict[str, Origin], tensors: dict[str, Tensor], worth: float, round_to: int) -> None:
+def _sew(
+    graph: fx.Graph,
+    mapping: dict[str, Origin],
+    tensors: dict[str, Tensor],
+    *,
+    worth: float,
+    round_to: int,
+    blocks: Blocks,
+) -> None:
     """Make the seams that pay, and keep track of where the rest of each weight came from."""
 
     def cut(name: str, dim: int, index: Tensor) -> None:
@@ -147,7 +158,7 @@ def _sew(graph: fx.Graph, mapping: dict[str, Origin], tensors: dict[str, Tensor]
         mapping[name], tensors[name] = Origin(None, ()), index.to(device)
         return name
 
-    Seams(tensors, worth, round_to, cut, literal).sew(graph)
+    Seams(tensors, worth, round_to, blocks, cut, literal).sew(graph)
 
 
 def _touched(axes: Axes, node: fx.Node) -> bool:
@@ -319,3 +330,9 @@ def check_round_to(round_to: int) -> None:
     """Raise unless `round_to` is a whole number of at least 1."""
     if isinstance(round_to, bool) or not isinstance(round_to, int) or round_to < 1:
         raise ValueRangeError(message(f"round_to={round_to!r}", "a whole number of at least 1"))
+
+
+def check_share(share: float | None) -> None:
+    """Raise unless a share is None or a number from 0 to 1."""
+    if share is not None and (isinstance(share, bool) or not 0 <= share <= 1):
+        raise ValueRangeError(message(f"keep_blocks={share!r}", "a number from 0 to 1, or None"))

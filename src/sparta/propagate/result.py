@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from sparta.errors import NameNotFoundError, did_you_mean
 from sparta.propagate.axes import Axes
 from sparta.propagate.capture import Captured
-from sparta.propagate.compact import CompactModel, check_round_to, compacted
+from sparta.propagate.compact import CompactModel, check_round_to, check_share, compacted
 from sparta.propagate.engine import Facts
 from sparta.propagate.op import is_tensor, place, shape_of
 from sparta.tables import table
@@ -69,7 +69,13 @@ class PropagationResult:
         return Axes.solved(self.facts, self.captured.graph)
 
     def compact(
-        self, round_to: int = 1, *, allow_empty: bool = False, check: bool = True, seams: float | None = 64
+        self,
+        round_to: int = 1,
+        *,
+        allow_empty: bool = False,
+        check: bool = True,
+        seams: float | None = 64,
+        keep_blocks: float | None = None,
     ) -> CompactModel:
         """Return a physically smaller model that computes what the masked dense model computes.
 
@@ -85,11 +91,29 @@ class PropagationResult:
             Where a layer needs less than its neighbours carry (a residual stream keeps the rest), gather what it reads
             and scatter what it writes, if that saves at least this many multiply-adds for each element that is moved;
             None: never.
+        keep_blocks
+            Cut weights by whole blocks of the size they are pruned in, so that kernels for blocks still fit, except
+            along channels of which at least this share can be cut: all of that is cut. None: cut all that can be cut.
         """
         check_round_to(round_to)
-        axes = Axes.solved(self.facts, self.captured.graph, round_to)
+        check_share(keep_blocks)
+        blocks = {} if keep_blocks is None else self._blocks()
+        axes = Axes.solved(self.facts, self.captured.graph, round_to, blocks, keep_blocks or 0.0)
         options: dict[str, Any] = {"allow_empty": allow_empty, "check": check, "seams": seams, "round_to": round_to}
-        return compacted(self.captured, self.facts, axes, **options)
+        return compacted(self.captured, self.facts, axes, blocks=blocks, **options)
+
+    def _blocks(self) -> dict[str, tuple[int, ...]]:
+        """Return the size of the blocks that weights are pruned in; 1 along a dim that they cover."""
+        found = {}
+        for name, node in self._nodes.items():
+            value = self.facts.masked(name)
+            if value.dim() < 2 or value.is_meta or not value.is_floating_point():
+                continue
+            sizes = zip(TeSA.from_zeros(value).state.block, shape_of(node), strict=True)
+            block = tuple(1 if size >= extent else size for size, extent in sizes)
+            if max(block) > 1:
+                found[name] = block
+        return found
 
     # ------------------------------------------------------------------ telling a person
 

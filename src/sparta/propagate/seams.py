@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from sparta.propagate.axes import Blocks, whole_blocks
+
 __all__ = ["Seams"]
 
 _aten = torch.ops.aten
@@ -34,6 +36,8 @@ class Seams:
         Multiply-adds that a seam must save for each element that it moves.
     round_to
         Sizes of what is left are multiples of this.
+    blocks
+        Sizes of blocks along each dim, by name: of these tensors, whole blocks are left.
     cut
         Called with a tensor's name, a dim and the positions that stay.
     literal
@@ -43,6 +47,7 @@ class Seams:
     tensors: dict[str, Tensor]
     worth: float
     round_to: int
+    blocks: Blocks
     cut: Callable[[str, int, Tensor], None]
     literal: Callable[[Tensor], str]
 
@@ -68,7 +73,7 @@ class Seams:
     def _columns(self, node: fx.Node, name: str, taps: float) -> None:
         """Gather what the layer reads."""
         values = self.tensors[name]
-        live = self._rounded(_slices(values, 1))
+        live = self._rounded(name, 1, _slices(values, 1))
         count, rows = int(live.sum()), values.shape[0]
         saved = taps * rows * (values.shape[1] - count)
         if count == values.shape[1] or saved < self.worth * count:
@@ -88,7 +93,7 @@ class Seams:
             return
         live[(~live).nonzero()[0]] = True
         zero = int((live & ~_slices(values, 0)).nonzero()[0])
-        live = self._rounded(live)
+        live = self._rounded(name, 0, live)
         count, total = int(live.sum()), values.shape[0]
         saved = taps * values.shape[1] * (total - count)
         if count == total or saved < self.worth * total:
@@ -119,13 +124,13 @@ class Seams:
             total = graph.call_function(_aten.add.Tensor, (node, shaped))
         node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
 
-    def _rounded(self, live: Tensor) -> Tensor:
-        """Keep a few more, so that their number is a multiple, and at least one."""
+    def _rounded(self, name: str, dim: int, live: Tensor) -> Tensor:
+        """Keep a few more, so that their number is a multiple, at least one, and blocks are whole."""
         count = int(live.sum())
         wanted = min(len(live), max(1, math.ceil(count / self.round_to) * self.round_to))
         live = live.clone()
         live[(~live).nonzero().flatten()[: wanted - count]] = True
-        return live
+        return whole_blocks(live, self.blocks[name][dim]) if name in self.blocks else live
 
 
 def _slices(values: Tensor, dim: int) -> Tensor:
