@@ -284,7 +284,7 @@ class Axes:
         tied = [
             (axis, blocks[str(node.target)][dim])
             for (node, dim), axis in self._ids.items()
-            if node.op == "get_attr" and str(node.target) in blocks
+            if node.op == "get_attr" and str(node.target) in blocks and blocks[str(node.target)][dim] > 1
         ]
         tied = [(axis, size) for axis, size in tied if float((~self.flags(axis)).double().mean()) < share]
         grown = True
@@ -402,10 +402,8 @@ def whole_blocks(flags: Tensor, size: int) -> Tensor:
     >>> whole_blocks(torch.tensor([False, True, False, False, False]), 2).int().tolist()
     [1, 1, 0, 0, 0]
     """
-    if not len(flags):
-        return flags
-    chunks = [chunk.any().expand(len(chunk)) for chunk in torch.split(flags, size)]
-    return torch.cat(chunks)
+    padded = torch.nn.functional.pad(flags, (0, -len(flags) % size))
+    return padded.reshape(-1, size).any(dim=1).repeat_interleave(size)[: len(flags)]
 
 
 def slice_values(facts: Facts, node: fx.Node, dim: int) -> tuple[Tensor, Tensor, Tensor]:
