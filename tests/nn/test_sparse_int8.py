@@ -76,6 +76,25 @@ def test_every_implement_gives_the_same(name, format):
     assert torch.equal(twin(x), layer(x))
 
 
+@pytest.mark.parametrize("inputs", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("format", ["int8", "uint8"])
+def test_rows_that_are_too_short_for_the_library_are_filled_up(inputs, format, monkeypatch):
+    library = torch._int_mm
+
+    def wrong_for_short_rows(x, weight):  # as on processors that multiply four integers at a time
+        sums = library(x, weight)
+        return sums + 1000 if x.shape[1] < 4 else sums
+
+    dense, x = nn.Linear(inputs, 5), torch.randn(7, inputs)
+    mask = torch.rand(5, inputs) < 0.8
+    layer = SparseInt8Linear.from_float(dense, mask, calibration=x, input_format=format)
+    before = layer(x)
+    monkeypatch.setattr(torch, "_int_mm", wrong_for_short_rows)
+    layer.build({"_name": "dense"}, x)
+    assert layer.choice.implement == "dense"
+    assert torch.equal(layer(x), before)
+
+
 def test_it_is_tuned_and_built_like_any_other():
     mask = block_mask((64, 64), (4, 4), 0.9, seed=0)
     model = nn.Sequential(SparseInt8Linear.from_float(nn.Linear(64, 64), mask, input_scale=0.05), nn.ReLU())

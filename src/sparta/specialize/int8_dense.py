@@ -1,7 +1,7 @@
 """Dense int8 kernels: exact integer products by ``torch._int_mm``, and oneDNN's quantised linear as a library rival.
 
-The one idea to know: ``dense`` is exact and is what results are checked with; oneDNN rounds in its own way, so where an
-8-bit result is off by one it is no candidate.
+Both are checked like any other implement. ``dense`` is exact; oneDNN rounds in its own way, so where an 8-bit result is
+off by one it is no candidate.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sparta.specialize.implement import Implement, Params, Support, present, register
 from sparta.specialize.int8 import Int8LinearKernel, requantised
 from sparta.specialize.kernel_spec import KernelSpec
 
 __all__ = ["DenseInt8Linear", "OneDnnInt8Linear"]
+
+# Processors that multiply 8-bit integers take four of them at a time, and `torch._int_mm` gives wrong sums on some of
+# those where there is only one: shorter rows are filled up with zeros, which change no sum.
+_FEWEST_INPUTS = 4
 
 
 class _DenseKernel(Int8LinearKernel):
@@ -25,16 +30,21 @@ class _DenseKernel(Int8LinearKernel):
         # Integers of 8 bits without a sign are moved to those with one, and so is their zero point.
         self._unsigned = str(spec["input"].format) == "uint8"
         self._zero = spec.attributes["input_zero_point"] - 128 * self._unsigned
+        self._missing = max(0, _FEWEST_INPUTS - spec["weight"].shape[1])
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         weight = self._spec["weight"].apply(operand)
-        return weight.t().contiguous(), weight.sum(1, dtype=torch.int32)
+        return self._filled(weight).t().contiguous(), weight.sum(1, dtype=torch.int32)
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         (x, multiplier), offset = present(*inputs[:2]), inputs[2]
         signed = (x ^ 128).view(torch.int8) if self._unsigned else x
-        sums = torch._int_mm(signed.contiguous(), packed[0]) if len(x) else x.new_zeros(0, len(multiplier)).int()
+        rows = self._filled(signed).contiguous()
+        sums = torch._int_mm(rows, packed[0]) if len(x) else x.new_zeros(0, len(multiplier)).int()
         return requantised(sums - self._zero * packed[1], self._spec, multiplier, offset)
+
+    def _filled(self, rows: Tensor) -> Tensor:
+        return functional.pad(rows, (0, self._missing)) if self._missing else rows
 
 
 @register

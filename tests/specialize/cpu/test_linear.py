@@ -96,6 +96,18 @@ def test_every_candidate_is_right(isa, height, tokens):
         check(PackedLinear(weight, mask, isa=isa, **tile)(x, bias, "gelu"), truth, reduction=100, what=str(tile))
 
 
+@settings(max_examples=60)
+@given(weight_masks(), tiles(), ISAS, st.integers(0, 40), st.data())
+def test_a_sum_of_zeros_is_positive_zero(mask, tile, isa, tokens, data):
+    signs = torch.where(torch.rand(mask.shape) < 0.5, 1.0, -1.0)
+    x = torch.where(torch.rand(tokens, mask.shape[1]) < 0.5, 0.0, -0.0)
+    bias = data.draw(st.sampled_from([None, torch.zeros(len(mask)), -torch.zeros(len(mask))]))
+    residual = data.draw(st.sampled_from([None, torch.zeros(tokens, len(mask)), -torch.zeros(tokens, len(mask))]))
+    y = packed_for(signs, mask, tile, isa)(x, bias, data.draw(st.sampled_from([None, "relu"])), residual)
+    assert torch.equal(y, torch.zeros(tokens, len(mask)))
+    assert not bool(y.signbit().any())
+
+
 @pytest.mark.skipif("avx512" not in runnable_isas(), reason="needs AVX-512")
 def test_the_permuted_form_crosses_long_gaps():
     mask = torch.zeros(20, 20001, dtype=torch.bool)
