@@ -1,8 +1,10 @@
 """Files: written atomically, checked on load, never pickled.
 
 A file of ours is a safetensors file whose metadata holds the kind of file, its format version, a JSON payload and a
-SHA-256 over everything else. The one idea to know: writing goes to a temporary file that is flushed to disk and then
-renamed, so a reader sees the old file or the new one and never half of either.
+SHA-256 over everything else. Writing goes to a temporary file that is flushed to disk and then renamed, so a reader
+sees the old file or the new one and never half of either. A checksum is no proof of good will, so readers trust
+nothing: JSON is read by :func:`read_json`, sizes go through a :class:`Budget`, and :func:`reading` turns whatever a bad
+file sets off into a :class:`~sparta.errors.FileFormatError` that names the file.
 """
 
 from __future__ import annotations
@@ -11,19 +13,35 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
+import re
 import stat
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from sparta.errors import FileFormatError, message
+from sparta.errors import FileFormatError, SpartaError, message
 
-__all__ = ["load_tensors", "private_folder", "save_tensors", "write_atomic"]
+__all__ = [
+    "Budget",
+    "load_tensors",
+    "private_folder",
+    "read_json",
+    "read_json_file",
+    "reading",
+    "save_tensors",
+    "write_atomic",
+]
 
 _HEADER_LIMIT = 512 * 1024 * 1024
+_DEEPEST = 100  # lists and objects of JSON within each other; what we write has fewer than 20
+_GROWTH, _LEAST_BUDGET = 64, 64 * 1024 * 1024  # a mask of one bit an element is a 32nd of the tensor in float32
+_TEMPORARY = re.compile(r"\..*\.sparta-([0-9a-f]{8})-([0-9]{1,9})-.+")
+_ABANDONED_SECONDS = 3600.0
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
@@ -31,7 +49,9 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
     target = Path(path)
     if not target.parent.is_dir():
         raise FileFormatError(message(f"cannot write {target}: its folder does not exist", fix="create it first"))
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    _sweep(target.parent)
+    prefix = f".{target.name[:100]}.sparta-{_host()}-{os.getpid()}-"
+    handle, temporary = tempfile.mkstemp(prefix=prefix, dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -93,7 +113,7 @@ def save_tensors(
     header["__metadata__"]["sha256"] = _digest(header, body)
     text = json.dumps(header, sort_keys=True).encode()
     text += b" " * (-len(text) % 8)
-    write_atomic(path, len(text).to_bytes(8, "little") + text + body)
+    write_atomic(path, b"".join((len(text).to_bytes(8, "little"), text, body)))
 
 
 def load_tensors(path: str | os.PathLike[str], kind: str, version: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -104,30 +124,163 @@ def load_tensors(path: str | os.PathLike[str], kind: str, version: int) -> tuple
     tuple
         The tensors by name, and the payload.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load
 
     file = Path(path)
-    data = _read(file)
-    header, body = _split(data, file)
-    metadata = header.get("__metadata__", {})
-    found = metadata.get("sparta")
-    if found != kind:
-        what = f"a sparta {found} file" if found else "not a sparta file"
-        raise FileFormatError(message(f"{file} is {what}", f"a sparta {kind} file"))
-    written = _version_of(metadata, file)
-    if written > version:
-        raise FileFormatError(
-            message(f"{file} has format version {written}", f"up to {version}", "upgrade sparta to read it")
-        )
-    if metadata.pop("sha256", None) != _digest(header, body):
-        raise FileFormatError(
-            message(f"{file} is damaged or was edited: its checksum does not match", fix="save it again")
-        )
+    with reading(file):
+        data = _read(file)
+        header, body = _split(data, file)
+        metadata = header.get("__metadata__", {})
+        found = metadata.get("sparta")
+        if found != kind:
+            what = f"a sparta {found} file" if isinstance(found, str) else "not a sparta file"
+            raise FileFormatError(message(f"{file} is {what}", f"a sparta {kind} file"))
+        written = _version_of(metadata, file)
+        if written > version:
+            raise FileFormatError(
+                message(f"{file} has format version {written}", f"up to {version}", "upgrade sparta to read it")
+            )
+        if metadata.pop("sha256", None) != _digest(header, body):
+            raise FileFormatError(
+                message(f"{file} is damaged or was edited: its checksum does not match", fix="save it again")
+            )
+        payload = read_json(metadata["payload"], str(file))
+        if not isinstance(payload, dict):
+            raise FileFormatError(message(f"{file} holds {type(payload).__name__}", "an object", "save it again"))
+        return load(data), payload
+
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str], fix: str = "save it again") -> Iterator[None]:
+    """Turn whatever the contents of a bad file set off inside the block into a FileFormatError that names the file.
+
+    >>> with reading("model.sparta"):
+    ...     {}["graph"]
+    Traceback (most recent call last):
+    sparta.errors.FileFormatError: model.sparta does not fit together (KeyError: 'graph'); save it again.
+    """
+    from safetensors import SafetensorError
+
+    name = os.fspath(path)
     try:
-        return load(data), json.loads(metadata["payload"])
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise FileFormatError(message(f"{file} cannot be read: {error}", fix="save it again")) from error
+        yield
+    except SpartaError as error:
+        if isinstance(error, FileFormatError) and name in str(error):
+            raise
+        raise FileFormatError(f"{name}: {error}") from error
+    except (
+        *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError),
+        *(ValueError, SafetensorError),
+    ) as error:
+        what = f"{type(error).__name__}: {error}"[:500]
+        raise FileFormatError(message(f"{name} does not fit together ({what})", fix=fix)) from error
+
+
+def read_json(text: str | bytes, source: str) -> Any:
+    """Return what a JSON text of a stranger holds; refuses one that is nested deeply or gives a key twice.
+
+    Parameters
+    ----------
+    source
+        What error messages call it: the name of its file.
+
+    Examples
+    --------
+    >>> read_json('{"a": [1, 2.5, null]}', "a file")
+    {'a': [1, 2.5, None]}
+    """
+    if not isinstance(text, str | bytes):
+        raise FileFormatError(message(f"{source} has {type(text).__name__} for JSON", "a text", "write it again"))
+    try:
+        found = json.loads(text, object_pairs_hook=_object)
+    except RecursionError as error:
+        raise _too_deep(source) from error
+    except ValueError as error:
+        raise FileFormatError(message(f"{source} is not valid JSON: {error}", fix="write it again")) from error
+    level, depth = [found], 0
+    while level := [inner for value in level if isinstance(value, dict | list) for inner in _inside(value)]:
+        depth += 1
+        if depth > _DEEPEST:
+            raise _too_deep(source)
+    return found
+
+
+def read_json_file(path: str | os.PathLike[str]) -> Any:
+    """Return what a JSON file of a stranger holds, as :func:`read_json` does; a missing file is FileNotFoundError."""
+    return read_json(Path(path).read_bytes(), os.fspath(path))
+
+
+class Budget:
+    """How many bytes may be made from one file: 64 times its size, 64 MiB at least, or what the caller allows.
+
+    A file can say in a few bytes that a tensor is huge, so every tensor that is larger than what the file holds of it
+    is asked for here before it is made.
+
+    Parameters
+    ----------
+    limit
+        In bytes.
+    source
+        What error messages call it: the name of the file.
+
+    Examples
+    --------
+    >>> budget = Budget(1000, "m.sparta")
+    >>> budget.take((10, 10), 4, "the mask")
+    100
+    >>> budget.take((10, 20), 4, "the weight")
+    Traceback (most recent call last):
+    sparta.errors.FileFormatError: m.sparta: the weight of shape (10, 20) takes 800 bytes; allowed: 600 bytes more; ...
+    """
+
+    def __init__(self, limit: int, source: str) -> None:
+        self.limit, self.source, self._taken = limit, source, 0
+
+    @classmethod
+    def of_file(cls, path: str | os.PathLike[str], max_bytes: int | None = None) -> Budget:
+        """Return the budget of a file that exists; `max_bytes` replaces the one that follows from its size."""
+        size = Path(path).stat().st_size
+        return cls(max(_LEAST_BUDGET, _GROWTH * size) if max_bytes is None else max_bytes, os.fspath(path))
+
+    def check(self, shape: Sequence[int], itemsize: int, what: str) -> int:
+        """Return how many elements `shape` has; raises FileFormatError if it is no shape or too large by itself."""
+        count = 1
+        for size in shape:
+            if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < 2**62:
+                raise FileFormatError(
+                    message(
+                        f"{self.source}: {what} has the size {size!r}", "whole numbers of 0 or more", "save it again"
+                    )
+                )
+            count *= size
+        left = self.limit - self._taken
+        if count * itemsize > left:
+            given = f"{self.source}: {what} of shape {tuple(shape)} takes {count * itemsize} bytes"
+            raise FileFormatError(message(given, f"{left} bytes more", "pass max_bytes if you trust the file"))
+        return count
+
+    def take(self, shape: Sequence[int], itemsize: int, what: str) -> int:
+        """Do as :meth:`check` does, and count the bytes: the next tensor has so much less."""
+        count = self.check(shape, itemsize, what)
+        self._taken += count * itemsize
+        return count
+
+
+def _inside(value: dict[str, Any] | list[Any]) -> Iterator[Any]:
+    return iter(value.values() if isinstance(value, dict) else value)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is given twice")
+    return found
+
+
+def _too_deep(source: str) -> FileFormatError:
+    return FileFormatError(
+        message(f"{source} has JSON that is nested too deeply", f"{_DEEPEST} levels at most", "write it again")
+    )
 
 
 def _read(file: Path) -> bytes:
@@ -137,31 +290,60 @@ def _read(file: Path) -> bytes:
         raise FileFormatError(message(f"cannot read {file}: {error.strerror}", fix="check the path")) from error
 
 
-def _split(data: bytes, file: Path) -> tuple[dict[str, Any], bytes]:
+def _split(data: bytes, file: Path) -> tuple[dict[str, Any], memoryview]:
     """Split a safetensors file into its header and its body."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > min(_HEADER_LIMIT, len(data) - 8):
         raise FileFormatError(message(f"{file} is truncated or not a safetensors file", fix="save it again"))
-    try:
-        header = json.loads(data[8 : 8 + size])
-    except ValueError as error:
-        raise FileFormatError(message(f"{file} has a damaged header: {error}", fix="save it again")) from error
+    header = read_json(data[8 : 8 + size], f"the header of {file}")
     if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
         raise FileFormatError(message(f"{file} has a damaged header", fix="save it again"))
-    return header, data[8 + size :]
+    return header, memoryview(data)[8 + size :]
 
 
-def _digest(header: Mapping[str, Any], body: bytes) -> str:
+def _digest(header: Mapping[str, Any], body: memoryview) -> str:
     sha = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     sha.update(body)
     return sha.hexdigest()
 
 
-def _version_of(metadata: Mapping[str, str], file: Path) -> int:
+def _version_of(metadata: Mapping[str, Any], file: Path) -> int:
     text = metadata.get("version", "")
-    if not text.isdigit():
+    if not isinstance(text, str) or not re.fullmatch("[0-9]{1,9}", text):
         raise FileFormatError(message(f"{file} has the format version {text!r}", "a whole number", "save it again"))
     return int(text)
+
+
+def _host() -> str:
+    """Return what tells this machine's (or container's) process numbers from those of others, as 8 digits."""
+    space = "/proc/self/ns/pid"
+    parts = f"{platform.node()} {os.readlink(space) if Path(space).is_symlink() else ''}"  # noqa: PTH115 - no real path
+    return hashlib.sha256(parts.encode()).hexdigest()[:8]
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the temporary files of writers that were killed; whatever cannot be removed stays."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            found = _TEMPORARY.fullmatch(entry.name)
+            if found is None:
+                continue
+            with contextlib.suppress(OSError):
+                if _is_abandoned(found[1], int(found[2]), entry.stat(follow_symlinks=False).st_mtime):
+                    Path(entry.path).unlink()
+
+
+def _is_abandoned(host: str, process: int, written: float) -> bool:
+    """Tell whether the writer of a temporary file is gone: it is not running here, or elsewhere for an hour now."""
+    if os.name != "posix" or host != _host():
+        return time.time() - written > _ABANDONED_SECONDS
+    try:
+        os.kill(process, 0)  # asks only
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False  # another user's
+    return False
 
 
 def _refuse_shared(folder: Path) -> None:
