@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from sparta.common.tuning import TunableItemCfg
-from sparta.errors import FileFormatError, NameNotFoundError, SpartaError, ValueRangeError
+from sparta.errors import CheckError, FileFormatError, NameNotFoundError, SpartaError, ValueRangeError
 from sparta.specialize import implement as registry
 from sparta.specialize import tuner
 from sparta.specialize.confirm import Pairs
 from sparta.specialize.implement import Implement, Support, implements_of, register, search_space, supported
 from sparta.specialize.linear import LinearKernel, linear_spec
 from sparta.specialize.store import Entry, TuningStore, device_name, key_of
-from sparta.specialize.tuner import Problem, build, choose, tune_kernel
+from sparta.specialize.tuner import Choice, Problem, build, choose, right_choice, tune_kernel
 from sparta.tesa.attribute import TeSA
 from sparta.testing import linear_reference
 
@@ -95,6 +95,59 @@ def test_a_wrong_candidate_never_wins_however_fast(problem, candidate):
     choice = tune_kernel(problem)
     assert choice.implement == "dense"
     assert any("wrong result" in reason for reason in choice.result.reasons)
+
+
+@pytest.fixture
+def wrong_dense(monkeypatch):
+    """A library whose dense product is off by one."""
+    kernel = type(build(linear_spec(TeSA.dense((8, 8)), 8, torch.float32), {"_name": "dense"}))
+    right = kernel.run
+    monkeypatch.setattr(kernel, "run", lambda self, packed, *inputs: right(self, packed, *inputs) + 1.0)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01])
+def test_where_dense_is_wrong_a_right_candidate_runs_however_slow(problem, candidate, wrong_dense, tmp_path, seconds):
+    class Slow(Cheat):
+        def run(self, packed, *inputs):
+            time.sleep(seconds)
+            return self.result
+
+    candidate(lambda size: Slow(problem.expected.float()))
+    store = TuningStore(tmp_path)
+    choice = tune_kernel(problem, store=store)
+    assert choice.implement == "candidate"
+    assert "dense is wrong here" in choice.reason
+    assert any("wrong result: dense differs" in reason for reason in choice.result.reasons)
+    assert len(store) == 0
+
+
+def test_where_nothing_is_right_that_is_an_error(problem, candidate, wrong_dense):
+    candidate(lambda size: Cheat(problem.expected.float() - 1))
+    with pytest.raises(CheckError, match="no implement of linear"):
+        tune_kernel(problem)
+
+
+def test_a_stored_choice_that_is_wrong_is_measured_again(problem, candidate, tmp_path):
+    result = problem.expected.float()
+    candidate(lambda size: Cheat(result))
+    store = TuningStore(tmp_path)
+    assert tune_kernel(problem, store=store).implement == "candidate"
+    result += 1.0
+    again = tune_kernel(problem, store=store)
+    assert again.implement == "dense"
+    assert again.result is not None
+    assert store.get(problem.spec).implement == "dense"
+
+
+def test_what_is_built_is_right_or_replaced(problem, candidate):
+    wrong = Choice("candidate", {"size": 1}, "built as given")
+    result = problem.expected.float()
+    candidate(lambda size: Cheat(result))
+    assert right_choice(problem, wrong) is wrong
+    result += 1.0
+    other = right_choice(problem, wrong)
+    assert other.implement == "dense"
+    assert "candidate is wrong here, dense runs instead" in other.reason
 
 
 @pytest.mark.parametrize("error", [SpartaError("does not compile"), RuntimeError("crash"), ZeroDivisionError("oops")])

@@ -6,6 +6,8 @@ off by one it is no candidate.
 
 from __future__ import annotations
 
+import functools
+import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.nn import functional
 from sparta.specialize.implement import Implement, Params, Support, present, register
 from sparta.specialize.int8 import Int8LinearKernel, requantised
 from sparta.specialize.kernel_spec import KernelSpec
+from sparta.testing.machine import probe_cpu
 
 __all__ = ["DenseInt8Linear", "OneDnnInt8Linear"]
 
@@ -111,13 +114,21 @@ class OneDnnInt8Linear(Implement):
     op = "int8_linear"
 
     def supports(self, spec: KernelSpec) -> Support:
-        """Where torch was built with oneDNN."""
+        """Where torch was built with oneDNN, and the processor sums products of 8-bit integers in 32 bits."""
         del spec
         if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return Support.no("this torch was built without oneDNN")
+        if _sums_in_16_bits(platform.machine().lower()):
+            return Support.no("without VNNI, oneDNN adds two products in 16 bits, where they overflow")
         return Support.yes("oneDNN")
 
     def build(self, spec: KernelSpec, params: Params) -> Int8LinearKernel:
         """Return the library's kernel."""
         del params
         return _OneDnnKernel(spec)
+
+
+@functools.cache
+def _sums_in_16_bits(machine: str) -> bool:
+    """Tell whether oneDNN adds pairs of products in 16 bits here: on x86 without VNNI. No sample can rule that out."""
+    return machine in ("x86_64", "amd64", "i686") and not {"avx_vnni", "avx512_vnni"} & set(probe_cpu().vector_isa)

@@ -29,7 +29,7 @@ from sparta.specialize.store import Entry, TuningStore
 from sparta.testing.checks import check
 from sparta.testing.timing import compare
 
-__all__ = ["Choice", "Problem", "choose", "tune_kernel"]
+__all__ = ["Choice", "Problem", "choose", "right_choice", "tune_kernel"]
 
 DENSE = "dense"
 _QUICK_SECONDS = 0.02
@@ -130,6 +130,35 @@ def choose(spec: KernelSpec, store: TuningStore | None = None) -> Choice:
     return Choice(guess.implement, guess.params, reason, None, refused)
 
 
+def right_choice(problem: Problem, choice: Choice) -> Choice:
+    """Return a choice if it computes what is expected; else dense if that does, else the next implement that does.
+
+    No kernel is trusted unchecked, a library's neither. The reason tells what was wrong; raises CheckError where no
+    implement is right.
+    """
+    fault = _fault(problem, choice.config)
+    if not fault:
+        return choice
+    able = sorted(supported(problem.spec)[0], key=lambda implement: implement.name != DENSE)
+    for implement in able:
+        params = implement.default(problem.spec)
+        if not _fault(problem, {"_name": implement.name, **params}):
+            reason = f"{choice.implement} is wrong here, {implement.name} runs instead ({fault})"
+            return Choice(implement.name, params, reason, None, choice.refused)
+    raise CheckError(
+        message(f"no implement of {problem.spec} is right here: {fault}", fix="pass sample inputs as they are in use")
+    )
+
+
+def _fault(problem: Problem, config: Mapping[str, Any]) -> str:
+    """Return in words why the kernel of a config is not right on a problem; nothing where it is."""
+    try:
+        problem.check(_callable(problem, build(problem.spec, config))(), config["_name"])
+    except (SpartaError, RuntimeError) as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
 def tune_kernel(
     problem: Problem,
     *,
@@ -143,8 +172,9 @@ def tune_kernel(
 ) -> Choice:
     """Return the fastest implement and parameters for a problem.
 
-    A stored result is taken as it is. Interrupting keeps the best so far. Whatever wins the search must then beat dense
-    by 3 % (see :mod:`sparta.specialize.confirm`); otherwise dense runs.
+    A stored result is taken if it is right. Interrupting keeps the best so far. Whatever wins the search must then beat
+    dense by 3 % (see :mod:`sparta.specialize.confirm`); otherwise dense runs. Dense is checked as well: where it is
+    wrong, the fastest candidate that is right runs, and the reason says so.
 
     Parameters
     ----------
@@ -161,13 +191,15 @@ def tune_kernel(
         share, as in a model that is replayed whole.
     """
     stored = choose(problem.spec, store)
-    if stored.entry is not None:
+    if stored.entry is not None and not _fault(problem, stored.config):
         return stored
     deadline = math.inf if max_seconds is None else perf_counter() + max_seconds
     rivals = _Rivals.of(problem, in_graphs=in_graphs and problem.spec.device == "cuda" and not problem.backward)
 
     def objective(config: Mapping[str, Any], kernel: Kernel) -> float:
         if config["_name"] == DENSE:
+            if rivals.fault:
+                raise PrunedTrial(f"wrong result: {rivals.fault}")
             return 1.0
         functions = {DENSE: rivals.dense, "candidate": rivals.candidate(config, kernel)}
         return 1.0 / pairs_of(compare(functions, warmup=2, iters=50, max_seconds=_QUICK_SECONDS)).gain
@@ -266,13 +298,18 @@ class _Rivals:
     dense: Callable[[], Tensor]
     calls: int
     in_graphs: bool
+    fault: str = ""
+    """What is wrong with dense, which is a measure of time only then."""
 
     @staticmethod
     def of(problem: Problem, *, in_graphs: bool) -> _Rivals:
-        """Return the rivals of a problem; raises where dense computes something else than what is expected."""
+        """Return the rivals of a problem, dense checked."""
         kernel = build(problem.spec, {"_name": DENSE})
         dense = _callable(problem, kernel)
-        problem.check(dense(), DENSE)
+        try:
+            problem.check(dense(), DENSE)
+        except CheckError as error:
+            return _Rivals(problem, dense, 1, in_graphs=False, fault=str(error).splitlines()[0])
         if not in_graphs:
             return _Rivals(problem, dense, 1, in_graphs=False)
         alone = compare({DENSE: dense}, warmup=2, iters=20, max_seconds=_QUICK_SECONDS)[DENSE].min
@@ -324,6 +361,8 @@ def _confirmed(
     After a hurried search, in which some implements had no turn, that is not worth keeping.
     """
     complete = sorted((t.value, t.number, t) for t in result.trials if t.value is not None)
+    if rivals.fault:
+        return _instead_of_dense(rivals, [trial for _, _, trial in complete], result, refused)
     faster = [(ratio, t) for ratio, _, t in complete if t.params["_name"] != DENSE and ratio < 1.0]
     hopeful = [t for ratio, t in faster[:_FINALISTS] if ratio <= _CLOSE * faster[0][0] or ratio <= faster[1][0]]
     dense_time, best = 0.0, ""
@@ -360,6 +399,17 @@ def _finalists(rivals: _Rivals, hopeful: Sequence[Trial], deadline: float) -> li
         order = ranked(rivals.dense, [candidate for _, candidate in found], deadline - perf_counter())
         return [found[number] for number in order]
     return found
+
+
+def _instead_of_dense(
+    rivals: _Rivals, best: Sequence[Trial], result: TuningResult, refused: Mapping[str, str]
+) -> Choice:
+    """Return the first of the candidates that is right, where dense is not; it is not kept: another torch may be."""
+    for trial in best:
+        if not _fault(rivals.problem, trial.params):
+            reason = f"dense is wrong here, the fastest that is right runs ({rivals.fault})"
+            return Choice(trial.params["_name"], _params(trial), reason, None, refused, result)
+    return replace(right_choice(rivals.problem, Choice(DENSE, {}, "", None, refused)), result=result)
 
 
 def _unconfirmed(best: Trial, result: TuningResult, refused: Mapping[str, str]) -> Choice:

@@ -1,6 +1,7 @@
 """Int8 kernels are exact: equal, bit for bit, to the integer product, in every build and for any shape."""
 
 from ctypes import addressof
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError
+from sparta.specialize import int8_dense
 from sparta.specialize.cpu import load, runnable_isas
 from sparta.specialize.cpu.int8 import Int8Options, Int8Panel, PackedInt8Linear
 from sparta.specialize.cpu.library import INT8_CALL
@@ -17,6 +19,7 @@ from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.tuner import Problem, build, tune_kernel
 from sparta.tesa.attribute import TeSA
 from sparta.testing import check
+from sparta.testing.machine import probe_cpu
 from specialize.cpu.kernel_strategies import weight_masks
 
 FORMATS = {"int8": torch.int8, "uint8": torch.uint8, "fp32": torch.float32}
@@ -162,6 +165,20 @@ def test_every_implement_agrees(data):
             assert (y.double() - truth.double()).abs().max() <= (1 if truth.dtype != torch.float32 else 1e-3)
         else:
             assert torch.equal(y, truth)
+
+
+@pytest.mark.parametrize(
+    ("flags", "runs"), [((), False), (("avx2", "fma"), False), (("avx_vnni",), True), (("avx512_vnni",), True)]
+)
+def test_onednn_is_no_candidate_where_its_sums_overflow(flags, runs, monkeypatch):
+    known = replace(probe_cpu(), vector_isa=flags)
+    monkeypatch.setattr(int8_dense, "probe_cpu", lambda: known)
+    monkeypatch.setattr(int8_dense.platform, "machine", lambda: "x86_64")
+    int8_dense._sums_in_16_bits.cache_clear()
+    answer = int8_dense.OneDnnInt8Linear().supports(int8_linear_spec(TeSA.dense((8, 8)), 4))
+    int8_dense._sums_in_16_bits.cache_clear()
+    assert bool(answer) == (runs and torch.backends.mkldnn.is_available())
+    assert answer or "overflow" in answer.reason or "without oneDNN" in answer.reason
 
 
 def test_the_tuner_chooses_among_them():
