@@ -1,5 +1,6 @@
 """Expressions: they mean what Python's own arithmetic means, print as they parse, and can run nothing."""
 
+import ast
 import contextlib
 import math
 
@@ -7,48 +8,52 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparta.create.recipe.expression import FUNCTIONS, Binary, Call, Expression, Name, Number, Unary, parse
+from sparta.create.recipe.expression import FUNCTIONS, parse
 from sparta.errors import NameNotFoundError, SpartaError, ValueRangeError
 
 VARIABLES = {"num_epochs": 20, "sparsity": 0.8, "_x1": 3}
 
 numbers = st.one_of(
     st.integers(0, 50), st.floats(0, 100, allow_nan=False, allow_subnormal=False).map(lambda x: round(x, 3))
-).map(Number)
-leaves = numbers | st.sampled_from(sorted(VARIABLES)).map(Name)
+).map(repr)
+leaves = numbers | st.sampled_from(sorted(VARIABLES))
 
 
 def grown(inner):
+    spaces = st.sampled_from(["", " "])
     calls = st.one_of(
         st.tuples(st.sampled_from(["abs", "int", "float", "ceil", "floor", "round"]), st.tuples(inner)),
-        st.tuples(st.sampled_from(["min", "max"]), st.lists(inner, min_size=2, max_size=3).map(tuple)),
-    ).map(lambda call: Call(*call))
-    binary = st.builds(Binary, st.sampled_from(["+", "-", "*", "/", "//", "%"]), inner, inner)
-    power = st.builds(Binary, st.just("**"), inner, st.integers(0, 3).map(Number))
-    return st.one_of(st.builds(Unary, st.sampled_from(["-", "+"]), inner), binary, power, calls)
+        st.tuples(st.sampled_from(["min", "max"]), st.lists(inner, min_size=2, max_size=3)),
+    ).map(lambda call: f"{call[0]}({', '.join(call[1])})")
+    marks = st.sampled_from(["+", "-", "*", "/", "//", "%"])
+    binary = st.tuples(inner, spaces, marks, spaces, inner).map("".join)
+    power = st.tuples(inner.map("({})".format), st.integers(0, 3)).map(lambda parts: f"{parts[0]} ** {parts[1]}")
+    signed = st.tuples(st.sampled_from(["-", "+"]), inner).map("".join)
+    return st.one_of(signed, binary, power, calls, inner.map("({})".format))
 
 
-trees = st.recursive(leaves, grown, max_leaves=8)
+texts = st.recursive(leaves, grown, max_leaves=8)
 
 
 @settings(max_examples=150, deadline=None)
-@given(trees)
-def test_what_is_printed_parses_to_the_same_tree(tree):
-    expression = Expression(tree)
+@given(texts)
+def test_what_is_printed_parses_to_the_same_expression(text):
+    expression = parse(text)
     assert parse(str(expression)) == expression
+    assert ast.dump(ast.parse(str(expression))) == ast.dump(ast.parse(text))
 
 
 @settings(max_examples=150, deadline=None)
-@given(trees)
-def test_the_value_is_the_one_python_gives(tree):
+@given(texts)
+def test_the_value_is_the_one_python_gives(text):
     names = {name: function for name, (function, _, _) in FUNCTIONS.items()}
     try:
-        expected = eval(str(Expression(tree)), {"__builtins__": {}}, {**names, **VARIABLES})  # noqa: S307 - the oracle
+        expected = eval(text, {"__builtins__": {}}, {**names, **VARIABLES})  # noqa: S307 - the oracle
     except ArithmeticError:
         with pytest.raises(ValueRangeError):
-            Expression(tree).evaluate(VARIABLES)
+            parse(text).evaluate(VARIABLES)
         return
-    found = Expression(tree).evaluate(VARIABLES)
+    found = parse(text).evaluate(VARIABLES)
     assert type(found) is type(expected)
     assert math.isclose(found, expected, rel_tol=1e-12, abs_tol=1e-12)
 
@@ -106,6 +111,17 @@ def test_whole_numbers_stay_whole():
         "min(1",
         "x = 1",
         "0x10",
+        "1j",
+        "1_000",
+        "f(x)(x)",
+        "*x",
+        "min(*x, 1)",
+        "min(1, **x)",
+        "1,",
+        "()",
+        "not x",
+        "x if x else x",
+        "x\n1",
     ],
 )
 def test_what_is_no_arithmetic_is_refused(text):
@@ -153,6 +169,26 @@ def test_variables_in_sums_are_numbers():
     for value in ("text", None, True, [1]):
         with pytest.raises(ValueRangeError, match="a number"):
             parse("x + 1").evaluate({"x": value})
+
+
+@pytest.mark.parametrize("name", ["lambda", "if", "None", "True", "from", "__debug__", "_", "größe"])
+def test_words_of_python_are_names_like_any_other(name):
+    expression = parse(f"2*{name}")
+    assert (str(expression), expression.names()) == (f"2 * {name}", {name})
+    assert expression.evaluate({name: 4}) == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("round(15, -99999999)", 0), ("round(2.5, 99999999)", 2.5), ("round(15, 1e300)", 15), ("007", 7)],
+)
+def test_digits_of_any_number_cost_nothing(text, value):
+    assert parse(text).evaluate({}) == value
+
+
+def test_equal_expressions_are_equal():
+    assert parse("(a+b)*2") == parse("(a + b) * 2") != parse("a + b * 2")
+    assert len({parse("a+b"), parse("a + b")}) == 1
 
 
 def test_long_and_deep_expressions_are_refused_before_they_hurt():

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sparta.create.recipe.document import parse_scalar
-from sparta.create.recipe.expression import FUNCTIONS, Expression, Name, parse
+from sparta.create.recipe.expression import FUNCTIONS, Expression, parse
 from sparta.errors import FileFormatError, NameNotFoundError, ValueRangeError, did_you_mean, message
 
 __all__ = [
@@ -148,7 +148,7 @@ def resolve(variables: Mapping[str, Any], outer: Mapping[str, Any]) -> dict[str,
     return scope
 
 
-def substitute(value: Any, scope: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any plain value
+def substitute(value: Any, scope: Mapping[str, Any]) -> Any:
     """Return a value with every expression inside it replaced by what it comes to.
 
     >>> substitute({"end_epoch": "${n * 2}", "params": "${names}"}, {"n": 3, "names": ["a.weight"]})
@@ -167,8 +167,8 @@ def substitute(value: Any, scope: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a
                 message("the recipe counts in steps, and steps_per_epoch is not known", fix="pass steps_per_epoch")
             )
         raise NameNotFoundError(did_you_mean(name, scope, "variable"))
-    if isinstance(expression.tree, Name):
-        return scope[expression.tree.name]
+    if str(expression) in scope:  # nothing but a variable, of any type
+        return scope[str(expression)]
     return expression.evaluate(scope)
 
 
