@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparta.errors import SpartaError, ValueRangeError, message
 from sparta.specialize.attention import attention_spec
 from sparta.specialize.batch_matmul import Product
+from sparta.specialize.cuda.graphs import keep
 from sparta.specialize.implement import Kernel
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.moe import moe_spec
@@ -152,7 +153,7 @@ def _state(
         spec, mask = spec_and_mask()
         kernel = _kernel(spec, config)
         known[1][key] = (kernel, kernel.pack(mask))
-    return known[1][key]
+    return keep(known[1][key]) if held.is_cuda else known[1][key]
 
 
 def _kernel(spec: KernelSpec, config: str) -> Kernel:

@@ -114,7 +114,7 @@ class Contest:
             graph, plain = self.built(base, names), _without_graph(host)
             recorded = plain != host and on_cuda(graph)
             self._hosted[key] = (
-                Graphed(self.hosted(base, plain, names), quiet=True) if recorded else hosted(graph, plain)
+                Graphed(self.hosted(base, plain, names), quiet=True, module=graph) if recorded else hosted(graph, plain)
             )
         return self._hosted[key]
 
@@ -388,7 +388,7 @@ def hosted(module: fx.GraphModule, host: str) -> Callable[..., Any]:
             run: Callable[..., Any] = torch.compile(module)
     else:
         run = quickened(panelled(module) if plain == PANELS else module)
-    return Graphed(run) if plain != host and on_cuda(module) else run
+    return Graphed(run, module=module) if plain != host and on_cuda(module) else run
 
 
 def _in_graph(host: str) -> str:

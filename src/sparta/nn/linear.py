@@ -130,7 +130,7 @@ class SparseLinear(OperatorBase):
         flat = len(shape) == 2
         rows = x if flat else x.reshape(-1, self.in_features)
         y = None
-        if not (torch.compiler.is_compiling() or self.training) and (quick := self._state.quick) is not None:
+        if not torch.compiler.is_compiling() and (quick := self._state.quick) is not None:
             held = self._parameters  # to ask the module for them takes longer than a small layer
             y = quick(rows, held.get("weight"), held.get("bias"))
         if y is None:

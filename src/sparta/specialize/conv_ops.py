@@ -95,6 +95,8 @@ def conv_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias; that of the weight is exactly 0 where it is pruned."""
     state = state_of(handle, ConvState)
+    if weight.requires_grad:
+        state.forget()
     geometry, masked = state.geometry, state.weight.apply(weight)
     derivative = _DERIVATIVES.get(state.epilogue.activation)
     if derivative is not None:
@@ -126,14 +128,14 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, handle: int)
     return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[0])
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401 - PyTorch's protocol
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     x, weight, bias, residual, ctx.handle, _ = inputs
     ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
     ctx.save_for_backward(x, weight, *([bias] if ctx.has_bias else []))
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - PyTorch's protocol
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, *bias = ctx.saved_tensors
     grad_x, grad_weight, grad_bias = torch.ops.sparta.conv_backward(
         grad, x, weight, bias[0] if bias else None, ctx.handle

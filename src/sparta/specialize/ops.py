@@ -1,8 +1,8 @@
 """Run-time ops: how PyTorch reaches a built kernel, in eager mode, under autograd and under `torch.compile`.
 
-``sparta::linear`` takes plain tensors and the handle of a :class:`LinearState`, which holds the chosen kernels. The one
-idea to know: the weight stays one dense parameter that any optimizer may own; its live values are packed inside the op,
-anew in training, and once per change of the weight in evaluation.
+``sparta::linear`` takes plain tensors and the handle of a :class:`LinearState`, which holds the chosen kernels. The
+weight stays one dense parameter that any optimizer may own; its live values are packed inside the op, once per change
+of the weight.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ class LinearState(KernelState):
         self.quick: Quick | None = None
         self._bound: tuple[Any, ...] = (None, None, 0)
 
+    def forget(self) -> None:
+        """Pack the weight in the next call, whatever its version counter says."""
+        super().forget()
+        self.quick, self._bound = None, (None, None, 0)
+
     def bind(self, weight: Tensor, bias: Tensor | None, packed: Sequence[Tensor]) -> None:
         """Keep a short way to run again with this packed weight and this bias, if the kernel has one, in `quick`."""
         of, by, at = self._bound
@@ -61,15 +66,16 @@ def _quick(weight: Tensor, bias: Tensor | None, run: Callable[[Tensor], Tensor |
     """Return a call that gives None where `run` is not of the present weight and bias, or where gradients are asked."""
     version, storage = weight._version, weight.untyped_storage()  # which keeps the address from being given away
     address, place = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-    recording = torch.is_grad_enabled
+    recording, capturing = torch.is_grad_enabled, torch.cuda.is_current_stream_capturing
 
-    def quick(x: Tensor, now: Tensor | None, bias_now: Tensor | None, _storage: Any = storage) -> Tensor | None:  # noqa: ANN401
+    def quick(x: Tensor, now: Tensor | None, bias_now: Tensor | None, _storage: Any = storage) -> Tensor | None:
         if (
             now is not weight
             or bias_now is not bias
             or type(x) is not Tensor
             or weight._version != version
             or weight.data_ptr() != address
+            or (x.is_cuda and capturing())  # a graph must be given what it reads
             or (bias is not None and bias.data_ptr() != place)
             or (recording() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)))
         ):
@@ -103,7 +109,7 @@ def run_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearStat
         y: Tensor = torch.ops.sparta.linear(x, weight, bias, state.handle, keep)
         return y
     packed = state.packed(weight, keep=keep)
-    if keep:
+    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         state.bind(weight, bias, packed)
     return state.forward.run(packed, x, bias, None)
 
@@ -112,6 +118,8 @@ def run_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearStat
 def linear_backward(grad: Tensor, x: Tensor, weight: Tensor, handle: int) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the weight; the latter is exactly 0 where the weight is pruned."""
     state = state_of(handle, LinearState)
+    if weight.requires_grad:
+        state.forget()
     mask = state.mask(weight.device)
     grad_weight = torch.where(mask, grad.t() @ x, torch.zeros((), dtype=grad.dtype, device=grad.device))
     if state.backward is None:
@@ -125,14 +133,14 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, handle: int) -> tuple[Tensor, Ten
     return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401 - PyTorch's protocol
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     x, weight, bias, ctx.handle, _ = inputs
     ctx.has_bias = bias is not None
     ctx.save_for_backward(x, weight)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - PyTorch's protocol
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     grad_x, grad_weight = torch.ops.sparta.linear_backward(grad.contiguous(), x, weight, ctx.handle)
     return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None, None, None

@@ -1,7 +1,7 @@
 """KernelState: the built kernels of one sparse module, and the packed weight of its last call.
 
-Run-time ops take plain tensors and the number of a state, because op schemas know no Python objects. The one idea to
-know: states are found by number as long as their module lives, and a weight is packed again only when it has changed.
+Run-time ops take plain tensors and the number of a state, because op schemas know no Python objects. States are found
+by number as long as their module lives, and a weight is packed again only when it has changed, in training as well.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from sparta.errors import SpartaError, message
+from sparta.specialize.cuda.graphs import keep as keep_in_graph
+from sparta.specialize.cuda.nvrtc import raw_stream
 from sparta.specialize.implement import Kernel
 from sparta.tesa.attribute import TeSA
 
@@ -55,15 +57,37 @@ class KernelState:
         return made
 
     def packed(self, weight: Tensor, *, keep: bool) -> Sequence[Tensor]:
-        """Return the packed weight; with `keep`, the one of the last call if the weight has not changed since."""
-        if not keep or weight.is_inference():
+        """Return the packed weight: the one of the last call if the weight has not changed since.
+
+        Parameters
+        ----------
+        keep
+            Whether the weight is used as it is, and not trained. What that decides is a CUDA graph that is recorded
+            now: it holds the packed weight of this moment, or packs the weight in every replay. In training, each
+            stream packs for itself.
+        """
+        on_cuda = weight.is_cuda
+        recording = on_cuda and torch.cuda.is_current_stream_capturing()
+        if weight.is_inference() or (recording and not keep):
             return self.forward.pack(weight)
-        key = (weight.data_ptr(), weight._version, weight.dtype)
+        stream = raw_stream(weight.device) if on_cuda and not (keep or recording) else 0
+        key = (weight.data_ptr(), weight._version, weight.dtype, stream)
         if self._packed is None or self._packed[0] != key:
+            packed = self.forward.pack(weight)
+            if recording:
+                return packed  # nothing is in this memory before the first replay
             # Holding the storage keeps its address from being given to another weight.
-            self._packed = (key, weight.untyped_storage(), self.forward.pack(weight))
+            self._packed = (key, weight.untyped_storage(), packed)
         kept: Sequence[Tensor] = self._packed[2]
-        return kept
+        return keep_in_graph(kept) if recording else kept
+
+    def forget(self) -> None:
+        """Pack the weight in the next call, whatever its version counter says.
+
+        A gradient was computed, so the weight is about to change, and not everyone tells the counter: ``weight.data``
+        has one of its own.
+        """
+        self._packed = None
 
     def mask(self, device: torch.device) -> Tensor:
         """Return the mask of the weight on `device`."""

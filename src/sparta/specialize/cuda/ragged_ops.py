@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparta.errors import ValueRangeError, message
+from sparta.specialize.cuda.graphs import keep
 from sparta.specialize.cuda.ragged_tile import RaggedTile
 
 __all__ = ["Routes", "ragged_forward", "ragged_linear", "ragged_product_of", "routes"]
@@ -298,8 +299,14 @@ def _addresses(tensors: Sequence[Tensor]) -> Tensor:
     return _table(tuple(tensor.data_ptr() for tensor in tensors), tensors[0].device)
 
 
-@functools.lru_cache(maxsize=1024)
 def _table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return numbers, int64 on a device; made once for the same ones, as long as not too many others are asked for."""
+    table = _made_table(numbers, device)
+    return keep(table) if table.is_cuda else table
+
+
+@functools.lru_cache(maxsize=1024)
+def _made_table(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64).to(device)
 
 
