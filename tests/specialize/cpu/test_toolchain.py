@@ -3,9 +3,13 @@
 A small script stands for the compiler where only the bookkeeping is tested.
 """
 
+import ctypes.util
+import errno
+import os
 import shutil
 import stat
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +89,81 @@ def test_a_damaged_library_is_built_again(compiler, damage):
     assert path.read_text() == "a library\n"
     toolchain.build("portable")
     assert calls() == 2
+
+
+def as_a_link(path):
+    path.rename(path.with_suffix(".elsewhere"))
+    path.symlink_to(path.with_suffix(".elsewhere"))
+
+
+@pytest.mark.parametrize("suffix", [".so", ".sha256"])
+@pytest.mark.parametrize(
+    "share",
+    [as_a_link, lambda path: path.chmod(0o602), lambda path: path.chmod(0o620)],
+    ids=["a link", "others may write", "the group may write"],
+)
+def test_a_library_that_others_may_have_written_is_built_again(compiler, suffix, share):
+    _, calls = compiler
+    path = toolchain.build("portable")
+    share(path.with_suffix(suffix))
+    assert toolchain.build("portable") == path
+    assert calls() == 2
+    assert not path.is_symlink()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_library_of_another_user_is_built_again(compiler, monkeypatch):
+    path = toolchain.build("portable")
+    assert toolchain._is_intact(path)
+    monkeypatch.setattr(toolchain.os, "getuid", lambda: 12345)
+    assert not toolchain._is_intact(path)
+
+
+def test_a_loose_umask_makes_no_shared_library(compiler):
+    _, calls = compiler
+    before = os.umask(0)
+    try:
+        path = toolchain.build("portable")
+        toolchain.build("portable")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert calls() == 1
+
+
+@pytest.mark.parametrize("suffix", [".so", ".sha256", ".lock"])
+def test_a_full_cache_is_an_error_of_ours_and_compiles_once(compiler, monkeypatch, suffix):
+    _, calls = compiler
+    full, room = [True], OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    write, lock = toolchain.write_atomic, toolchain._only_one
+
+    def limited(then):
+        def call(path, *data):
+            if full[0] and path.suffix == suffix:
+                raise room
+            return then(path, *data)
+
+        return call
+
+    monkeypatch.setattr(toolchain, "write_atomic", limited(write))
+    monkeypatch.setattr(toolchain, "_only_one", limited(lock))
+    for _ in range(3):
+        with pytest.raises(MissingPackageError, match=r"No space left.*run dense"):
+            toolchain.build("portable")
+    assert calls() == (0 if suffix == ".lock" else 1)
+    full[0] = False
+    assert toolchain.build("portable").read_text() == "a library\n"
+    assert calls() == 1
+    assert not toolchain._unwritten
+
+
+def test_a_foreign_library_with_a_right_checksum_is_a_fault_of_the_cache(cache, monkeypatch):
+    foreign = Path(str(ctypes.util.find_library("m")))
+    monkeypatch.setattr(library, "build", lambda isa: foreign)
+    library._loaded.cache_clear()
+    with pytest.raises(SpartaError, match=r"do not load.*sparta_lanes.*delete"):
+        library.load("portable")
+    library._loaded.cache_clear()
 
 
 def test_the_path_follows_sources_flags_and_compiler(compiler, tmp_path, monkeypatch):

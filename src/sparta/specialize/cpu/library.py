@@ -1,7 +1,7 @@
 """The kernel library as Python sees it: C structures, typed functions, error codes turned into errors.
 
-:func:`load` compiles (or finds) a library and opens it once for each instruction set. The one idea to know: structures
-only hold addresses, so whoever fills one must keep the tensors alive.
+:func:`load` compiles (or finds) a library and opens it once for each instruction set. Structures only hold addresses,
+so the code that fills one must keep the tensors alive.
 """
 
 from __future__ import annotations
@@ -160,9 +160,15 @@ def _loaded(isa: str, cache: str, sanitize: str) -> Library:
     path = build(isa)
     try:
         handle = ctypes.CDLL(str(path))
-    except OSError as error:
+        _declare(handle)
+    except (OSError, AttributeError) as error:  # no library at all, or one without our functions
         given = f"the compiled CPU kernels do not load: {error}"
         raise SpartaError(message(given, fix=f"delete {path} to build them again")) from error
+    return Library(isa, int(handle.sparta_lanes()), handle)
+
+
+def _declare(handle: ctypes.CDLL) -> None:
+    """Say what the functions of an open library take and return; raises AttributeError where one is not there."""
     handle.sparta_lanes.restype = c_int
     handle.sparta_has_tile.argtypes = (c_int, c_int, c_int, c_int)
     handle.sparta_multiply_panels.argtypes = (c_void_p, c_char_p)
@@ -180,7 +186,6 @@ def _loaded(isa: str, cache: str, sanitize: str) -> Library:
     handle.sparta_unpack_int8.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p)
     for function in ("pack", "unpack", "pack_int8", "unpack_int8"):
         getattr(handle, f"sparta_{function}").restype = None
-    return Library(isa, int(handle.sparta_lanes()), handle)
 
 
 def activation_code(name: str | None) -> int:

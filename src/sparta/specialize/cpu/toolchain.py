@@ -1,9 +1,9 @@
 """Compile the C++ kernels for an instruction set, and keep the libraries in a folder that only the user can write.
 
 :func:`build` returns the path of a library: the one that came with the package, or one compiled now or found in the
-cache under a hash of sources, flags and compiler. The one idea to know: a library is code that will run in this
-process, so it is loaded only from the package or from a folder that no one else can write, and only if its checksum
-still matches; anything doubtful is compiled again.
+cache under a hash of sources, flags and compiler. A library is code that will run in this process, so it is loaded only
+from the package or from a folder that no one else can write, and only if it is a plain file of this user's that no one
+else can write and its checksum still matches; anything doubtful is compiled again.
 
 Environment: ``SPARTA_CPU_ISA`` forces an instruction set, ``SPARTA_CACHE`` moves the folder, ``CXX`` names a compiler,
 and ``SPARTA_CPU_SANITIZE=1`` builds with the address and undefined-behaviour sanitizers (the Python that loads such a
@@ -16,6 +16,7 @@ import functools
 import hashlib
 import os
 import shlex
+import stat
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,8 @@ SOURCES = Path(__file__).parent / "native"
 
 PREBUILT = Path(__file__).parent / "prebuilt"
 _COMPILE_SECONDS = 600.0
+# What was compiled and could not be written, by its path: the next attempt need not compile it again.
+_unwritten: dict[Path, bytes] = {}
 
 
 def runnable_isas() -> tuple[str, ...]:
@@ -84,7 +87,7 @@ def build(isa: str | None = None, source: str | None = None) -> Path:
     Raises
     ------
     sparta.errors.MissingPackageError
-        If there is no C++ compiler, or it fails.
+        If there is no C++ compiler, or it fails, or its library cannot be kept, on a full disk for one.
 
     Examples
     --------
@@ -106,14 +109,27 @@ def build(isa: str | None = None, source: str | None = None) -> Path:
     library = folder / f"{wanted}-{_digest(compiler, flags, source)}.so"
     if _is_intact(library):
         return library
-    with _only_one(library.with_suffix(".lock")):
-        # Another process may have built it while this one waited.
-        if not _is_intact(library):
-            code = _compile(compiler, flags, source)
-            # The checksum comes first: a crash in between leaves a mismatch, which is built again.
-            write_atomic(_checksum_file(library), hashlib.sha256(code).hexdigest().encode())
-            write_atomic(library, code)
+    try:
+        with _only_one(library.with_suffix(".lock")):
+            # Another process may have built it while this one waited.
+            if not _is_intact(library):
+                code = _unwritten.get(library) or _compile(compiler, flags, source)
+                _unwritten[library] = code
+                _keep(library, code)
+                del _unwritten[library]
+    except OSError as error:
+        given = f"the CPU kernels cannot be compiled and kept in {folder}: {error.strerror or error}"
+        fix = "make room or set SPARTA_CACHE to another folder; until then these layers run dense"
+        raise MissingPackageError(message(given, fix=fix)) from error
     return library
+
+
+def _keep(library: Path, code: bytes) -> None:
+    """Write a library and its checksum, for this user alone."""
+    # The checksum comes first: a crash in between leaves a mismatch, which is built again.
+    for path, data in ((_checksum_file(library), hashlib.sha256(code).hexdigest().encode()), (library, code)):
+        write_atomic(path, data)
+        path.chmod(0o600)  # whatever the umask is
 
 
 def sources() -> tuple[Path, ...]:
@@ -195,7 +211,7 @@ def _digest(compiler: Compiler, flags: tuple[str, ...], source: str | None) -> s
 
 
 def _compile(compiler: Compiler, flags: tuple[str, ...], source: str | None) -> bytes:
-    """Return the library as the compiler makes it."""
+    """Return the library as the compiler makes it; raises OSError where there is no room for what it reads."""
     with tempfile.TemporaryDirectory(prefix="sparta-") as folder:
         output, text = Path(folder) / "kernels.so", SOURCES / "api.cpp"
         if source is not None:
@@ -226,12 +242,21 @@ def _checksum_file(library: Path) -> Path:
 
 
 def _is_intact(library: Path) -> bool:
-    """Tell whether the library is there and is what was written."""
+    """Tell whether the library is there, is what was written, and can have been written by this user alone."""
     try:
+        if not all(_is_own(path) for path in (library, _checksum_file(library))):
+            return False
         expected = _checksum_file(library).read_text(encoding="ascii", errors="replace").strip()
         return hashlib.sha256(library.read_bytes()).hexdigest() == expected
     except OSError:
         return False
+
+
+def _is_own(path: Path) -> bool:
+    """Tell whether a path is a plain file, no link, of this user, that no one else can write."""
+    status = path.lstat()
+    mine = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+    return stat.S_ISREG(status.st_mode) and mine and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 @contextmanager
