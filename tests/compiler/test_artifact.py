@@ -12,6 +12,7 @@ from torch import fx, nn
 import sparta
 from compiler import nets
 from compiler.conftest import forcing
+from sparta.compiler.artifact import FORMAT_VERSION
 from sparta.compiler.graph_json import graph_from_json, graph_to_json
 from sparta.errors import FileFormatError
 from sparta.files import load_tensors, save_tensors
@@ -35,9 +36,9 @@ def saved(compiled, tmp_path):
 
 def rewritten(path, change):
     """Write a file again after a change of its tensors and payload, with a checksum that is right."""
-    tensors, payload = load_tensors(path, "model", 1)
+    tensors, payload = load_tensors(path, "model", FORMAT_VERSION)
     change(tensors, payload)
-    save_tensors(path, "model", 1, tensors, payload)
+    save_tensors(path, "model", FORMAT_VERSION, tensors, payload)
     return path
 
 
@@ -167,8 +168,8 @@ def test_an_edited_file_is_refused(saved):
 
 def test_newer_and_foreign_files_are_refused(saved, tmp_path):
     _, _, path = saved
-    tensors, payload = load_tensors(path, "model", 1)
-    save_tensors(tmp_path / "newer", "model", 2, tensors, payload)
+    tensors, payload = load_tensors(path, "model", FORMAT_VERSION)
+    save_tensors(tmp_path / "newer", "model", FORMAT_VERSION + 1, tensors, payload)
     with pytest.raises(FileFormatError, match="upgrade"):
         sparta.load(tmp_path / "newer")
     save_tensors(tmp_path / "other", "spec", 1, tensors, payload)

@@ -206,11 +206,12 @@ def test_an_exported_model_compiles_with_its_own_grids():
 
 
 def test_a_file_holds_integers_and_comes_back(compiled, tmp_path):
+    from sparta.compiler.artifact import FORMAT_VERSION
     from sparta.files import load_tensors
 
     _, _, x, fast = compiled
     fast.save(tmp_path / "model.sparta")
-    tensors, _ = load_tensors(tmp_path / "model.sparta", "model", 1)
+    tensors, _ = load_tensors(tmp_path / "model.sparta", "model", FORMAT_VERSION)
     assert all(tensor.dtype == torch.int8 for name, tensor in tensors.items() if name.startswith("live/"))
     again = sparta.load(tmp_path / "model.sparta")
     assert torch.equal(again(x), fast(x))

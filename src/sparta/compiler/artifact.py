@@ -1,8 +1,9 @@
 """Artifacts: a compiled model in one file, which loads on any machine and in any process, without the model's code.
 
 One checked safetensors file holds the live weights and, as JSON, the graph, the plan, the spec, the provenance and
-the certificate. The one idea to know: weights are stored without a kernel's layout, and packed when the file is
-loaded; so a kernel that does not fit the machine is chosen anew, or dense runs, and the report says so.
+the certificate. Weights are stored without a kernel's layout and packed when the file is loaded, so where a kernel does
+not fit the machine another one is chosen, or dense runs, and the report says so. A file is trusted in nothing: it can
+describe a computation of bounded size over its own tensors (see :mod:`sparta.compiler.graph_json`), and nothing else.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from sparta.common.tuning import includes
+from sparta.compiler.bounds import check_sizes
 from sparta.compiler.graph_json import graph_from_json, graph_to_json
 from sparta.compiler.int8 import OP, integers_of, row_scales
 from sparta.compiler.kernels import Fused, KernelModule
-from sparta.compiler.lower import lowering_of
 from sparta.compiler.module import CompiledModel
 from sparta.compiler.plan import Plan, Whole, choice_from_dict
 from sparta.compiler.program import assemble
@@ -26,7 +28,7 @@ from sparta.compiler.report import Report
 from sparta.compiler.settings import ForgivingStore
 from sparta.compiler.signature import Signature
 from sparta.errors import FileFormatError, SpartaError, message
-from sparta.files import load_tensors, save_tensors
+from sparta.files import Budget, load_tensors, reading, save_tensors
 from sparta.specialize.implement import implement_named
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.store import device_name
@@ -37,7 +39,7 @@ from sparta.tesa.state import from_state, to_state
 
 __all__ = ["FORMAT_VERSION", "load", "save"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _KIND = "model"
 
 
@@ -63,7 +65,11 @@ def save(model: CompiledModel, path: str | os.PathLike[str]) -> None:
 
 
 def load(
-    path: str | os.PathLike[str], *, device: str | torch.device | None = None, retune: bool = False
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    retune: bool = False,
+    max_bytes: int | None = None,
 ) -> CompiledModel:
     """Return a compiled model from its file.
 
@@ -74,12 +80,16 @@ def load(
     device
         Where to put it; None for the device it was compiled on, or the CPU where that is not here.
     retune
-        Measure the kernels anew on this machine, on random activations of the stored sizes.
+        Measure the kernels again on this machine, on random activations of the stored sizes.
+    max_bytes
+        How much memory the weights together, and each tensor of a call, may take. By default a file may describe what
+        is 64 times as large as itself or its inputs, so that a small file of a stranger cannot take all memory.
 
     Raises
     ------
     sparta.errors.FileFormatError
-        If the file is damaged, edited, of another kind, or of a newer format than this version reads.
+        If the file is damaged, edited, of another kind, of a newer format than this version reads, or describes
+        anything but a computation.
 
     Examples
     --------
@@ -91,46 +101,123 @@ def load(
     torch.Size([3, 2])
     """
     tensors, payload = load_tensors(path, _KIND, FORMAT_VERSION)
-    where = _device(device, payload)
-    try:
-        return _loaded(tensors, payload, where, retune=retune)
-    except FileFormatError as error:
-        raise FileFormatError(f"{os.fspath(path)}: {error}") from error
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise FileFormatError(
-            message(f"{os.fspath(path)} does not fit together ({type(error).__name__}: {error})", fix="save it again")
-        ) from error
+    with reading(path):
+        return _Reader(tensors, payload, Budget.of_file(path, max_bytes), device).model(retune=retune, most=max_bytes)
 
 
-def _loaded(
-    tensors: Mapping[str, Tensor], payload: Mapping[str, Any], where: torch.device, *, retune: bool
-) -> CompiledModel:
-    graph = graph_from_json(payload["graph"])
-    notes: list[str] = []
-    plain = {name.removeprefix("tensor/"): t.to(where) for name, t in tensors.items() if name.startswith("tensor/")}
-    kernels = {}
-    for name, fields in payload["kernels"].items():
-        kernels[name] = _kernel(name, fields, tensors, where, notes, retune=retune)
-    _check_names(graph, plain, kernels)
-    if where.type != payload["provenance"]["device"]:
-        graph = _on_device(graph, where)
-    machine = payload["provenance"]["machine"]
-    here = device_name(where.type)
-    if machine != here and not retune and kernels:
-        notes.append(f"tuned on another machine ({machine}); load(..., retune=True) measures anew on this one ({here})")
-    report = Report.from_dict(payload["report"])
-    if machine != here or notes:
+class _Reader:
+    """Makes a compiled model of what a file holds."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        payload: Mapping[str, Any],
+        budget: Budget,
+        device: str | torch.device | None,
+    ) -> None:
+        self.tensors, self.payload, self.budget = tensors, payload, budget
+        self.where = _device(device, payload)
+        self.notes: list[str] = []
+
+    def model(self, *, retune: bool, most: int | None) -> CompiledModel:
+        """Return the compiled model."""
+        payload, where = self.payload, self.where
+        graph = graph_from_json(payload["graph"])
+        signature = Signature.from_dict(payload["signature"])
+        named = {name: t for name, t in self.tensors.items() if name.startswith("tensor/")}
+        plain = {name.removeprefix("tensor/"): t.to(where) for name, t in named.items()}
+        kernels = {str(n): self.kernel(str(n), fields, retune=retune) for n, fields in payload["kernels"].items()}
+        _check_fit(graph, plain, kernels, signature)
+        check_sizes(graph, plain, kernels, signature.inputs, self.budget, max_bytes=most)
+        if where.type != payload["provenance"]["device"]:
+            graph = _on_device(graph, where)
+        report = self.report(retune=retune or not kernels)
+        spec = Spec({str(name): self.tesa(f"spec/{name}", meta) for name, meta in payload["spec"].items()})
+        module = assemble(graph, plain, kernels)
+        return CompiledModel(module, signature, report, spec, payload["provenance"], source=self.budget.source)
+
+    def report(self, *, retune: bool) -> Report:
+        """Return the stored report, with what is different here."""
+        machine, here = str(self.payload["provenance"]["machine"]), device_name(self.where.type)
+        if machine != here and not retune:
+            self.notes.append(
+                f"tuned on another machine ({machine}); load(..., retune=True) measures it on this one ({here})"
+            )
+        report = Report.from_dict(self.payload["report"])
+        if machine == here and not self.notes:
+            return report
         whole = report.plan.whole
         reason = f"loaded; where it was compiled: {whole.reason.removeprefix('loaded; where it was compiled: ')}"
-        report = Report(
+        return Report(
             Plan(report.plan.layers, Whole(whole.base, whole.host, whole.milliseconds, reason, whole.chosen)),
             report.totals,
             report.certificate,
-            (*report.notes, *notes),
+            (*report.notes, *self.notes),
         )
-    spec = Spec({name: _tesa(f"spec/{name}", meta, tensors) for name, meta in payload["spec"].items()})
-    module = assemble(graph, plain, kernels)
-    return CompiledModel(module, Signature.from_dict(payload["signature"]), report, spec, payload["provenance"])
+
+    def kernel(self, name: str, fields: Mapping[str, Any], *, retune: bool) -> KernelModule:
+        """Return a kernel module whose choices run here."""
+        tesa, where = self.tesa(f"mask/{name}", fields["weight"]), self.where
+        fused = Fused(str(fields["op"]), tesa, dict(fields["attributes"]), Epilogue(**fields["epilogue"]))
+        live = self.tensors[f"live/{name}"].to(where)
+        if live.dim() != 1 or live.numel() != fused.weight.count("live"):
+            raise FileFormatError(message(f"{live.numel()} live weights of {name}", f"{fused.weight.count('live')}"))
+        self.budget.take(fused.weight.shape, 4, f"the weight of {name}")
+        if fields.get("integers"):
+            rows = fused.weight.mask(where).nonzero()[:, 0]
+            live = live.float() * row_scales(fused.weight).float().to(where)[rows]
+        if not live.is_floating_point():
+            raise FileFormatError(message(f"live weights of {name} in {live.dtype}", "floating-point numbers"))
+        bias = self.tensors[f"bias/{name}"].to(where, live.dtype) if fused.epilogue.bias else None
+        if bias is not None and bias.shape != fused.weight.shape[:1]:
+            raise FileFormatError(
+                message(f"a bias of {tuple(bias.shape)} for {name}", f"{fused.weight.shape[0]} values")
+            )
+        choices: dict[int, tuple[KernelSpec, Choice]] = {}
+        for size, stored in fields["choices"].items():
+            spec = self.kernel_spec(fused, live, stored)
+            if retune:
+                dense = KernelModule(fused, live, bias, {int(size): (spec, Choice(DENSE, {}, "loading"))})
+                choices[int(size)] = (spec, _retuned(dense, spec))
+            else:
+                choices[int(size)] = (spec, self.choice(name, spec, stored))
+        if not choices:
+            raise FileFormatError(message(f"no choice for {name}", "one or more"))
+        return KernelModule(fused, live, bias, choices)
+
+    def kernel_spec(self, fused: Fused, live: Tensor, stored: Mapping[str, Any]) -> KernelSpec:
+        """Return the kernel spec of a fused sub-graph at a stored size of its input."""
+        sizes = tuple(map(int, stored["input"]))
+        Budget(1 << 50, self.budget.source).check(sizes, live.element_size(), "an input")
+        x = torch.empty(sizes, dtype=live.dtype, device="meta")
+        return fused.lowering.spec(fused.weight, x, fused.attributes, fused.epilogue, device=self.where.type)
+
+    def choice(self, name: str, spec: KernelSpec, stored: Mapping[str, Any]) -> Choice:
+        """Return the stored choice where it runs here, else one of this machine's own, else dense."""
+        choice = choice_from_dict(stored["choice"])
+        try:
+            implement = implement_named(choice.implement, spec.op)
+            if implement.version != int(stored["version"]):
+                raise FileFormatError(message(f"another version of {choice.implement} is installed"))
+            answer = implement.answer(spec)
+            if not answer:
+                raise FileFormatError(message(answer.reason))
+            if not includes(dict(implement.space(spec)), dict(choice.params)):
+                raise FileFormatError(message(f"the parameters {dict(choice.params)}", "those of the search space"))
+            build(spec, choice.config)
+        except SpartaError as error:
+            other = choose(spec, ForgivingStore())
+            why = str(error).splitlines()[0]
+            note = f"{name}: {choice.implement} does not run here ({why}); {other.implement} runs instead"
+            self.notes.append(note)
+            warnings.warn(note, stacklevel=6)
+            return other
+        return choice
+
+    def tesa(self, prefix: str, meta: Mapping[str, Any]) -> TeSA:
+        """Return a stored TeSA."""
+        self.budget.take(meta["shape"], 1, f"the mask {prefix}")
+        return from_state({part: self.tensors[f"{prefix}/{part}"] for part in meta["parts"]}, meta)
 
 
 def _kernel_fields(name: str, module: KernelModule, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -161,61 +248,6 @@ def _integers(module: KernelModule) -> Tensor:
     return integers_of(module.weight(), row_scales(module.fused.weight))[module.fused.weight.mask(module.live.device)]
 
 
-def _kernel(
-    name: str,
-    fields: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    where: torch.device,
-    notes: list[str],
-    *,
-    retune: bool,
-) -> KernelModule:
-    """Return a kernel module whose choices run here."""
-    fused = Fused(
-        str(fields["op"]),
-        _tesa(f"mask/{name}", fields["weight"], tensors),
-        dict(fields["attributes"]),
-        Epilogue(**fields["epilogue"]),
-    )
-    live = tensors[f"live/{name}"].to(where)
-    if live.dim() != 1 or live.numel() != fused.weight.count("live"):
-        raise FileFormatError(message(f"{live.numel()} live weights of {name}", f"{fused.weight.count('live')}"))
-    if fields.get("integers"):
-        rows = fused.weight.mask(where).nonzero()[:, 0]
-        live = live.float() * row_scales(fused.weight).float().to(where)[rows]
-    bias = tensors[f"bias/{name}"].to(where) if fused.epilogue.bias else None
-    lowering = lowering_of(fused.op)
-    choices: dict[int, tuple[KernelSpec, Choice]] = {}
-    for size, stored in fields["choices"].items():
-        x = torch.empty(tuple(map(int, stored["input"])), dtype=live.dtype, device="meta")
-        spec = lowering.spec(fused.weight, x, fused.attributes, fused.epilogue, device=where.type)
-        choice = choice_from_dict(stored["choice"])
-        if retune:
-            dense = KernelModule(fused, live, bias, {int(size): (spec, Choice(DENSE, {}, "loading"))})
-            choices[int(size)] = (spec, _retuned(dense, spec))
-        else:
-            choices[int(size)] = (spec, _fitting(name, spec, choice, int(stored["version"]), notes))
-    if not choices:
-        raise FileFormatError(message(f"no choice for {name}", "one or more"))
-    return KernelModule(fused, live, bias, choices)
-
-
-def _fitting(name: str, spec: KernelSpec, choice: Choice, version: int, notes: list[str]) -> Choice:
-    """Return the stored choice where it runs here, else one of this machine's own, else dense."""
-    try:
-        if implement_named(choice.implement, spec.op).version != version:
-            raise FileFormatError(message(f"another version of {choice.implement} is installed"))
-        build(spec, choice.config)
-    except SpartaError as error:
-        other = choose(spec, ForgivingStore())
-        why = str(error).splitlines()[0]
-        note = f"{name}: {choice.implement} does not run here ({why}); {other.implement} runs instead"
-        notes.append(note)
-        warnings.warn(note, stacklevel=5)
-        return other
-    return choice
-
-
 def _retuned(module: KernelModule, spec: KernelSpec) -> Choice:
     """Measure the candidates for a kernel on random activations."""
     lowering, weight = module.fused.lowering, module.weight()
@@ -227,15 +259,24 @@ def _retuned(module: KernelModule, spec: KernelSpec) -> Choice:
     )
 
 
-def _check_names(graph: Any, tensors: Mapping[str, Tensor], kernels: Mapping[str, KernelModule]) -> None:  # noqa: ANN401
-    """Raise unless every tensor and kernel that the graph names is in the file."""
+def _check_fit(
+    graph: fx.Graph, tensors: Mapping[str, Tensor], kernels: Mapping[str, KernelModule], signature: Signature
+) -> None:
+    """Raise unless a graph, its signature and the file's tensors and kernels fit each other."""
+    members: dict[str, Mapping[str, Any]] = {"get_attr": tensors, "call_module": kernels}
     for node in graph.nodes:
-        known: Mapping[str, Any] = {"get_attr": tensors, "call_module": kernels}.get(node.op, {node.target: None})
-        if node.target not in known:
+        if node.op in members and node.target not in members[node.op]:
             raise FileFormatError(message(f"the graph uses {node.target!r}, which the file lacks", fix="save it again"))
+    places = sum(node.op == "placeholder" for node in graph.nodes)
+    (results,) = next(iter(reversed(graph.nodes))).args
+    found = len(results) if isinstance(results, (list, tuple)) else 1
+    if places != len(signature.inputs) or found != signature.out_spec.num_leaves:
+        given = f"a graph of {places} inputs and {found} results"
+        wanted = f"{len(signature.inputs)} and {signature.out_spec.num_leaves}, as the signature says"
+        raise FileFormatError(message(given, wanted, "save it again"))
 
 
-def _on_device(graph: Any, where: torch.device) -> Any:  # noqa: ANN401 - an fx.Graph
+def _on_device(graph: fx.Graph, where: torch.device) -> fx.Graph:
     """Return the graph with the devices that are written into its calls replaced."""
     for node in graph.nodes:
         if isinstance(node.kwargs.get("device"), torch.device):
@@ -254,7 +295,3 @@ def _tesa_fields(prefix: str, tesa: TeSA, tensors: dict[str, Tensor]) -> dict[st
     parts, meta = to_state(tesa)
     tensors.update({f"{prefix}/{part}": tensor for part, tensor in parts.items()})
     return {**meta, "parts": sorted(parts)}
-
-
-def _tesa(prefix: str, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> TeSA:
-    return from_state({part: tensors[f"{prefix}/{part}"] for part in meta["parts"]}, meta)

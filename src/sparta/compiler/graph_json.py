@@ -1,37 +1,40 @@
 """Graphs as JSON: a list of ATen calls with their arguments, written and read without running anything.
 
-Nodes are named, arguments that are other nodes are references, everything else is a literal. The one idea to know:
-reading resolves targets from an allow-list (pure ATen ops, arithmetic on sizes, our own kernels), so that a file can
-describe a computation and nothing else.
+Nodes are named, arguments that are other nodes are references, everything else is a literal. A graph becomes Python
+source when it runs, so nothing of a file reaches that source as it stands: nodes and inputs are renamed, functions come
+from :mod:`sparta.compiler.allowed`, keywords from the function's schema, and literals are numbers, checked text, and
+constants of torch that are looked up here.
 """
 
 from __future__ import annotations
 
 import json
+import keyword
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 import sparta.compiler.operators  # noqa: F401 - the ops that a stored graph may name
+from sparta.compiler.allowed import check_text, function_named, name_of
 from sparta.errors import FileFormatError, message
 
 __all__ = ["graph_from_json", "graph_text", "graph_to_json"]
 
-_OPERATORS: dict[str, Callable[..., Any]] = {
-    f"operator.{name}": getattr(operator, name)
-    for name in ("getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "pow", "and_", "or_", "not_")
-}
-_OPERATORS |= {f"operator.{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-_OPERATORS |= {
-    f"torch.{name}": getattr(torch, name) for name in ("sym_max", "sym_min", "sym_float", "sym_int", "sym_not")
-}
-_NAMES = {function: name for name, function in _OPERATORS.items()}
-_REFUSED = frozenset({"from_file"})
-"""ATen ops that reach outside of the computation."""
+_MOST_NODES = 1_000_000
+_INT64 = 1 << 63
+_FLOATS = {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
+_INTEGERS = {"int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"}
+_DTYPES = frozenset(_FLOATS | _INTEGERS | {"complex128", "complex64", "complex32"})
+_LAYOUTS = frozenset({"strided"})
+_MEMORY_FORMATS = frozenset({"contiguous_format", "channels_last", "channels_last_3d", "preserve_format"})
+_CONSTANTS = {"dtype": _DTYPES, "layout": _LAYOUTS, "memory_format": _MEMORY_FORMATS}
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,2})?")
+_MEMBER = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 
 def graph_text(graph: fx.Graph) -> str:
@@ -57,7 +60,7 @@ def graph_to_json(graph: fx.Graph) -> list[dict[str, Any]]:
         {
             "op": node.op,
             "name": node.name,
-            "target": _target_name(node),
+            "target": name_of(node.target) if node.op == "call_function" else str(node.target),
             "args": _encoded(node.args),
             "kwargs": _encoded(dict(node.kwargs)),
         }
@@ -67,64 +70,74 @@ def graph_to_json(graph: fx.Graph) -> list[dict[str, Any]]:
 
 def graph_from_json(nodes: Sequence[Mapping[str, Any]]) -> fx.Graph:
     """Return the graph that :func:`graph_to_json` wrote; raises for anything that is not a computation."""
+    if not isinstance(nodes, list) or len(nodes) > _MOST_NODES or not nodes or nodes[-1].get("op") != "output":
+        raise FileFormatError(message("the stored graph is not a list of calls that ends in an output"))
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
     try:
-        for fields in nodes:
-            op, name = str(fields["op"]), str(fields["name"])
-            args, kwargs = _decoded(fields["args"], made), _decoded(fields["kwargs"], made)
-            if op == "output":
-                graph.output(args[0])
-                continue
-            target = _target(op, str(fields["target"]))
-            made[name] = graph.create_node(op, target, tuple(args), kwargs, name)
+        for place, fields in enumerate(nodes[:-1]):
+            made[str(fields["name"])] = _node(graph, place, fields, made)
+        graph.output(_decoded(nodes[-1]["args"], made)[0])
         graph.lint()
     except FileFormatError:
         raise
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError, RuntimeError) as error:
         raise FileFormatError(
             message(f"the stored graph does not fit together ({error})", fix="save it again")
         ) from error
     return graph
 
 
-def _target(op: str, name: str) -> Callable[..., Any] | str:
-    if op not in ("placeholder", "get_attr", "call_function", "call_module"):
+def _node(graph: fx.Graph, place: int, fields: Mapping[str, Any], made: Mapping[str, fx.Node]) -> fx.Node:
+    """Add one call or tensor to a graph, under a name of our own."""
+    op, target, name = str(fields["op"]), str(fields["target"]), f"v{place}"
+    args, kwargs = _decoded(fields["args"], made), _decoded(fields["kwargs"], made)
+    if not isinstance(args, (list, tuple)) or not isinstance(kwargs, dict):
+        raise FileFormatError(message("a call in the stored graph whose arguments are no list", fix="save it again"))
+    if op == "placeholder" and not args and not kwargs:
+        return graph.create_node(op, name, name=name)
+    if op == "get_attr" and not args and not kwargs:
+        return graph.create_node(op, _member(target), name=name)
+    if op == "call_module" and not kwargs and len(args) <= 2 and all(_is_operand(arg) for arg in args):
+        return graph.create_node(op, _member(target), tuple(args), name=name)
+    if op != "call_function":
         raise FileFormatError(message(f"the stored graph has a node of kind {op!r}", "calls and tensors"))
-    return _function(name) if op == "call_function" else name
+    function = function_named(target)
+    _check_arguments(function, target, args, kwargs)
+    return graph.create_node(op, function, tuple(args), kwargs, name)
 
 
-def _target_name(node: fx.Node) -> str:
-    if node.op != "call_function":
-        return str(node.target)
-    if node.target in _NAMES:
-        return _NAMES[node.target]
-    if isinstance(node.target, torch._ops.OpOverload):
-        name = str(node.target)
-        _function(name)  # refuses what could not be read back
-        return name
-    raise FileFormatError(
-        message(f"the model calls {node.target}, which cannot be written", "ATen ops", "keep it out of the saved model")
-    )
+def _is_operand(arg: object) -> bool:
+    return arg is None or isinstance(arg, fx.Node)
 
 
-def _function(name: str) -> Callable[..., Any]:
-    """Return the function that a target names, from the allow-list."""
-    if name in _OPERATORS:
-        return _OPERATORS[name]
-    namespace, _, rest = name.partition(".")
-    packet, _, overload = rest.partition(".")
-    if namespace in ("aten", "sparta") and packet not in _REFUSED:
-        found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
-        if isinstance(found, torch._ops.OpOverload) and not found._schema.is_mutable:
-            return found
-    raise FileFormatError(
-        message(
-            f"the graph calls {name!r}",
-            "ATen ops that change nothing in place, arithmetic on sizes, and sparta's own",
-            "do not load files of this kind from people you do not trust",
+def _member(name: str) -> str:
+    """Return the name of a tensor or kernel of the file, which becomes an attribute's name."""
+    parts = name.split(".")
+    if not _MEMBER.fullmatch(name) or any(keyword.iskeyword(p) or p.startswith("__") for p in parts):
+        raise FileFormatError(
+            message(f"the stored graph names {name[:60]!r}", "letters, digits and underscores between dots")
         )
-    )
+    return name
+
+
+def _check_arguments(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise unless a function could take these arguments."""
+    if not isinstance(function, torch._ops.OpOverload):
+        given = [
+            value for value in args if not isinstance(value, (fx.Node, bool, int, float, slice, tuple, type(None)))
+        ]
+        if kwargs or given or len(args) > 2:
+            raise FileFormatError(message(f"the arguments of {name} in the stored graph", "up to two numbers"))
+        return
+    known = function._schema.arguments
+    unknown = sorted(set(kwargs) - {argument.name for argument in known})
+    if unknown:
+        raise FileFormatError(message(f"the argument {unknown[0][:60]!r} of {name}", ", ".join(a.name for a in known)))
+    positional = [argument for argument in known if not argument.kwarg_only]
+    twice = {argument.name for argument in positional[: len(args)]} & set(kwargs)
+    if len(args) > len(positional) or twice:
+        raise FileFormatError(message(f"{len(args)} arguments of {name} by position", f"up to {len(positional)}"))
 
 
 def _encoded(value: Any) -> Any:  # noqa: ANN401, PLR0911 - a case a kind of literal
@@ -149,28 +162,40 @@ def _encoded(value: Any) -> Any:  # noqa: ANN401, PLR0911 - a case a kind of lit
     raise FileFormatError(message(f"an argument of type {type(value).__name__}", "numbers, strings, lists and dtypes"))
 
 
-def _decoded(value: Any, made: Mapping[str, fx.Node]) -> Any:  # noqa: ANN401, PLR0911 - a case a kind of literal
+def _decoded(value: Any, made: Mapping[str, fx.Node]) -> Any:
     if isinstance(value, list):
         return [_decoded(item, made) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, inner),) = value.items()
+    if isinstance(value, dict):
+        if len(value) != 1:
+            raise _unknown(value)
+        ((kind, inner),) = value.items()
+        return _decoded_kind(kind, inner, made)
+    if isinstance(value, str):
+        return check_text(value)
+    if isinstance(value, int) and not -_INT64 <= value < _INT64:
+        raise FileFormatError(message("the stored graph has a number beyond 64 bits"))
+    return value
+
+
+def _decoded_kind(kind: str, inner: Any, made: Mapping[str, fx.Node]) -> Any:  # noqa: PLR0911 - one per kind of literal
     if kind == "node":
         return made[inner]
-    if kind == "float":
+    if kind == "float" and inner in ("inf", "-inf", "nan"):
         return float(inner)
     if kind == "tuple":
         return tuple(_decoded(item, made) for item in inner)
     if kind == "dict":
         return {str(key): _decoded(item, made) for key, item in inner.items()}
-    if kind == "slice":
+    if kind == "slice" and len(inner) == 3:
         return slice(*(_decoded(part, made) for part in inner))
-    if kind == "device":
+    if kind == "device" and _DEVICE.fullmatch(str(inner)):
         return torch.device(inner)
-    known = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}.get(kind)
-    found = getattr(torch, str(inner), None)
-    if known is None or not isinstance(found, known):
-        raise FileFormatError(
-            message(f"the stored graph has the argument {value}", "numbers, strings, lists and dtypes")
-        )
-    return found
+    if isinstance(inner, str) and inner in _CONSTANTS.get(kind, ()):
+        return getattr(torch, inner)
+    raise _unknown({kind: inner})
+
+
+def _unknown(value: object) -> FileFormatError:
+    return FileFormatError(
+        message(f"the stored graph has the argument {reprlib.repr(value)}", "numbers, text, lists and dtypes")
+    )

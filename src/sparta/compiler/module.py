@@ -20,7 +20,7 @@ from sparta.compiler.kernels import KernelModule
 from sparta.compiler.report import Report
 from sparta.compiler.signature import NOT_EXACT, Signature
 from sparta.compiler.whole import EAGER, INDUCTOR, hosted
-from sparta.errors import ValueRangeError, message
+from sparta.errors import FileFormatError, SpartaError, ValueRangeError, message
 from sparta.tesa.spec import Spec
 
 __all__ = ["CompiledModel"]
@@ -43,6 +43,8 @@ class CompiledModel(nn.Module):
         Where and with what it was compiled.
     run
         The graph as its host runs it, where that was made already.
+    source
+        The file it was loaded from, if any: until it has run once, a failure may be the file's.
 
     Examples
     --------
@@ -60,6 +62,7 @@ class CompiledModel(nn.Module):
         spec: Spec,
         provenance: Mapping[str, Any],
         run: Callable[..., Any] | None = None,
+        source: str | None = None,
     ) -> None:
         super().__init__()
         self.graph = graph
@@ -68,6 +71,7 @@ class CompiledModel(nn.Module):
         self.spec = spec
         self.provenance = dict(provenance)
         self._hosted = run
+        self._unproven = source
         self._quick: Callable[[tuple[Any, ...]], Any] | None = None
         super().train(mode=False)
 
@@ -95,6 +99,24 @@ class CompiledModel(nn.Module):
     def _run(self, leaves: list[Any]) -> Any:  # noqa: ANN401 - flat outputs
         if torch.compiler.is_compiling():
             return self.graph(*leaves)
+        if self._unproven is not None:
+            return self._first_run(leaves, self._unproven)
+        return self._run_hosted(leaves)
+
+    def _first_run(self, leaves: list[Any], source: str) -> Any:
+        """Run what was loaded from a file for the first time: no one has seen its graph run here."""
+        try:
+            result = self._run_hosted(leaves)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, SpartaError):
+                raise
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            given = f"{source} does not run on these inputs ({reason})"
+            raise FileFormatError(message(given, fix="check their values; if they are right, save it again")) from error
+        self._unproven = None
+        return result
+
+    def _run_hosted(self, leaves: list[Any]) -> Any:
         if self._hosted is None:
             self._hosted = hosted(self.graph, self.report.plan.whole.host)
         try:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from sparta.errors import ValueRangeError, message
 from sparta.propagate.compact import Origin, masked_tensors
 from sparta.propagate.result import PropagationResult
 from sparta.tesa.attribute import DEAD, TeSA
@@ -151,6 +152,8 @@ def assemble(
             if not hasattr(holder, part):
                 holder.add_module(part, nn.Module())
             holder = getattr(holder, part)
+            if not isinstance(holder, nn.Module):
+                raise ValueRangeError(message(f"a tensor or kernel named {name!r}", "a name that PyTorch leaves free"))
         if isinstance(value, nn.Module):
             holder.add_module(last, value)
         else:

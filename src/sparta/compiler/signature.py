@@ -8,7 +8,6 @@ structures only, so it is written to JSON and read back without the original mod
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -20,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.fx import _pytree as fx_pytree
 from torch.utils import _pytree as pytree
 
+from sparta.compiler.trees import tree_from_json, tree_to_json
 from sparta.errors import FileFormatError, ShapeError, ValueRangeError, message
 from sparta.propagate.capture import Captured
 
@@ -49,6 +49,20 @@ class Input:
     shape: tuple[int | None, ...] | None
     dtype: str = ""
     constant: Any = None
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Input:
+        """Return the input that a file describes."""
+        name, shape, dtype, constant = (fields[key] for key in ("name", "shape", "dtype", "constant"))
+        if shape is None:
+            if not isinstance(constant, (bool, int, float, str, type(None))):
+                raise FileFormatError(message(f"the constant of the input {name!r}", "None, a number or a string"))
+            return cls(str(name), None, "", constant)
+        if not all(size is None or (isinstance(size, int) and size >= 0) for size in shape):
+            raise FileFormatError(message(f"the sizes {shape} of the input {name!r}", "None, or 0 and more"))
+        if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+            raise FileFormatError(message(f"the input {name!r} has the dtype {dtype!r}", "one of torch"))
+        return cls(str(name), tuple(shape), str(dtype))
 
     def check(self, leaf: object, *, cast: bool) -> object:
         """Return the leaf as the graph takes it; raises for one that does not fit."""
@@ -217,16 +231,7 @@ class Signature:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the signature as JSON values; raises where a structure has a type that cannot be written."""
-        try:
-            specs = {"in_spec": pytree.treespec_dumps(self.in_spec), "out_spec": pytree.treespec_dumps(self.out_spec)}
-        except (NotImplementedError, TypeError, ValueError) as error:
-            raise FileFormatError(
-                message(
-                    f"the model takes or returns a structure that cannot be written ({error})",
-                    "tensors, numbers, tuples, lists, dicts and named tuples",
-                    "wrap the model in a module that returns one of these, and compile that",
-                )
-            ) from error
+        specs = {"in_spec": tree_to_json(self.in_spec), "out_spec": tree_to_json(self.out_spec)}
         inputs = [asdict(given) for given in self.inputs]
         for given in inputs:
             if given["constant"] is not None and not isinstance(given["constant"], (bool, int, float, str)):
@@ -243,23 +248,10 @@ class Signature:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Signature:
         """Return the signature that :meth:`to_dict` wrote."""
-        inputs = tuple(
-            Input(
-                name=str(given["name"]),
-                shape=None if given["shape"] is None else tuple(given["shape"]),
-                dtype=str(given["dtype"]),
-                constant=given["constant"],
-            )
-            for given in fields["inputs"]
-        )
-        for given in inputs:
-            if given.shape is not None and not isinstance(getattr(torch, given.dtype, None), torch.dtype):
-                raise FileFormatError(
-                    message(f"the input {given.name!r} has the dtype {given.dtype!r}", "one of torch")
-                )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            specs = [pytree.treespec_loads(fields[name]) for name in ("in_spec", "out_spec")]
+        specs = [tree_from_json(fields[name]) for name in ("in_spec", "out_spec")]
+        inputs = tuple(Input.from_dict(given) for given in fields["inputs"])
+        if specs[0].num_leaves != len(inputs):
+            raise FileFormatError(message(f"{len(inputs)} inputs for {specs[0].num_leaves} places", "one per place"))
         return cls(
             tuple(map(str, fields["parameters"])),
             specs[0],
