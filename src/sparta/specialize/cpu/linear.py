@@ -1,8 +1,9 @@
 """A pruned linear layer in the layout its kernel reads: ``activation(x W^T + bias) + residual``.
 
-:class:`PackedLinear` is below operators and autograd: it packs a weight once and multiplies. The one idea to know: a
-pruned weight is not multiplied at all, so where dense masked computation turns ``0 * inf`` into NaN, this gives what
-the live weights alone give; NaN and inf that meet a live weight spread as they do in the dense layer.
+:class:`PackedLinear` is below operators and autograd: it packs a weight once and multiplies. NaN and inf that meet a
+live weight spread as they do in the dense layer, and there is never a NaN where the masked dense layer has none. Pruned
+weights are skipped, except inside of a block of 4, 8 or 16 channels with a live one: those are stored as 0 and are
+multiplied, so that ``0 * inf`` is NaN there as in the masked dense layer. A sum of zeros is +0, whatever their signs.
 """
 
 from __future__ import annotations
