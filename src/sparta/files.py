@@ -157,7 +157,7 @@ def reading(path: str | os.PathLike[str], fix: str = "save it again") -> Iterato
     >>> with reading("model.sparta"):
     ...     {}["graph"]
     Traceback (most recent call last):
-    sparta.errors.FileFormatError: model.sparta does not fit together (KeyError: 'graph'); save it again.
+    sparta.errors.FileFormatError: model.sparta lacks the entry 'graph'; save it again.
     """
     from safetensors import SafetensorError
 
@@ -172,8 +172,9 @@ def reading(path: str | os.PathLike[str], fix: str = "save it again") -> Iterato
         *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError),
         *(ValueError, SafetensorError),
     ) as error:
-        what = f"{type(error).__name__}: {error}"[:500]
-        raise FileFormatError(message(f"{name} does not fit together ({what})", fix=fix)) from error
+        what = f"does not fit together ({type(error).__name__}: {error}"[:500] + ")"
+        given = f"{name} lacks the entry {error}"[:500] if isinstance(error, KeyError) else f"{name} {what}"
+        raise FileFormatError(message(given, fix=fix)) from error
 
 
 def read_json(text: str | bytes, source: str) -> Any:

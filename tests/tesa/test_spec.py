@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparta.errors import CheckError, FileFormatError, NameNotFoundError, ShapeError, ValueRangeError
+from sparta.files import save_tensors
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.patterns import NM, Block, Channel, Unstructured
 from sparta.tesa.spec import Spec, prunable
+from sparta.tesa.state import to_state
 from strategies import tesas
 
 
@@ -284,3 +286,78 @@ def test_a_spec_prints_as_a_table():
     assert "2:4" in text
     assert "3 tensors" in text
     assert "density 0.5" in repr(Spec.from_pattern(net, NM(2, 4)))
+
+
+def hostile(tmp_path, change, tesa=None):
+    """Write the file of a spec with one change of what it says of its tensor, and a right checksum."""
+    tensors, meta = to_state(tesa or TeSA.from_mask(torch.eye(8, dtype=torch.bool)))
+    change(tensors, meta)
+    path = tmp_path / "hostile.spec"
+    save_tensors(path, "spec", 1, {f"w::{k}": t for k, t in tensors.items()}, {"tensors": {"w": meta}, "order": ["w"]})
+    return path
+
+
+HUGE = 2**40
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t, m: m.update(shape=[HUGE, HUGE]),
+        lambda t, m: m.update(shape=[8, -8]),
+        lambda t, m: m.update(shape=[8, 8.0]),
+        lambda t, m: m.update(shape=[8, True]),
+        lambda t, m: m.update(shape="88"),
+        lambda t, m: m.update(shape=None),
+        lambda t, m: m.update(shape=[10**400, 0]),
+        lambda t, m: m.update(dynamic=[2]),
+        lambda t, m: m.update(dynamic={"0": 1}),
+        lambda t, m: m["state"].update(block=[0, 1]),
+        lambda t, m: m["state"].update(block=[HUGE, HUGE]),
+        lambda t, m: m["scale"].update(block=[1, 1]),
+        lambda t, m: m["code"].update(block=[1, 1]),
+        lambda t, m: m["code"].update(formats=[]),
+        lambda t, m: m["code"].update(formats=["nothing"]),
+        lambda t, m: m["code"].update(formats=[["fp32"]]),
+        lambda t, m: m["value"].update(uniform="0x1p+99999"),
+        lambda t, m: m["value"].update(uniform=None),
+        lambda t, m: m.pop("code"),
+        lambda t, m: m.update(state=3),
+        lambda t, m: t.update(live=t["live"].float()),
+        lambda t, m: t.update(live=t["live"][:-1].clone()),
+        lambda t, m: t.update(dead=torch.zeros(3, dtype=torch.uint8)),
+        lambda t, m: t.pop("live"),
+    ],
+)
+def test_a_tensor_of_a_file_that_does_not_fit_together_is_refused(tmp_path, change):
+    with pytest.raises(FileFormatError, match=r"hostile\.spec"):
+        Spec.load(hostile(tmp_path, change))
+
+
+@pytest.mark.parametrize(
+    "payload", [{}, {"order": 3, "tensors": {}}, {"order": [["w"]], "tensors": {}}, {"order": ["w"], "tensors": []}]
+)
+def test_a_spec_without_its_parts_is_refused(tmp_path, payload):
+    save_tensors(tmp_path / "odd.spec", "spec", 1, {}, payload)
+    with pytest.raises(FileFormatError, match=r"odd\.spec"):
+        Spec.load(tmp_path / "odd.spec")
+
+
+def test_a_mask_that_is_far_larger_than_its_file_is_refused_unless_it_is_asked_for(tmp_path):
+    def spread(tensors, meta):
+        meta["shape"], meta["state"]["block"] = [2, 2, 2, 2**26], [1, 1, 1, 2**26]
+        for part in ("code", "value", "scale", "zero_point"):
+            meta[part]["block"] = [2, 2, 2, 2**26]
+
+    path = hostile(tmp_path, spread, TeSA.from_mask(torch.rand(2, 2, 2, generator=torch.manual_seed(0)) > 0.5))
+    assert path.stat().st_size < 4096
+    with pytest.raises(FileFormatError, match=r"hostile\.spec: the mask of a TeSA .* max_bytes"):
+        Spec.load(path)
+    assert Spec.load(path, max_bytes=2**30)["w"].shape == (2, 2, 2, 2**26)
+
+
+def test_what_is_uniform_costs_nothing_however_large_it_is(tmp_path):
+    spec = Spec({"x": TeSA.dense((2**20, 2**20, 2**15)), "y": TeSA.constant((2**30, 2**25), 0.0)})
+    spec.save(tmp_path / "large.spec")
+    assert Spec.load(tmp_path / "large.spec") == spec
+    assert [row["pattern"] for row in spec.to_dict().values()] == ["dense", "channel axis 0"]

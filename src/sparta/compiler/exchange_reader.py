@@ -1,18 +1,21 @@
 """Read an exchange file with nothing but JSON and safetensors: no torch, no part of this package.
 
 This file may be copied into another project; it is how a compiler that knows nothing of sparta gets at a sparse model's
-graph, kernels and packed weights. The one idea to know: an exchange file *is* a safetensors file, whose metadata holds
-the JSON.
+graph, kernels and packed weights. An exchange file *is* a safetensors file, whose metadata holds the JSON and a SHA-256
+over everything else. Whatever is wrong with a file is a ValueError that names it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from typing import Any
 
 __all__ = ["read_exchange"]
 
 _NEWEST = 1
+_DEEPEST = 100
 
 
 def read_exchange(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -21,12 +24,62 @@ def read_exchange(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     The JSON has ``graph`` (ATen calls, and calls of kernels by name), ``subgraphs`` (a request and a response each),
     ``sources`` (the kernels' files by name), ``signature`` and ``provenance``.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
 
-    with safe_open(path, framework="np") as file:
-        metadata = file.metadata() or {}
-        if metadata.get("sparta") != "exchange":
-            raise ValueError(f"{path} is not a sparta exchange file")
-        if int(metadata["version"]) > _NEWEST:
-            raise ValueError(f"{path} has version {metadata['version']}; this reader knows up to {_NEWEST}")
-        return json.loads(metadata["payload"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    with open(path, "rb") as file:  # noqa: PTH123 - plain Python for other projects
+        data = file.read()
+    try:
+        metadata = _checked(data, str(path))
+        payload = _json(metadata["payload"])
+        if not isinstance(payload, dict):
+            raise ValueError(f"{path} holds {type(payload).__name__}, not an object")  # noqa: TRY004 - as all others
+        return payload, load(data)
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        RuntimeError,
+        SafetensorError,
+        TypeError,
+    ) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+
+
+def _checked(data: bytes, path: str) -> dict[str, Any]:
+    """Return the metadata of a file whose kind, version and checksum are right."""
+    size = int.from_bytes(data[:8], "little")
+    if not 0 < size <= len(data) - 8:
+        raise ValueError(f"{path} is truncated or not a safetensors file")
+    try:
+        header = _json(data[8 : 8 + size])
+    except ValueError as error:
+        raise ValueError(f"{path} has a damaged header ({error})") from error
+    metadata: dict[str, Any] = header.get("__metadata__", {})
+    if metadata.get("sparta") != "exchange":
+        raise ValueError(f"{path} is not a sparta exchange file")
+    version = str(metadata.get("version"))
+    if not re.fullmatch("[0-9]{1,9}", version) or int(version) > _NEWEST:
+        raise ValueError(f"{path} has version {version!r}; this reader knows up to {_NEWEST}")
+    written = metadata.pop("sha256", None)
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    digest.update(memoryview(data)[8 + size :])
+    if written != digest.hexdigest():
+        raise ValueError(f"{path} is damaged or was edited: its checksum does not match")
+    return metadata
+
+
+def _json(text: str | bytes) -> Any:
+    """Return what a JSON text holds, unless it is nested very deeply."""
+    found = json.loads(text)
+    level = [found]
+    for _ in range(_DEEPEST):
+        inner = (
+            value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)
+        )
+        below = [item for items in inner for item in items]
+        if not below:
+            return found
+        level = below
+    raise ValueError("the JSON is nested too deeply")

@@ -20,7 +20,7 @@ from sparta.create.clock import Clock
 from sparta.create.logs import Logger, send
 from sparta.create.modifiers.base import KINDS, Modifier, Run
 from sparta.create.optimizer import StepListener, bare_optimizer
-from sparta.errors import ValueRangeError, message
+from sparta.errors import SpartaError, ValueRangeError, message
 from sparta.tesa.spec import Spec
 
 if TYPE_CHECKING:
@@ -179,11 +179,11 @@ class Manager:
     def attach(
         self,
         model: nn.Module,
-        optimizer: Any,  # noqa: ANN401 - an optimizer or a wrapper of one
+        optimizer: Any,
         steps_per_epoch: int,
         *,
         epoch: float = 0.0,
-        **extras: Any,  # noqa: ANN401
+        **extras: Any,
     ) -> None:
         """Begin a run: check everything, then run from the optimizer's steps.
 
@@ -241,7 +241,7 @@ class Manager:
             if entry.end_pending(self.run.epoch):
                 entry.fire(self.run)
 
-    def loss_update(self, loss: Tensor, *, inputs: Any = None, outputs: Any = None) -> Tensor:  # noqa: ANN401
+    def loss_update(self, loss: Tensor, *, inputs: Any = None, outputs: Any = None) -> Tensor:
         """Return the loss to train with, as the distillation modifiers that are active make it.
 
         Parameters
@@ -280,7 +280,7 @@ class Manager:
         for entry in self.iter_modifiers():
             entry.finalize(run)
 
-    def apply(self, model: nn.Module, **extras: Any) -> None:  # noqa: ANN401
+    def apply(self, model: nn.Module, **extras: Any) -> None:
         """Bring `model` to the state that the recipe ends with at once, without training.
 
         Parameters
@@ -324,7 +324,7 @@ class Manager:
         for logger in self.loggers:
             send(logger, {"epoch": self.epoch, **record}, self.step)
 
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:  # noqa: ANN401 - a matplotlib figure
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Plot the scheduled sparsity and learning rate over the epochs; needs matplotlib.
 
         Parameters
@@ -375,22 +375,32 @@ class Manager:
         Load the model and the optimizer too, in any order. With another number of steps per epoch the time is kept in
         epochs.
         """
-        if state.get("version") != _VERSION:
-            raise ValueRangeError(message(f"a state of version {state.get('version')!r}", f"version {_VERSION}"))
+        _check_state(state)
         keys = {self._key(place): entry for place, entry in enumerate(self.modifiers)}
         if state["modifiers"].keys() != keys.keys():
-            odd = sorted(state["modifiers"].keys() ^ keys.keys())[:5]
+            odd = sorted(map(str, state["modifiers"].keys() ^ keys.keys()))[:5]
             raise ValueRangeError(message(f"the state and the recipe differ in {odd}", "the state of the same recipe"))
+        run = self.run
+        try:
+            run.generator.set_state(state["generator"].cpu())
+        except (RuntimeError, TypeError) as error:
+            raise ValueRangeError(
+                message(f"a generator's state that is none ({error})", "what state_dict returned")
+            ) from error
         if state["steps_per_epoch"] == self.steps_per_epoch:
-            self._clock.step = int(state["step"])
+            self._clock.step = state["step"]
         else:
             self._clock.set_epoch(state["step"] / state["steps_per_epoch"])
-        run = self.run
         run.epoch, run.step = self._clock.epoch, self._clock.step
-        run.generator.set_state(state["generator"].cpu())
         for entry in self.iter_modifiers():
             place = next(place for place, other in enumerate(self.modifiers) if other is entry)
-            entry.restore(run, state["modifiers"][self._key(place)])
+            try:
+                entry.restore(run, state["modifiers"][self._key(place)])
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                if isinstance(error, SpartaError):
+                    raise
+                given = f"the state of {entry.name} does not fit it ({type(error).__name__}: {error})"
+                raise ValueRangeError(message(given, "what the same modifier saved on the same model")) from error
 
     def _key(self, place: int) -> str:
         return f"{place}.{self.modifiers[place].name}"
@@ -423,3 +433,18 @@ class Manager:
                 ),
                 stacklevel=3,
             )
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Raise unless a state has the parts that :meth:`Manager.state_dict` writes, each of its type and range."""
+    if not isinstance(state, Mapping) or state.get("version") != _VERSION:
+        found = state.get("version") if isinstance(state, Mapping) else type(state).__name__
+        raise ValueRangeError(message(f"a state of version {found!r}", f"version {_VERSION}"))
+    for name, least in (("step", 0), ("steps_per_epoch", 1)):
+        value = state.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**53:
+            raise ValueRangeError(message(f"{name} of the state is {value!r}"[:200], f"a whole number from {least}"))
+    for name, kind in (("modifiers", Mapping), ("generator", Tensor)):
+        if not isinstance(state.get(name), kind):
+            given = f"{name} of the state is {type(state.get(name)).__name__}"
+            raise ValueRangeError(message(given, f"a {kind.__name__.lower()}", "pass what state_dict returned"))

@@ -1,7 +1,7 @@
 """A manager's state as a file: checked, written whole, never pickled.
 
 `torch.save` of ``manager.state_dict()`` inside a script's own checkpoint does as well; this is for those who keep it
-apart. The one idea to know: tensors go to safetensors, everything else to JSON, with the tensors' places marked.
+apart. Tensors go to safetensors, everything else to JSON, with the tensors' places marked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from sparta.errors import FileFormatError, message
-from sparta.files import load_tensors, save_tensors
+from sparta.files import load_tensors, reading, save_tensors
 
 __all__ = ["load_state", "save_state"]
 
@@ -38,11 +38,14 @@ def save_state(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read what :func:`save_state` wrote."""
     tensors, plain = load_tensors(path, _KIND, _VERSION)
-    state: dict[str, Any] = _with_tensors(plain, tensors)
-    return state
+    with reading(path):
+        state: dict[str, Any] = _with_tensors(plain, tensors)
+        if not isinstance(state, dict):
+            raise FileFormatError(message("one tensor for a state", "an object", "save it again"))
+        return state
 
 
-def _without_tensors(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:  # noqa: ANN401 - any JSON
+def _without_tensors(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors[place] = value.clone()  # safetensors refuses tensors that share memory
         return {_MARK: place}
@@ -56,7 +59,7 @@ def _without_tensors(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
-def _with_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401
+def _with_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_MARK}:
             return tensors[value[_MARK]]

@@ -1,8 +1,8 @@
 """The shipped table: what won on machines of a kind, for common cases, so that untuned use is already good.
 
 One JSON file for each kind of device lies in ``tables/``; `benchmarks/cpu/shipped_table.py` makes it from measurements.
-The one idea to know: it is a guess from other machines, so it holds clear wins only, every lookup is checked against
-the present search space, and whatever is measured here (the tuning store) comes first.
+It is a guess from other machines, so it holds clear wins only, every lookup is checked against the present search
+space, and whatever is measured here (the tuning store) comes first.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import torch
 
 from sparta.common.tuning import includes
 from sparta.errors import FileFormatError, message
-from sparta.files import write_atomic
+from sparta.files import read_json_file, write_atomic
 from sparta.specialize.cpu.toolchain import chosen_isa
 from sparta.specialize.implement import implements_of
 from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.store import Entry
 from sparta.tesa.attribute import TeSA
 
-__all__ = ["CLEAR_WIN", "ShippedEntry", "device_kind", "shipped", "table_key", "table_path", "write_table"]
+__all__ = ["CLEAR_WIN", "ShippedEntry", "device_kind", "misfit", "shipped", "table_key", "table_path", "write_table"]
 
 TABLES = Path(__file__).parent / "tables"
 CLEAR_WIN = 1.25
@@ -101,10 +102,27 @@ def shipped(spec: KernelSpec) -> ShippedEntry | None:
     entry = _table(table_path(device_kind(spec.device))).get(table_key(spec))
     if entry is None:
         return None
+    return entry if entry.implement_version == _version(spec, entry.implement) and not misfit(spec, entry) else None
+
+
+def misfit(spec: KernelSpec, entry: ShippedEntry | Entry) -> str:
+    """Return why what an entry names cannot run a spec here; nothing if it can.
+
+    Entries come from files, so the implement must exist and support the spec, and the parameters must lie in its
+    search space.
+    """
     implement = next((i for i in implements_of(spec.op) if i.name == entry.implement), None)
-    if implement is None or implement.version != entry.implement_version or not implement.answer(spec):
-        return None
-    return entry if includes(dict(implement.space(spec)), dict(entry.params)) else None
+    if implement is None:
+        return f"there is no implement {entry.implement!r} of {spec.op}"
+    answer = implement.answer(spec)
+    if not answer:
+        return f"{implement.name} cannot run it: {answer.reason}"
+    inside = includes(dict(implement.space(spec)), dict(entry.params))
+    return "" if inside else f"{implement.name} has no parameters {dict(entry.params)}"[:300]
+
+
+def _version(spec: KernelSpec, name: str) -> int | None:
+    return next((i.version for i in implements_of(spec.op) if i.name == name), None)
 
 
 def write_table(path: Path, kind: str, source: Mapping[str, Any], entries: Iterable[ShippedEntry]) -> int:
@@ -137,13 +155,13 @@ def write_table(path: Path, kind: str, source: Mapping[str, Any], entries: Itera
 @functools.cache
 def _table(path: Path) -> dict[str, ShippedEntry]:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json_file(path)
         if record["version"] != _VERSION:
             raise FileFormatError(message(f"version {record['version']!r}", f"{_VERSION}"))
         return {row["key"]: _entry(row) for row in record["entries"]}
     except FileNotFoundError:
         return {}  # nothing was measured on this kind of device
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         warnings.warn(f"the shipped tuning table {path} is damaged and is ignored ({error})", stacklevel=3)
         return {}
 

@@ -1,8 +1,8 @@
 """The tuning store: what was measured once is not measured again, by this program or the next.
 
-One small JSON file an entry, keyed by device, kernel-spec bucket and the versions of all implements of the operation,
-in a folder of the user's own. The one idea to know: entries are written atomically and never edited in place, so any
-number of processes may read and write the store at once; a damaged entry is dropped with a warning and measured again.
+One small JSON file per entry, keyed by device, kernel-spec bucket and the versions of all implements of the operation,
+in a folder of the user's own. Entries are written atomically and never edited in place, so any number of processes may
+read and write the store at once; a damaged entry is dropped with a warning and measured again.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from sparta.errors import FileFormatError, message
-from sparta.files import private_folder, write_atomic
+from sparta.files import private_folder, read_json_file, write_atomic
 from sparta.specialize.implement import implements_of
 from sparta.specialize.kernel_spec import KernelSpec
 
 __all__ = ["Entry", "TuningStore", "device_name"]
 
 _VERSION = 1
+_LONGEST = 1e12  # milliseconds
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,14 @@ class Entry:
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> Entry:
         """Return the entry that :meth:`to_dict` wrote; raises TypeError, KeyError or ValueError for anything else."""
-        entry = Entry(
-            implement=str(fields["implement"]),
-            params=dict(fields["params"]),
-            milliseconds=float(fields["milliseconds"]),
-            dense_milliseconds=float(fields["dense_milliseconds"]),
-        )
-        if not (entry.milliseconds > 0 and entry.dense_milliseconds > 0):
-            raise ValueError("times must be positive")
-        return entry
+        implement, params = fields["implement"], fields["params"]
+        if not isinstance(implement, str) or not isinstance(params, Mapping):
+            raise TypeError("an implement is a text and its parameters are an object")
+        times = fields["milliseconds"], fields["dense_milliseconds"]
+        for time in times:
+            if isinstance(time, bool) or not isinstance(time, int | float) or not 0 < time < _LONGEST:
+                raise ValueError("times must be positive and finite")
+        return Entry(implement, dict(params), float(times[0]), float(times[1]))
 
 
 class TuningStore:
@@ -97,7 +97,7 @@ class TuningStore:
         """Return the stored result for `spec` on this device, or None."""
         path = self._path(spec)
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = read_json_file(path)
             if record["key"] == key_of(spec) and record["version"] == _VERSION:
                 return Entry.from_dict(record["entry"])
         except FileNotFoundError:
@@ -120,7 +120,7 @@ class TuningStore:
         records = []
         for file in sorted(self.folder.glob("*.json")):
             try:
-                record = json.loads(file.read_text(encoding="utf-8"))
+                record = read_json_file(file)
                 Entry.from_dict(record["entry"])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 warnings.warn(f"the tuning entry {file} is damaged and is left out ({error})", stacklevel=2)
@@ -130,14 +130,18 @@ class TuningStore:
         return len(records)
 
     def load(self, path: str | os.PathLike[str]) -> int:
-        """Take the entries of an exported file into this store, replacing those it has; returns how many."""
+        """Take the entries of an exported file into this store, replacing those it has; returns how many.
+
+        What they name is checked when a kernel spec asks for them: an implement that does not exist, cannot run the
+        spec, or has no such parameters is passed over.
+        """
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = read_json_file(path)
             if content["version"] != _VERSION:
                 raise FileFormatError(
                     message(f"{os.fspath(path)} has version {content['version']!r}", f"{_VERSION}", "export it again")
                 )
-            checked = [(record["key"], Entry.from_dict(record["entry"])) for record in content["entries"]]
+            checked = [(_key(record["key"]), Entry.from_dict(record["entry"])) for record in content["entries"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             if isinstance(error, FileFormatError):
                 raise
@@ -146,7 +150,7 @@ class TuningStore:
             ) from error
         self.folder.mkdir(parents=True, exist_ok=True)
         for key, entry in checked:
-            write_atomic(self.folder / _file_name(str(key)), _record(str(key), entry.to_dict()))
+            write_atomic(self.folder / _file_name(key), _record(key, entry.to_dict()))
         return len(checked)
 
     def _path(self, spec: KernelSpec) -> Path:
@@ -166,6 +170,12 @@ def key_of(spec: KernelSpec) -> str:
     """Return the readable key under which results for `spec` are stored."""
     versions = ",".join(sorted(f"{i.name}.{i.version}" for i in implements_of(spec.op)))
     return f"{device_name(spec.device)} | {spec.bucket} | {versions}"
+
+
+def _key(given: object) -> str:
+    if not isinstance(given, str) or not given.isprintable():
+        raise TypeError("a key is a text")
+    return given
 
 
 def _file_name(key: str) -> str:

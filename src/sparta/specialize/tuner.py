@@ -24,7 +24,7 @@ from sparta.errors import CheckError, SpartaError, message
 from sparta.specialize.confirm import LEAST_GAIN, confirm, pairs_of, ranked
 from sparta.specialize.implement import Kernel, implement_named, search_space, supported
 from sparta.specialize.kernel_spec import KernelSpec
-from sparta.specialize.shipped import shipped
+from sparta.specialize.shipped import misfit, shipped
 from sparta.specialize.store import Entry, TuningStore
 from sparta.testing.checks import check
 from sparta.testing.timing import compare
@@ -121,7 +121,7 @@ def choose(spec: KernelSpec, store: TuningStore | None = None) -> Choice:
     """Return the stored choice for `spec`, else that of the shipped table, else dense; measures nothing."""
     _, refused = supported(spec)
     entry = None if store is None else store.get(spec)
-    if entry is not None and entry.implement not in refused:
+    if entry is not None and not misfit(spec, entry):  # entries may come from a stranger's export
         return Choice(entry.implement, entry.params, f"stored: {entry.speedup:.2f}x dense", entry, refused)
     guess = shipped(spec)
     if guess is None:

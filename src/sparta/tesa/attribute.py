@@ -347,7 +347,7 @@ class TeSA:
             exact = Block(h, w, axes=(varying[0], varying[1]))
         if exact is not None and bool((self.state.cells != LIVE).any()) and bool((self.state.cells == LIVE).any()):
             return Detection(exact, self.density, 1.0)
-        return detect(self.mask())
+        return detect(self._where(LIVE).cells if self.state.is_uniform else self.mask())
 
     def mask(self, device: torch.device | str | None = None) -> Tensor:
         """Return the bool tensor of live elements, a fresh one of the full shape."""

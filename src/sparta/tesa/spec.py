@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparta.errors import CheckError, FileFormatError, NameNotFoundError, ShapeError, ValueRangeError, message
-from sparta.files import load_tensors, save_tensors
+from sparta.errors import CheckError, NameNotFoundError, ShapeError, ValueRangeError, message
+from sparta.files import Budget, load_tensors, reading, save_tensors
 from sparta.tables import table
 from sparta.tesa import names
 from sparta.tesa.attribute import TeSA
@@ -208,17 +208,23 @@ class Spec(Mapping[str, TeSA]):
         save_tensors(path, _KIND, _VERSION, tensors, {"tensors": payload, "order": list(self._tesas)})
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Spec:
-        """Load a saved spec; a truncated, edited or newer file is a :class:`FileFormatError`."""
+    def load(cls, path: str | os.PathLike[str], *, max_bytes: int | None = None) -> Spec:
+        """Load a saved spec; a truncated, edited or newer file is a :class:`FileFormatError`.
+
+        Parameters
+        ----------
+        max_bytes
+            How much memory a TeSA may take when it is printed or used; by default 64 times the file, 64 MiB at least.
+        """
         tensors, payload = load_tensors(path, _KIND, _VERSION)
-        arrays: dict[str, dict[str, Tensor]] = {}
-        for key, array in tensors.items():
-            name, _, part = key.rpartition("::")
-            arrays.setdefault(name, {})[part] = array
-        try:
-            return cls({name: from_state(arrays.get(name, {}), payload["tensors"][name]) for name in payload["order"]})
-        except KeyError as error:
-            raise FileFormatError(message(f"{os.fspath(path)} lacks the entry {error}", fix="save it again")) from error
+        with reading(path):
+            budget = Budget.of_file(path, max_bytes)
+            arrays: dict[str, dict[str, Tensor]] = {}
+            for key, array in tensors.items():
+                name, _, part = key.rpartition("::")
+                arrays.setdefault(name, {})[part] = array
+            order, metas = payload["order"], payload["tensors"]
+            return cls({name: from_state(arrays.get(name, {}), metas[name], budget) for name in order})
 
     # ------------------------------------------------------------------ telling a person
 

@@ -1,8 +1,8 @@
 """A TeSA as tensors and JSON, for files: small, and checked when it comes back.
 
 Grids of one cell go into the JSON; states are stored as bits (one plane for live, one for dead where there are any).
-The one idea to know: :func:`from_state` trusts nothing, so a damaged file becomes an error that says what is wrong
-and never a TeSA that is subtly another.
+:func:`from_state` trusts nothing: a damaged file becomes an error that says what is wrong and never a TeSA that is
+subtly another, and no grid has more cells than the file holds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sparta.errors import FileFormatError, SpartaError, ValueRangeError, message
+from sparta.files import Budget
 from sparta.tesa.algebra import CONSTANT, DEAD, LIVE
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.bits import FORMATS, bit_format
@@ -25,6 +26,8 @@ from sparta.tesa.grid import Grid, cells_shape
 __all__ = ["decode_state", "encode_state", "from_state", "to_state"]
 
 _FLOATS = ("value", "scale", "zero_point")
+_DTYPES = {"uint8": np.uint8, "float64": np.float64}
+_LARGEST = 2**60  # elements: sums of them still fit a 64-bit number
 
 
 def to_state(tesa: TeSA) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -54,28 +57,61 @@ def to_state(tesa: TeSA) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, meta
 
 
-def from_state(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> TeSA:
-    """Return the TeSA that :func:`to_state` was given; a :class:`FileFormatError` says what does not fit."""
+def from_state(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], budget: Budget | None = None) -> TeSA:
+    """Return the TeSA that :func:`to_state` was given; a :class:`FileFormatError` says what does not fit.
+
+    Parameters
+    ----------
+    budget
+        Of the file that it comes from: what would take more memory than that when it is looked at is refused.
+    """
     try:
-        shape = tuple(int(s) for s in meta["shape"])
-        blocks = {name: tuple(int(b) for b in meta[name]["block"]) for name in ("state", "code", *_FLOATS)}
+        shape = _sizes(meta["shape"], 0, [_LARGEST] * len(meta["shape"]))
+        if math.prod(shape) > _LARGEST:
+            raise ValueRangeError(message(f"the shape {shape}", f"{_LARGEST} elements at most"))
+        limits = [max(1, size) for size in shape]
+        blocks = {name: _sizes(meta[name]["block"], 1, limits) for name in ("state", "code", *_FLOATS)}
         live = _unpacked(tensors["live"], cells_shape(shape, blocks["state"]))
         cells = torch.where(live, LIVE, CONSTANT).to(torch.uint8)
         if "dead" in tensors:
             cells[_unpacked(tensors["dead"], tuple(cells.shape)) & ~live] = DEAD
-        return TeSA(
+        tesa = TeSA(
             state=Grid(shape, blocks["state"], cells),
             code=_codes(tensors, meta, shape, blocks["code"]),
-            dynamic=frozenset(int(d) for d in meta["dynamic"]),
+            dynamic=frozenset(_sizes(meta["dynamic"], 0, [len(shape)] * len(meta["dynamic"]))),
             **{name: _floats(tensors, meta, shape, name, blocks[name]) for name in _FLOATS},
         )
-    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, FileFormatError):
             raise
         reason = str(error) if isinstance(error, SpartaError) else f"{type(error).__name__}: {error}"
         raise FileFormatError(
-            message(f"a stored TeSA does not fit together ({reason})", fix="save it again")
+            message(f"a stored TeSA does not fit together ({reason[:500]})", fix="save it again")
         ) from error
+    if budget is not None:
+        _check_costs(tesa, budget)
+    return tesa
+
+
+def _sizes(given: Any, least: int, most: list[int]) -> tuple[int, ...]:
+    """Return the whole numbers that a file gives, each checked against its limits."""
+    if not isinstance(given, list) or len(given) != len(most):
+        raise ValueRangeError(message(f"the sizes {given!r}"[:200], f"a list of {len(most)} whole numbers"))
+    for size, limit in zip(given, most, strict=True):
+        if isinstance(size, bool) or not isinstance(size, int) or not least <= size <= limit:
+            raise ValueRangeError(message(f"the size {size!r}"[:200], f"a whole number from {least} to {limit}"))
+    return tuple(given)
+
+
+def _check_costs(tesa: TeSA, budget: Budget) -> None:
+    """Raise where telling the pattern or the bits would take more memory than the file may."""
+    state, code = tesa.state, tesa.code
+    varying = [d for d in range(tesa.ndim) if state.varies_along(d)]
+    if len(varying) > 2 or (varying and math.prod(state.block[d] for d in varying) < 4):
+        budget.check(tesa.shape, 1, "the mask of a TeSA")
+    if not code.is_uniform:
+        pairs = zip(tesa.shape, state.cells.shape, code.cells.shape, strict=True)
+        budget.check([min(size, mine + other) for size, mine, other in pairs], 2, "the formats of a TeSA")
 
 
 def encode_state(tesa: TeSA) -> dict[str, Any]:
@@ -93,10 +129,12 @@ def decode_state(state: Mapping[str, Any]) -> TeSA:
     """
     try:
         tensors = {
-            name: torch.from_numpy(np.frombuffer(b64decode(text, validate=True), dtype=dtype).reshape(shape).copy())
+            name: torch.from_numpy(
+                np.frombuffer(b64decode(text, validate=True), dtype=_DTYPES[dtype]).reshape(shape).copy()
+            )
             for name, (dtype, shape, text) in state["tensors"].items()
         }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise FileFormatError(message(f"a stored TeSA cannot be read ({error})", fix="write it again")) from error
     return from_state(tensors, state)
 
@@ -112,7 +150,7 @@ def _codes(
     if len(formats) > 1:
         return Grid(shape, block, torch.tensor(formats, dtype=torch.uint8)[tensors["code"].long()])
     # A tensor without elements has no format; any other has at least one, or this raises.
-    counts = cells_shape(shape, block)
+    counts = _one_cell(shape, block)
     return Grid(shape, block, torch.full(counts, formats[0] if math.prod(counts) else 0, dtype=torch.uint8))
 
 
@@ -125,8 +163,16 @@ def _floats(
 ) -> Grid:
     if "uniform" in meta[name]:
         value = float.fromhex(meta[name]["uniform"])
-        return Grid(shape, block, torch.full(cells_shape(shape, block), value, dtype=torch.float64))
+        return Grid(shape, block, torch.full(_one_cell(shape, block), value, dtype=torch.float64))
     return Grid(shape, block, tensors[name].to(torch.float64))
+
+
+def _one_cell(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the cells where the file gives one value for all: there is one, or none."""
+    counts = cells_shape(shape, block)
+    if math.prod(counts) > 1:
+        raise ValueRangeError(message(f"one value for {math.prod(counts)} cells", "one cell"))
+    return counts
 
 
 def _packed(flags: Tensor) -> Tensor:

@@ -128,3 +128,56 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 def test_bad_documents_are_refused(text, says):
     with pytest.raises(FileFormatError, match=says):
         parse_document(text, source="recipe.yaml")
+
+
+def test_merge_keys_mean_what_yaml_says():
+    text = """
+base: &base {a: 1, b: 1}
+outer: {inner: &inner {<<: *base, b: 2}}
+one: {<<: *inner, c: 3}
+two: {<<: [{a: 7}, *base], d: 4}
+"""
+    found = parse_document(text)
+    assert found["outer"] == {"inner": {"a": 1, "b": 2}}
+    assert found["one"] == {"a": 1, "b": 2, "c": 3}
+    assert found["two"] == {"a": 7, "b": 1, "d": 4}
+
+
+def test_merged_mappings_do_not_grow_with_the_number_of_times_they_are_merged():
+    merge = "a: &a {k: 1}\n"
+    for level in range(12):
+        wanted = ", ".join([f"*b{level - 1}" if level else "*a"] * 8)
+        merge += f"b{level}: &b{level} {{<<: [{wanted}]}}\n"
+    assert parse_document(merge)["b11"] == {"k": 1}
+
+
+def bombs():
+    keys = ", ".join(f"k{number}: 1" for number in range(2000))
+    yield f"a: &a {{{keys}}}\nb: {{<<: [{', '.join(['*a'] * 2000)}]}}\n"
+    yield "a: &a {<<: *a}"
+    yield "a: &a [1, *a]"
+    yield "a0: &a0 [1]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(20))
+    yield "[" * 100_000
+    yield "- " * 10_000
+    yield "{a: " * 10_000
+    yield "? " * 10_000
+    yield "a" * 600_000
+
+
+@pytest.mark.parametrize("text", list(bombs()), ids=range(9))
+def test_a_text_that_stands_for_a_huge_document_is_refused(text):
+    with pytest.raises(FileFormatError, match=r"too large|too deeply|characters|at most"):
+        parse_document(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("!!int x", "!!bool zz", "!!float x", "!!timestamp x", "!!null x: 1", "!!int [1]", "!!int ''", "!!float ''"),
+        *("!!binary x", "!!omap [1]", "!!pairs 3", "!!set {a}", "!!python/object:os.system x", "? [a]\n: 1"),
+        *("0x" + "f" * 5000, "9" * 5000, "{<<: 3}", "{<<: [3]}", "\x00", "\ud800", "%YAML 9.9\n---\n", "*a"),
+    ],
+)
+def test_scalars_under_wrong_tags_are_errors_of_ours(text):
+    with pytest.raises(FileFormatError, match="the file"):
+        parse_document(text, source="the file")

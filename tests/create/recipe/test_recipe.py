@@ -341,3 +341,34 @@ def test_whatever_a_recipe_holds_it_is_read_or_refused(data):
         recipe = Recipe.from_dict(data)
         assert Recipe.from_yaml(str(recipe)) == recipe
         recipe.modifiers(steps_per_epoch=3)
+
+
+def test_recipes_that_are_short_and_stand_for_much_are_refused():
+    doubling = ["v0: [1]"] + [f"v{n + 1}: ['${{v{n}}}', '${{v{n}}}']" for n in range(30)]
+    recipe = Recipe.from_yaml(f"variables: {{{', '.join(doubling)}}}\nmodifiers: []")
+    with pytest.raises(FileFormatError, match="too large"):
+        recipe.values()
+    names = ", ".join(["fc.weight"] * 20_000)
+    entries = "- ConstantPruning: {params: '${names}'}\n" * 10
+    recipe = Recipe.from_yaml(f"variables: {{names: [{names}]}}\nmodifiers:\n{entries}")
+    with pytest.raises(FileFormatError, match="too large"):
+        recipe.modifiers()
+
+
+def test_chains_of_variables_may_be_long():
+    chain = ", ".join(f"v{n}: '${{v{n + 1} + 1}}'" for n in range(3000))
+    recipe = Recipe.from_yaml(f"variables: {{{chain}, v3000: 0}}\nmodifiers: []")
+    assert recipe.values()["v0"] == 3000
+
+
+def test_errors_of_a_recipe_name_its_file(tmp_path):
+    for text in ("variables: {a: '${b}'}\nmodifiers: []", "modifiers: [Nothing]", "a: !!int x", "[", "modifiers: 3"):
+        (tmp_path / "my.yaml").write_text(text)
+        with pytest.raises(SpartaError, match=r"my\.yaml"):
+            Recipe.load(tmp_path / "my.yaml")
+
+
+@pytest.mark.parametrize("text", ["{", "{]", '{"a": 1, "a": 2}', "{" * 9, '{"a":' * 5000])
+def test_overrides_that_are_no_json_are_errors_of_ours(text):
+    with pytest.raises(SpartaError, match="overrides"):
+        Recipe.from_yaml("variables: {a: 1}\nmodifiers: []").override(text)

@@ -1,8 +1,8 @@
 """Reading and writing YAML: plain data in, plain data out, and no surprises on the way.
 
-It is the one place where a recipe's text becomes dictionaries, lists and scalars. The one idea to know: scalars are
-read as YAML 1.2 reads them (``2:4`` is text, ``1e-7`` a number, ``no`` a word) but written so that older readers see
-the same, and a duplicate key, a strange tag or an endless alias is an error.
+It is the one place where a recipe's text becomes dictionaries, lists and scalars. Scalars are read as YAML 1.2 reads
+them (``2:4`` is text, ``1e-7`` a number, ``no`` a word) but written so that older readers see the same. A duplicate
+key, a strange tag or an endless alias is an error, and so is a short text that stands for a huge document.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from sparta.errors import FileFormatError, message
 
-__all__ = ["Tagged", "dump", "front_matter", "parse_document", "parse_scalar", "plain_data"]
+__all__ = ["Size", "Tagged", "dump", "front_matter", "parse_document", "parse_scalar", "plain_data"]
 
 _INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(
@@ -24,8 +24,11 @@ _FLOAT = re.compile(
 )
 _BOOLEAN = re.compile(r"true|True|TRUE|false|False|FALSE")
 _NULL = re.compile(r"~|null|Null|NULL|")
+_LONGEST = 500_000  # characters; the longest recipes that people write have some thousands
 _MOST_VALUES = 100_000  # of one document, aliases written out
 _DEEPEST = 40
+_MOST_DIGITS = 400  # of a whole number: more than the largest float has
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Tagged:
     fields: dict[str, Any]
 
 
-def parse_document(text: str, *, source: str = "the recipe") -> Any:  # noqa: ANN401 - whatever YAML holds
+def parse_document(text: str, *, source: str = "the recipe") -> Any:
     """Return what a YAML text holds: dictionaries with text keys, lists, scalars and :class:`Tagged` mappings.
 
     Parameters
@@ -57,16 +60,22 @@ def parse_document(text: str, *, source: str = "the recipe") -> Any:  # noqa: AN
     """
     import yaml
 
+    if len(text) > _LONGEST:
+        raise FileFormatError(message(f"{source} has {len(text)} characters", f"{_LONGEST} at most", "split it up"))
     try:
         loaded = yaml.load(front_matter(text), Loader=_loader())  # noqa: S506 - a subclass of SafeLoader
         return plain_data(loaded, source)
-    except yaml.YAMLError as error:
-        raise FileFormatError(message(f"{source} is not valid YAML: {' '.join(str(error).split())}")) from error
     except RecursionError as error:
-        raise FileFormatError(message(f"{source} is nested too deeply", f"{_DEEPEST} levels at most")) from error
+        raise FileFormatError(
+            message(f"{source} is nested too deeply", f"{_DEEPEST} levels at most", "write it flatter")
+        ) from error
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # Beside its own errors, yaml raises whatever int("x") and the like do for a scalar under a wrong tag.
+        what = " ".join(str(error).split())[:500]
+        raise FileFormatError(message(f"{source} is not valid YAML: {what}", fix="correct the text")) from error
 
 
-def parse_scalar(text: str) -> Any:  # noqa: ANN401 - a scalar, or a list or mapping in flow style
+def parse_scalar(text: str) -> Any:
     """Return the value a text such as ``0.5``, ``true``, ``null`` or ``cosine`` stands for.
 
     >>> [parse_scalar(text) for text in ("0.5", "2:4", "true", "null", "[1, 2]")]
@@ -75,13 +84,44 @@ def parse_scalar(text: str) -> Any:  # noqa: ANN401 - a scalar, or a list or map
     return parse_document(text, source=repr(text))
 
 
-def plain_data(value: Any, source: str = "the recipe") -> Any:  # noqa: ANN401 - whatever there is
+def plain_data(value: Any, source: str = "the recipe") -> Any:
     """Return a copy made of dictionaries with text keys, lists, scalars and :class:`Tagged`; refuses anything else.
 
     >>> plain_data({0.5: ("a", None)})
     {'0.5': ['a', None]}
     """
-    return _plain(value, [0], 0, source)
+    return _plain(value, Size(source), 0, source)
+
+
+class Size:
+    """Counts the values of a document, those that are shared as often as they stand in it, and refuses too many.
+
+    >>> size = Size("the recipe")
+    >>> size.add({"a": [1, 2]})
+    >>> size.count
+    4
+    """
+
+    def __init__(self, source: str) -> None:
+        self.source, self.count = source, 0
+
+    def step(self) -> None:
+        """Count one value."""
+        self.count += 1
+        if self.count > _MOST_VALUES:
+            raise too_large(self.source)
+
+    def add(self, value: object) -> None:
+        """Count a value and all inside it."""
+        self.step()
+        for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+            self.add(inner)
+
+
+def too_large(source: str) -> FileFormatError:
+    """Return the error for a document that explodes."""
+    allowed = f"{_MOST_VALUES} values, {_DEEPEST} levels deep"
+    return FileFormatError(message(f"{source} is too large or refers to itself", allowed, "write less of it"))
 
 
 def front_matter(text: str) -> str:
@@ -126,6 +166,7 @@ def _loader() -> type[Any]:
 
     class Loader(yaml.SafeLoader):
         yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - yaml's own convention
+        _merged = 0  # pairs, over the whole document
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
             seen: set[Any] = set()
@@ -139,12 +180,28 @@ def _loader() -> type[Any]:
                     seen.add(key)
             return super().construct_mapping(node, deep)
 
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            """Put the pairs of the mappings under ``<<`` before a mapping's own; each key stays once."""
+            pairs: dict[object, tuple[yaml.Node, yaml.Node]] = {}
+            own = [(key, value) for key, value in node.value if key.tag != _MERGE]
+            for given in [value for key, value in node.value if key.tag == _MERGE]:
+                for source in reversed(given.value if isinstance(given, yaml.SequenceNode) else [given]):
+                    if not isinstance(source, yaml.MappingNode):
+                        raise yaml.constructor.ConstructorError(None, None, "<< wants mappings", source.start_mark)
+                    self.flatten_mapping(source)
+                    self._merged += len(source.value) + 1
+                    if self._merged > _MOST_VALUES:
+                        raise too_large("a recipe with merge keys")
+                    pairs.update({_identity(key): (key, value) for key, value in source.value})
+            if len(own) < len(node.value):
+                node.value = list((pairs | {_identity(key): (key, value) for key, value in own}).values())
+
     for tag, pattern, first in (
         ("tag:yaml.org,2002:null", _NULL, ["~", "n", "N", ""]),
         ("tag:yaml.org,2002:bool", _BOOLEAN, list("tTfF")),
         ("tag:yaml.org,2002:int", _INTEGER, list("-+0123456789")),
         ("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789")),
-        ("tag:yaml.org,2002:merge", re.compile("<<"), ["<"]),
+        (_MERGE, re.compile("<<"), ["<"]),
     ):
         Loader.add_implicit_resolver(tag, re.compile(f"(?:{pattern.pattern})$"), first)
     Loader.add_constructor("tag:yaml.org,2002:int", _integer)
@@ -164,11 +221,11 @@ def _dumper() -> type[Any]:
         def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002 - every value is written out
             return True
 
-    def text(dumper: Any, data: str) -> Any:  # noqa: ANN401 - yaml has no types of its own
+    def text(dumper: Any, data: str) -> Any:
         odd = any(mark in data for mark in "\r\x85\u2028\u2029\ufeff")  # line breaks, which only this style keeps
         return dumper.represent_scalar("tag:yaml.org,2002:str", data, style='"' if odd else None)
 
-    def items(dumper: Any, data: list[Any]) -> Any:  # noqa: ANN401
+    def items(dumper: Any, data: list[Any]) -> Any:
         short = not any(isinstance(item, list | dict) for item in data)
         return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=short)
 
@@ -179,7 +236,12 @@ def _dumper() -> type[Any]:
     return Dumper
 
 
-def _tagged(loader: Any, suffix: str, node: Any) -> Tagged:  # noqa: ANN401 - yaml has no types of its own
+def _identity(key: Any) -> object:
+    """Return what tells keys of a mapping apart: tag and text of a scalar, else the node itself."""
+    return (key.tag, key.value) if isinstance(key.value, str) else id(key)
+
+
+def _tagged(loader: Any, suffix: str, node: Any) -> Tagged:
     import yaml
 
     if isinstance(node, yaml.MappingNode):
@@ -189,12 +251,16 @@ def _tagged(loader: Any, suffix: str, node: Any) -> Tagged:  # noqa: ANN401 - ya
     raise yaml.constructor.ConstructorError(None, None, f"the tag !{suffix} is not on a mapping", node.start_mark)
 
 
-def _integer(loader: Any, node: Any) -> int:  # noqa: ANN401 - yaml has no types of its own
+def _integer(loader: Any, node: Any) -> int:
+    import yaml
+
     text = str(loader.construct_scalar(node))
+    if len(text) > _MOST_DIGITS:
+        raise yaml.constructor.ConstructorError(None, None, f"a number of {len(text)} digits", node.start_mark)
     return int(text, 0) if text[:2] in {"0o", "0x"} else int(text)
 
 
-def _real(loader: Any, node: Any) -> float:  # noqa: ANN401 - yaml has no types of its own
+def _real(loader: Any, node: Any) -> float:
     text = str(loader.construct_scalar(node))
     lower = text.lower()
     if lower.endswith(("inf", "nan")):
@@ -202,18 +268,17 @@ def _real(loader: Any, node: Any) -> float:  # noqa: ANN401 - yaml has no types 
     return float(text)
 
 
-def _plain(value: Any, count: list[int], depth: int, source: str) -> Any:  # noqa: ANN401 - plain data
+def _plain(value: Any, size: Size, depth: int, source: str) -> Any:
     """Return a copy with aliases written out; refuses keys that are no text, and documents that explode."""
-    count[0] += 1
-    if count[0] > _MOST_VALUES or depth > _DEEPEST:
-        allowed = f"{_MOST_VALUES} values, {_DEEPEST} levels deep"
-        raise FileFormatError(message(f"{source} is too large or refers to itself", allowed))
+    size.step()
+    if depth > _DEEPEST:
+        raise too_large(source)
     if isinstance(value, Tagged):
-        return Tagged(value.tag, _plain(value.fields, count, depth + 1, source))
+        return Tagged(value.tag, _plain(value.fields, size, depth + 1, source))
     if isinstance(value, list | tuple):
-        return [_plain(item, count, depth + 1, source) for item in value]
+        return [_plain(item, size, depth + 1, source) for item in value]
     if isinstance(value, Mapping):
-        return {_key(key, source): _plain(item, count, depth + 1, source) for key, item in value.items()}
+        return {_key(key, source): _plain(item, size, depth + 1, source) for key, item in value.items()}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise FileFormatError(message(f"{source} holds a {type(value).__name__}", "mappings, lists, text and numbers"))

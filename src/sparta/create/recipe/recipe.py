@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparta.create.recipe import variables as variable
-from sparta.create.recipe.document import dump, parse_document, plain_data
+from sparta.create.recipe.document import Size, dump, parse_document, plain_data
 from sparta.errors import FileFormatError, NameNotFoundError, SpartaError, ValueRangeError, did_you_mean, message
 from sparta.files import write_atomic
 
@@ -144,7 +144,12 @@ class Recipe:
             text = file.read_bytes().decode()
         except (OSError, UnicodeDecodeError) as error:
             raise FileFormatError(message(f"cannot read {file}: {error}", fix="check the path")) from error
-        return cls._read(text, str(file))
+        try:
+            return cls._read(text, str(file))
+        except SpartaError as error:
+            if str(file) in str(error):
+                raise
+            raise type(error)(f"{file}: {error}") from error
 
     @classmethod
     def _read(cls, text: str, source: str) -> Recipe:
@@ -282,10 +287,11 @@ class Recipe:
 
         outer = {} if steps_per_epoch is None else {variable.STEPS_PER_EPOCH: steps_per_epoch}
         root = variable.resolve(self.variables, outer)
-        made = [
-            [_made(entry, variable.resolve(stage.variables, root), stage) for entry in stage.entries]
-            for stage in self.stages
-        ]
+        size = Size("the recipe, its variables written out,")
+        made = []
+        for stage in self.stages:
+            scope = variable.resolve(stage.variables, root)
+            made.append([_made(entry, scope, stage, size) for entry in stage.entries])
         return list(zip([stage.name for stage in self.stages], lined_up(self.stages, made), strict=True))
 
     @property
@@ -332,7 +338,7 @@ def last_epoch(modifiers: Iterable[Modifier]) -> int:
 # ---------------------------------------------------------------------- parts
 
 
-def _made(entry: Entry, scope: Mapping[str, Any], stage: Stage) -> Modifier:
+def _made(entry: Entry, scope: Mapping[str, Any], stage: Stage, size: Size) -> Modifier:
     from sparta.create.modifiers import modifier_named
 
     kind = modifier_named(entry.name)
@@ -342,6 +348,7 @@ def _made(entry: Entry, scope: Mapping[str, Any], stage: Stage) -> Modifier:
             key: variable.substitute(_in_epochs(value) if key in timed else value, scope)
             for key, value in entry.fields.items()
         }
+        size.add(fields)
         return kind(**fields)
     except SpartaError as error:
         if stage.name is None or f"stage {stage.name!r}" in str(error):

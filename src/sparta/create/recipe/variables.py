@@ -1,20 +1,21 @@
 """Variables of a recipe: where expressions hide in its values, what they refer to, and what they come to.
 
-The recipe keeps values as they were written; this module looks into them. The one idea to know: a text that is wholly
-``${...}`` is an expression, anywhere inside a value; a bare name in it stands for that variable whatever it holds
-(text, a list, null), anything else is arithmetic.
+The recipe keeps values as they were written; this module looks into them. A text that is wholly ``${...}`` is an
+expression, anywhere inside a value; a bare name in it stands for that variable whatever it holds (text, a list, null),
+anything else is arithmetic.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
-from sparta.create.recipe.document import parse_scalar
+from sparta.create.recipe.document import Size, parse_scalar
 from sparta.create.recipe.expression import FUNCTIONS, Expression, parse
-from sparta.errors import FileFormatError, NameNotFoundError, ValueRangeError, did_you_mean, message
+from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
+from sparta.files import read_json
 
 __all__ = [
     "STEPS_PER_EPOCH",
@@ -101,22 +102,22 @@ def check_references(variables: Mapping[str, Any], outer: Mapping[str, Any] | No
     for name, wanted in graph.items():
         for other in sorted(wanted - known):
             raise NameNotFoundError(f"in the variable {name!r}: {did_you_mean(other, known, 'variable')}")
-    done: set[str] = set()
+    _order(graph)
 
-    def visit(name: str, path: tuple[str, ...]) -> None:
-        if name in path:
-            circle = " -> ".join([*path[path.index(name) :], name])
-            raise ValueRangeError(
-                message(f"variables refer to each other in a circle: {circle}", fix="give one a value")
-            )
-        if name in done:
-            return
-        for other in sorted(graph[name] & graph.keys()):
-            visit(other, (*path, name))
-        done.add(name)
 
-    for name in graph:
-        visit(name, ())
+def _order(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return the names so that each comes after all that it refers to."""
+    try:
+        return list(
+            TopologicalSorter({name: sorted(wanted & graph.keys()) for name, wanted in graph.items()}).static_order()
+        )
+    except CycleError as error:
+        circle = error.args[1][:0:-1]  # without the first, which is the last again; each refers to the next
+        first = circle.index(min(circle))
+        text = " -> ".join([*circle[first:], *circle[: first + 1]])
+        raise ValueRangeError(
+            message(f"variables refer to each other in a circle: {text}", fix="give one a value")
+        ) from error
 
 
 def resolve(variables: Mapping[str, Any], outer: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,19 +133,13 @@ def resolve(variables: Mapping[str, Any], outer: Mapping[str, Any]) -> dict[str,
     Examples
     --------
     >>> resolve({"active": "${num_epochs / 2}", "num_epochs": 20, "layers": ["a"], "alias": "${layers}"}, {})
-    {'num_epochs': 20, 'active': 10.0, 'layers': ['a'], 'alias': ['a']}
+    {'num_epochs': 20, 'layers': ['a'], 'active': 10.0, 'alias': ['a']}
     """
     scope = {name: value for name, value in outer.items() if name not in variables}
-
-    def settle(name: str) -> None:
-        if name in scope or name not in variables:
-            return
-        for other in sorted(references(variables[name])):
-            settle(other)
+    size = Size("the variables")
+    for name in _order({name: references(value) for name, value in variables.items()}):
         scope[name] = substitute(variables[name], scope)
-
-    for name in variables:
-        settle(name)
+        size.add(scope[name])
     return scope
 
 
@@ -207,10 +202,7 @@ def as_overrides(given: Mapping[str, Any] | str) -> dict[str, Any]:
         return dict(given)
     text = given.strip()
     if text.startswith("{"):
-        try:
-            return dict(json.loads(text))
-        except ValueError as error:
-            raise FileFormatError(message(f"the overrides {text!r} are not valid JSON: {error}")) from error
+        return dict(read_json(text, "the text of the overrides"))  # an object, by its first character
     overrides: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         found = re.fullmatch(r"([\w.]+)\s*[=:]\s*(.*)", part, re.DOTALL)
