@@ -152,7 +152,6 @@ def built():
     return module, inputs
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # PyTorch's own, in its compiler
 def test_torch_compile_takes_it_whole(built):
     module, inputs = built
     leaves = [x.requires_grad_() for x in inputs]

@@ -103,7 +103,6 @@ def test_the_same_bits_every_time_and_after_a_copy():
         assert all(torch.equal(first, other(x, ids, gates)) for other in (moe, moe, copy.deepcopy(moe)))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # PyTorch's own, in its compiler
 def test_torch_compile_takes_it_whole():
     moe = layer(4, 256, 128, torch.bfloat16, 100, 2)
     x = torch.randn(100, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -33,8 +33,6 @@ from sparta.tesa.patterns import NM, Channel, Unstructured
 
 DEVICE = torch.device("cuda")
 STEPS = 12
-# the warning is PyTorch's own, in its compiler
-COMPILES = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -278,7 +276,6 @@ def test_the_movement_score_is_the_same_under_a_gradient_scaler():
     torch.testing.assert_close(found[2], found[0], rtol=1e-3, atol=1e-6)
 
 
-@COMPILES
 @pytest.mark.parametrize("name", ["levels", "ampere", "str", "probmask", "admm"])
 def test_a_compiled_step_is_one_graph_and_sees_new_masks(name):
     run = Run(name, compiled=True).begin().go(range(STEPS))
@@ -293,7 +290,6 @@ def test_a_compiled_step_is_one_graph_and_sees_new_masks(name):
     check_exported(name, model, spec)
 
 
-@COMPILES
 def test_a_compiled_model_keeps_masks_that_an_optimizer_holds():
     model = small_net().to(DEVICE)
     compiled = torch.compile(model, fullgraph=True)
