@@ -4,13 +4,18 @@ BIN := .venv/bin
 READY := .venv/.ready
 # Two test workers share the cores: one thread each is faster than two that fight.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Tests on CUDA: compiling takes most of their time, so one GPU serves several workers. Where all packages are installed
+# already, GPU_PYTHON=python3 makes no environment.
+GPU_PYTHON ?= $(BIN)/python
+GPU_WORKERS ?= 6
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs bench sanitize format clean
+.PHONY: help demo test test-gpu lint docs bench sanitize format clean
 
 help:
 	@echo "make demo    run the whole job on real data: train, sparsify, compile, save, load, measure"
 	@echo "make test    lint, types, tests, doctests, docs, examples: all that CI runs"
+	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make lint    formatting, lint rules and types only"
 	@echo "make docs    build the documentation into docs/_build"
 	@echo "make bench   measure; results go to benchmarks/results"
@@ -28,6 +33,9 @@ demo: $(READY)
 
 test: lint
 	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --cov --cov-report term
+
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY))
+	PYTHONPATH=src:$$PYTHONPATH $(TEST_ENV) $(GPU_PYTHON) -m pytest tests/gpu --numprocesses $(GPU_WORKERS) --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
