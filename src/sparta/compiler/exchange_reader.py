@@ -31,7 +31,7 @@ def read_exchange(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
         data = file.read()
     try:
         metadata = _checked(data, str(path))
-        payload = _json(metadata["payload"])
+        payload = _json(metadata["payload"], str(path))
         if not isinstance(payload, dict):
             raise ValueError(f"{path} holds {type(payload).__name__}, not an object")  # noqa: TRY004 - as all others
         return payload, load(data)
@@ -52,10 +52,7 @@ def _checked(data: bytes, path: str) -> dict[str, Any]:
     size = int.from_bytes(data[:8], "little")
     if not 0 < size <= len(data) - 8:
         raise ValueError(f"{path} is truncated or not a safetensors file")
-    try:
-        header = _json(data[8 : 8 + size])
-    except ValueError as error:
-        raise ValueError(f"{path} has a damaged header ({error})") from error
+    header = _json(data[8 : 8 + size], path)
     metadata: dict[str, Any] = header.get("__metadata__", {})
     if metadata.get("sparta") != "exchange":
         raise ValueError(f"{path} is not a sparta exchange file")
@@ -70,16 +67,16 @@ def _checked(data: bytes, path: str) -> dict[str, Any]:
     return metadata
 
 
-def _json(text: str | bytes) -> Any:
+def _json(text: str | bytes, path: str) -> Any:
     """Return what a JSON text holds, unless it is nested very deeply."""
-    found = json.loads(text)
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} has damaged JSON ({error})") from error
     level = [found]
     for _ in range(_DEEPEST):
-        inner = (
-            value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)
-        )
-        below = [item for items in inner for item in items]
-        if not below:
+        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
+        level = [item for items in inner for item in items]
+        if not level:
             return found
-        level = below
-    raise ValueError("the JSON is nested too deeply")
+    raise ValueError(f"{path} has JSON that is nested too deeply")
