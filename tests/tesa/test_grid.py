@@ -149,3 +149,9 @@ def test_blocks_that_do_not_divide_are_refused():
         grid.any_in_blocks((0,))
     with pytest.raises(ShapeError, match="each dim"):
         grid.any_in_blocks((1, 1))
+
+
+def test_a_uniform_grid_does_not_keep_the_cells_it_was_found_in():
+    grid = Grid((64, 64), (1, 1), torch.zeros(64, 64)).canonical()
+    assert grid.is_uniform
+    assert grid.cells.untyped_storage().nbytes() == grid.cells.nbytes

@@ -12,12 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
-from sparta.specialize.kernel_spec import KernelSpec
-from sparta.specialize.store import Entry, TuningStore
+from sparta.specialize.forgiving import ForgivingStore
 
 __all__ = ["ForgivingStore", "Session", "Show", "Tune"]
 
@@ -26,41 +24,6 @@ Show = Callable[[str], None]
 _TUNES = ("quick", "full", "off")
 _FOR_LAYERS = 0.6  # of the budget
 _NOTHING = 0.02
-
-
-class ForgivingStore(TuningStore):
-    """The user's tuning store, or nothing where its folder cannot be used: tuning then starts anew each time.
-
-    Parameters
-    ----------
-    part
-        A part of the store for results that hold under other conditions; empty for the store itself.
-    """
-
-    def __init__(self, part: str = "") -> None:
-        super().__init__()
-        self.problem = ""
-        self._part = part
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the store, or of its part."""
-        return super().folder / self._part if self._part else super().folder
-
-    def get(self, spec: KernelSpec) -> Entry | None:
-        """Return the stored result, or None."""
-        try:
-            return super().get(spec)
-        except OSError as error:
-            self.problem = f"tuning results cannot be read: {error}"
-            return None
-
-    def put(self, spec: KernelSpec, entry: Entry) -> None:
-        """Store a result where that can be done."""
-        try:
-            super().put(spec, entry)
-        except OSError as error:
-            self.problem = f"tuning results cannot be kept: {error}"
 
 
 @dataclass

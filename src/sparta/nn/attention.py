@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.nn.operator import KernelOperator, SampleInputs, as_inputs, as_optional_inputs, checked_mask, demand
+from sparta.nn.operator import (
+    KernelOperator,
+    SampleInputs,
+    as_inputs,
+    as_optional_inputs,
+    checked_mask,
+    demand,
+    need_tensors,
+)
 from sparta.specialize.attention import DenseAttentionKernel, attention_spec, check_attention, repeat_heads
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.seqlen_attention import DenseSeqlenKernel, seqlen_attention_spec
@@ -69,6 +77,7 @@ class SparseAttention(KernelOperator):
 
         Each kv head serves ``heads / kv heads`` neighbouring heads. Without a head dim, (M, E) and so on.
         """
+        need_tensors(q=q, k=k, v=v)
         check_attention(self.mask.shape, q, k, v)
         return self._run(q, k, v)
 
@@ -168,6 +177,7 @@ class SeqlenDynamicSparseAttention(KernelOperator):
 
     def _checked(self, q: Tensor, k: Tensor, v: Tensor, seqlens: Tensor | Sequence[int] | None) -> Tensor:
         """Return the lengths (B,), where they are; raises when anything does not fit."""
+        need_tensors(q=q, k=k, v=v)
         check_attention(None, q, k, v)
         if q.dim() != 4 or q.shape[-2] != k.shape[-2]:
             given = f"q of shape {tuple(q.shape)} and k of shape {tuple(k.shape)}"
@@ -206,10 +216,9 @@ class SeqlenDynamicSparseAttention(KernelOperator):
 
 
 def _sample(inputs: SampleInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    if len(given) == 4 and given[3] is not None:
-        given = (*given[:3], _lengths(given[3]))
-    q, k, v, seqlens = as_optional_inputs(given, 3, 1)
+    if isinstance(inputs, Sequence) and len(inputs) == 4 and inputs[3] is not None:
+        inputs = (*inputs[:3], _lengths(inputs[3]))
+    q, k, v, seqlens = as_optional_inputs(inputs, 3, 1)
     assert q is not None  # noqa: S101 - checked by as_optional_inputs
     assert k is not None  # noqa: S101
     assert v is not None  # noqa: S101
@@ -218,7 +227,11 @@ def _sample(inputs: SampleInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None
 
 def _lengths(seqlens: Tensor | Sequence[int]) -> Tensor:
     """Return lengths as int64."""
-    lengths = torch.as_tensor(seqlens)
+    try:
+        lengths = torch.as_tensor(seqlens)
+    except (TypeError, ValueError, RuntimeError) as error:  # no numbers, or rows of different lengths
+        given = f"seqlens of type {type(seqlens).__name__} ({error})"
+        raise ValueRangeError(message(given, "a tensor or a list of integers")) from error
     if lengths.dim() != 1 or lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         given = f"seqlens of shape {tuple(lengths.shape)} and dtype {lengths.dtype}"
         raise ShapeError(message(given, "(B,) integers", "for a mask of the padding, mask.sum(-1)"))

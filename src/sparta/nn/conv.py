@@ -1,8 +1,8 @@
 """SparseConv2d and SparseConv1d: convolutions with a masked weight, run by the fastest implement there is.
 
-``SparseConv2d(dense, weight_mask=mask)`` takes the place of ``dense`` and shares its parameters. The one idea to know:
-it is to a convolution what :class:`~sparta.nn.linear.SparseLinear` is to a linear layer: dense until tuned, zero where
-pruned, and with a weight gradient that is exactly zero there too.
+``SparseConv2d(dense, weight_mask=mask)`` takes the place of ``dense`` and shares its parameters. It is to a convolution
+what :class:`~sparta.nn.linear.SparseLinear` is to a linear layer: dense until tuned, zero where pruned, and with a
+weight gradient that is exactly zero there too.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.nn.operator import OperatorBase, SampleInputs, as_inputs
+from sparta.nn.operator import OperatorBase, SampleInputs, Store, as_inputs, need_tensors, rows_to_check
 from sparta.specialize.conv import ConvGeometry, ConvKernel, conv_spec, dense_conv
 from sparta.specialize.conv_ops import ConvState, run_conv
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
-from sparta.specialize.store import TuningStore
-from sparta.specialize.tuner import Choice, Problem, build, tune_kernel
+from sparta.specialize.store import key_of
+from sparta.specialize.tuner import Choice, Problem, build
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.mask import as_mask
 
 __all__ = ["SparseConv1d", "SparseConv2d"]
+
+_MOST_IMAGES = 8  # of a sample that results are compared with float64 for
 
 
 class _SparseConv(OperatorBase):
@@ -76,6 +78,7 @@ class _SparseConv(OperatorBase):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output ``(*batch, N, ...)`` for an input ``(*batch, C, ...)``."""
+        need_tensors(x=x)
         images, batch = self._images(x), x.shape[: -self._dims - 1]
         if self._state is None:
             weight = torch.where(self.weight_mask, self.weight, 0.0)
@@ -102,8 +105,8 @@ class _SparseConv(OperatorBase):
         inputs: SampleInputs,
         *,
         backward: bool = False,
-        store: TuningStore | None = None,
-        **options: Any,  # noqa: ANN401 - passed on to `tune_kernel`
+        store: Store = None,
+        **options: Any,
     ) -> Choice:
         """Measure all implements on these inputs and keep the fastest; dense stays if nothing is faster.
 
@@ -114,15 +117,15 @@ class _SparseConv(OperatorBase):
         backward
             Taken as every module takes it; gradients are computed densely, so there is nothing to choose for them.
         store
-            Where results are kept for the next time; None keeps nothing.
+            Where results are looked up and kept: None for the user's store on disk, False for nowhere.
         options
-            ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``progress``; see
-            :func:`sparta.specialize.tuner.tune_kernel`.
+            ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``progress``, see
+            :func:`sparta.specialize.tuner.tune_kernel`; and ``known``, a dict of what equal layers of this run chose.
         """
-        del backward
-        problem = self._problem(as_inputs(inputs, 1)[0])
-        choice = tune_kernel(problem, store=store, **options)
+        problem = self._problem(inputs, backward=backward)
+        choice = self._measured(problem, store=store, **options)
         self._install(problem.spec, choice)
+        self._tuned_for = key_of(problem.spec)
         return choice
 
     def _install(self, spec: KernelSpec, choice: Choice) -> None:
@@ -143,16 +146,19 @@ class _SparseConv(OperatorBase):
             device=images.device.type,
         )
 
-    def _problem(self, x: Tensor) -> Problem:
-        images = self._images(x.detach(), "a sample input")
+    def _problem(self, inputs: SampleInputs, *, backward: bool) -> Problem:
+        del backward  # gradients are dense
+        images = self._images(as_inputs(inputs, 1)[0].detach(), "a sample input")
         weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
         # References use their arguments in float64, on the device they are on.
         exact = torch.where(self.weight_mask, weight.double(), 0.0)
-        expected = dense_conv(images.double(), exact, None if bias is None else bias.double(), self.geometry)
+        checked = rows_to_check(len(images), _MOST_IMAGES)
+        some = images if checked is None else images[checked.to(images.device)]
+        expected = dense_conv(some.double(), exact, None if bias is None else bias.double(), self.geometry)
         reduction = weight[0].numel() if len(weight) else 1
-        return Problem(self._spec_for(images), weight, (images, bias, None), expected, reduction=reduction)
+        return Problem(self._spec_for(images), weight, (images, bias, None), expected, reduction, checked=checked)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # noqa: ANN401
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load parameters and mask; a mask other than the present one undoes what was tuned for it."""
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self._state is not None and not torch.equal(self._state.mask(self.weight_mask.device), self.weight_mask):

@@ -1,8 +1,8 @@
 """SparseInt8Linear: a linear layer of 8-bit integers with a sparse weight, run by the fastest implement there is.
 
-``SparseInt8Linear.from_float(dense, weight_mask, calibration=inputs)`` rounds a trained layer to integers. The one idea
-to know: it takes and returns real numbers (or integers of its input's grid, which are not rounded again), sums exactly
-in integers, and is for inference: it has no gradients.
+``SparseInt8Linear.from_float(dense, weight_mask, calibration=inputs)`` rounds a trained layer to integers. It takes and
+returns real numbers (or integers of its input's grid, which are not rounded again), sums exactly in integers, and is
+for inference: it has no gradients.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_you_mean, message
-from sparta.nn.operator import OperatorBase, SampleInputs, as_inputs
+from sparta.nn.operator import OperatorBase, SampleInputs, Store, as_inputs, need_tensors, rows_to_check
 from sparta.specialize.int8 import RANGES, Int8LinearKernel, int8_linear_spec, requantisation
 from sparta.specialize.int8_ops import Int8State, run_int8_linear, run_real_linear
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
-from sparta.specialize.store import TuningStore
-from sparta.specialize.tuner import Choice, Problem, build, tune_kernel
+from sparta.specialize.store import key_of
+from sparta.specialize.tuner import Choice, Problem, build
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.mask import as_mask
 
@@ -178,6 +178,7 @@ class SparseInt8Linear(OperatorBase):
         return self._integers(self._flat(x, "a sample input"))
 
     def _flat(self, x: Tensor, what: str = "an input") -> Tensor:
+        need_tensors(x=x)
         if x.dim() < 1 or x.shape[-1] != self.in_features:
             raise ShapeError(message(f"{what} of shape {tuple(x.shape)}", f"(..., {self.in_features})"))
         wanted = _DTYPES[self.input_format]
@@ -206,8 +207,8 @@ class SparseInt8Linear(OperatorBase):
         inputs: SampleInputs,
         *,
         backward: bool = False,
-        store: TuningStore | None = None,
-        **options: Any,  # noqa: ANN401 - passed on to `tune_kernel`
+        store: Store = None,
+        **options: Any,
     ) -> Choice:
         """Measure all implements on these inputs and keep the fastest; dense stays if nothing is faster.
 
@@ -218,19 +219,24 @@ class SparseInt8Linear(OperatorBase):
         backward
             Taken as every module takes it; there are no gradients.
         store
-            Where results are kept for the next time; None keeps nothing.
+            Where results are looked up and kept: None for the user's store on disk, False for nowhere.
         options
-            ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``progress``; see
-            :func:`sparta.specialize.tuner.tune_kernel`.
+            ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``progress``, see
+            :func:`sparta.specialize.tuner.tune_kernel`; and ``known``, a dict of what equal layers of this run chose.
         """
-        del backward
-        rows = self._rows(as_inputs(inputs, 1)[0].detach())
-        spec = self._spec_for(rows)
-        expected = self._dense(rows).double()
-        problem = Problem(spec, self.weight, (rows, *self._scales()), expected, max(1, self.in_features))
-        choice = tune_kernel(problem, store=store, **options)
-        self._install(spec, choice)
+        problem = self._problem(inputs, backward=backward)
+        choice = self._measured(problem, store=store, **options)
+        self._install(problem.spec, choice)
+        self._tuned_for = key_of(problem.spec)
         return choice
+
+    def _problem(self, inputs: SampleInputs, *, backward: bool) -> Problem:
+        del backward  # there are no gradients
+        rows = self._rows(as_inputs(inputs, 1)[0].detach())
+        checked = rows_to_check(len(rows))
+        expected = self._dense(rows if checked is None else rows[checked.to(rows.device)]).double()
+        scaled = (rows, *self._scales())
+        return Problem(self._spec_for(rows), self.weight, scaled, expected, max(1, self.in_features), checked=checked)
 
     def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
         del backward  # there are no gradients
@@ -249,7 +255,7 @@ class SparseInt8Linear(OperatorBase):
         self._state = Int8State(spec["weight"], cast("Int8LinearKernel", build(spec, choice.config)))
         self.choice = choice
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # noqa: ANN401
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load the integers, their mask and the grid; another mask or grid undoes what was tuned for the present."""
         mask, grid = self.weight_mask.clone(), (self._scale, self._zero)
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -1,12 +1,14 @@
 """SparseLinear: a linear layer whose weight, input or output is masked, run by the fastest implement there is.
 
-``SparseLinear(dense, weight_mask=mask)`` takes the place of ``dense`` and shares its parameters. The one idea to know:
-the weight parameter stays dense in memory and zero where pruned; kernels see only its live values, and its gradient is
-exactly zero where it is pruned, so training cannot bring pruned weights back.
+``SparseLinear(dense, weight_mask=mask)`` takes the place of ``dense`` and shares its parameters. The weight parameter
+stays dense in memory and zero where pruned; kernels see only its live values, and its gradient is exactly zero where it
+is pruned, so training cannot bring pruned weights back.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -14,13 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.nn.masked_linear import MaskedLinear, check_rows, masked_problem
-from sparta.nn.operator import OperatorBase, SampleInputs, as_inputs
+from sparta.nn.masked_linear import MaskedLinear, check_rows, masked_problem, masked_spec
+from sparta.nn.operator import OperatorBase, SampleInputs, Store, as_inputs, need_tensors, rows_to_check
+from sparta.specialize.forgiving import ForgivingStore
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.linear import LinearKernel, linear_spec
 from sparta.specialize.ops import LinearState, run_linear
-from sparta.specialize.store import TuningStore
-from sparta.specialize.tuner import Choice, Problem, build, tune_kernel
+from sparta.specialize.store import key_of
+from sparta.specialize.tuner import DENSE, Choice, Problem, build, choose, right_choice
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.mask import as_mask
 from sparta.testing.references import linear_reference
@@ -118,15 +121,16 @@ class SparseLinear(OperatorBase):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output (..., N) for an input (..., K)."""
+        # To ask for the exact type first is what takes the host the least time.
+        shape = x.shape if type(x) is Tensor or isinstance(x, Tensor) else ()
+        if not shape or shape[-1] != self.in_features:
+            raise self._unfit(x)
         if self._state is None:  # asked first: to look a mask up costs the host time, and only weights have a state
             if self.weight_mask is not None:
                 return self._dense(x)
             name = self._mask_name
             check_rows(x, getattr(self, name), name)
             return self._dense(x) if self._masked is None else self._masked(x, self.weight, self.bias)
-        shape = x.shape
-        if shape[-1] != self.in_features:
-            raise ShapeError(message(f"an input of shape {tuple(shape)}", f"(..., {self.in_features})"))
         flat = len(shape) == 2
         rows = x if flat else x.reshape(-1, self.in_features)
         y = None
@@ -136,6 +140,11 @@ class SparseLinear(OperatorBase):
         if y is None:
             y = run_linear(rows, self.weight, self.bias, self._state, keep=not self.training)
         return y if flat else y.reshape(*shape[:-1], self.out_features)
+
+    def _unfit(self, x: object, what: str = "an input") -> ShapeError:
+        """Return the error that an input of another shape is; raises for what is no tensor."""
+        need_tensors(x=x)
+        return ShapeError(message(f"{what} of shape {tuple(cast('Tensor', x).shape)}", f"(..., {self.in_features})"))
 
     def _dense(self, x: Tensor) -> Tensor:
         """Return the output, computed densely and masked."""
@@ -152,8 +161,8 @@ class SparseLinear(OperatorBase):
         inputs: SampleInputs,
         *,
         backward: bool = False,
-        store: TuningStore | None = None,
-        **options: Any,  # noqa: ANN401 - passed on to `tune_kernel`
+        store: Store = None,
+        **options: Any,
     ) -> Choice:
         """Measure all implements on these inputs and keep the fastest; dense stays if nothing is faster.
 
@@ -165,20 +174,32 @@ class SparseLinear(OperatorBase):
             Whether to choose a kernel for the gradient of the input too; with an input or output mask, whether to
             measure forward and backward together.
         store
-            Where results are kept for the next time; None keeps nothing.
+            Where results are looked up and kept: None for the user's store on disk, False for nowhere.
         options
-            ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``progress``; see
-            :func:`sparta.specialize.tuner.tune_kernel`.
+            ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``progress``, see
+            :func:`sparta.specialize.tuner.tune_kernel`; and ``known``, a dict of what equal layers of this run chose.
         """
-        x = as_inputs(inputs, 1)[0]
-        problem = self._problem(x, backward=backward)
-        choice = tune_kernel(problem, store=store, **options)
-        if self.weight_mask is None:
-            self._install(problem.spec, choice)
-            return choice
-        back = tune_kernel(self._backward_problem(x), store=store, **options) if backward else None
-        self._install(problem.spec, choice, None if back is None else (self._backward_problem(x).spec, back))
+        problem = self._problem(inputs, backward=backward)
+        choice = self._measured(problem, store=store, **options)
+        back: tuple[KernelSpec, Choice] | None = None
+        if backward and self.weight_mask is not None:
+            gradient = self._backward_problem(as_inputs(inputs, 1)[0])
+            back = gradient.spec, self._measured(gradient, store=store, **options)
+        self._install(problem.spec, choice, back)
+        self._tuned_for = key_of(problem.spec)
         return choice
+
+    def build(self, config: Mapping[str, Any] | None, sample_inputs: SampleInputs) -> None:
+        """Build as every sparse module does; None also takes the kernel for gradients that was tuned, if one was."""
+        super().build(config, sample_inputs)
+        if config is not None or self._state is None:
+            return
+        x = as_inputs(sample_inputs, 1)[0]
+        stored = choose(self._backward_spec(x), ForgivingStore())
+        if stored.entry is not None and stored.implement != DENSE:
+            problem = self._backward_problem(x)
+            right = right_choice(problem, stored)
+            self._state.backward = cast("LinearKernel", build(problem.spec, right.config))
 
     def _install(self, spec: KernelSpec, choice: Choice, back: tuple[KernelSpec, Choice] | None = None) -> None:
         if self.weight_mask is None:
@@ -191,26 +212,34 @@ class SparseLinear(OperatorBase):
         self.choice = choice
 
     def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
-        return self._problem(as_inputs(inputs, 1)[0], backward=backward).spec
-
-    def _problem(self, x: Tensor, *, backward: bool) -> Problem:
-        if x.dim() < 1 or x.shape[-1] != self.in_features:
-            raise ShapeError(message(f"a sample input of shape {tuple(x.shape)}", f"(..., {self.in_features})"))
+        x = as_inputs(inputs, 1)[0]
+        if not x.dim() or x.shape[-1] != self.in_features:
+            raise self._unfit(x, "a sample input")
         if self.weight_mask is None:
             name = self._mask_name
-            return masked_problem(x, self.weight, self.bias, getattr(self, name), name, backward=backward)
+            return masked_spec(x, self.weight, self.bias, getattr(self, name), name, backward=backward)
         # The gradient of a sparse weight's layer has a spec of its own, see `_backward_problem`.
-        rows = x.detach().reshape(-1, self.in_features)
+        return _weight_spec(x, self.weight_mask, bias=self.bias is not None, device=x.device.type)
+
+    def _problem(self, inputs: SampleInputs, *, backward: bool) -> Problem:
+        spec, x = self._spec(inputs, backward=backward), as_inputs(inputs, 1)[0].detach()
         bias = None if self.bias is None else self.bias.detach()
-        return _problem(rows, self.weight.detach(), bias, self.weight_mask)
+        if self.weight_mask is None:
+            name = self._mask_name
+            return masked_problem(spec, x, self.weight.detach(), bias, getattr(self, name), name, backward=backward)
+        rows = x.reshape(-1, self.in_features)
+        return _weight_problem(spec, rows, self.weight.detach(), bias, self.weight_mask)
+
+    def _backward_spec(self, x: Tensor) -> KernelSpec:
+        grad = torch.empty(math.prod(x.shape[:-1]), self.out_features, dtype=x.dtype, device="meta")
+        return _weight_spec(grad, cast("Tensor", self.weight_mask).t(), bias=False, device=x.device.type)
 
     def _backward_problem(self, x: Tensor) -> Problem:
-        rows = x.numel() // max(1, self.in_features)
-        grad = torch.randn(rows, self.out_features, dtype=x.dtype, device=x.device)
-        mask = cast("Tensor", self.weight_mask)
-        return _problem(grad, self.weight.detach().t(), None, mask.t())
+        spec, mask = self._backward_spec(x), cast("Tensor", self.weight_mask).t()
+        grad = torch.randn(spec["input"].shape, dtype=x.dtype, device=x.device)
+        return _weight_problem(spec, grad, self.weight.detach().t(), None, mask)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # noqa: ANN401
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load parameters and mask; a mask other than the present one undoes what was tuned for it."""
         name = self._mask_name
         before = getattr(self, name).clone()
@@ -226,9 +255,13 @@ class SparseLinear(OperatorBase):
         return f"{sizes}, {name} density {density:.3g}, {super().extra_repr()}"
 
 
-def _problem(x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor) -> Problem:
-    spec = linear_spec(
-        TeSA.from_mask(mask), x.shape[0], x.dtype, epilogue=Epilogue(bias=bias is not None), device=x.device.type
-    )
-    expected = linear_reference(x, weight, bias, weight_mask=mask)
-    return Problem(spec, weight, (x, bias, None), expected, reduction=x.shape[1])
+def _weight_spec(x: Tensor, mask: Tensor, *, bias: bool, device: str) -> KernelSpec:
+    rows = math.prod(x.shape[:-1])
+    return linear_spec(TeSA.from_mask(mask), rows, x.dtype, epilogue=Epilogue(bias=bias), device=device)
+
+
+def _weight_problem(spec: KernelSpec, x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor) -> Problem:
+    checked = rows_to_check(len(x))
+    some = x if checked is None else x[checked.to(x.device)]
+    expected = linear_reference(some, weight, bias, weight_mask=mask)
+    return Problem(spec, weight, (x, bias, None), expected, x.shape[1], checked=checked)

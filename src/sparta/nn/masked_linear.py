@@ -1,8 +1,8 @@
 """A linear layer whose input or output is masked, as a product with one sparse matrix: what SparseLinear runs for it.
 
-``x W^T + bias`` with a masked x is the ``batch_matmul`` of mode ``sdd``, with a masked result of mode ``dds``. The one
-idea to know: the mask is fixed and the values are not, so what is kept here is the index of the mask, in buffers that
-move with the module and are not saved; gradients are autograd's, through the kernel.
+``x W^T + bias`` with a masked x is the ``batch_matmul`` of mode ``sdd``, with a masked result of mode ``dds``. The mask
+is fixed and the values are not, so what is kept here is the index of the mask, in buffers that move with the module and
+are not saved; gradients are autograd's, through the kernel.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from sparta.errors import ShapeError, message
 from sparta.specialize.batch_matmul import Product
 from sparta.specialize.implement import Kernel
+from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.tuner import Problem
 from sparta.testing.references import linear_reference
 
-__all__ = ["MaskedLinear", "check_rows", "masked_problem"]
+__all__ = ["MaskedLinear", "check_rows", "masked_problem", "masked_spec"]
 
 _MODES = {"input_mask": "sdd", "output_mask": "dds"}
 
@@ -64,19 +65,23 @@ def check_rows(x: Tensor, mask: Tensor, name: str) -> None:
         raise ShapeError(message(f"an input of shape {tuple(x.shape)}", allowed, f"the {name} says which"))
 
 
-def masked_problem(
+def masked_spec(
     x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor, name: str, *, backward: bool
-) -> Problem:
-    """Return what is to be measured for an input (..., M, K) and a mask that is called `name`.
+) -> KernelSpec:
+    """Return the kernel spec for an input (..., M, K) and a mask that is called `name`.
 
     >>> import torch
     >>> mask = torch.eye(4, dtype=torch.bool)
-    >>> masked_problem(torch.ones(4, 4), torch.ones(2, 4), None, mask, "input_mask", backward=False).spec.op
+    >>> masked_spec(torch.ones(4, 4), torch.ones(2, 4), None, mask, "input_mask", backward=False).op
     'batch_matmul'
     """
     check_rows(x, mask, name)
-    product = Product(_MODES[name], transpose_B=True)
-    spec = product.spec(mask, x, weight, bias=bias is not None, backward=backward)
-    inputs = tuple(None if t is None else t.detach() for t in (x, weight, bias))
-    expected = linear_reference(x.detach(), weight.detach(), inputs[2], **{name: mask})
-    return Problem(spec, mask, inputs, expected, max(1, x.shape[-1]), backward)
+    return Product(_MODES[name], transpose_B=True).spec(mask, x, weight, bias=bias is not None, backward=backward)
+
+
+def masked_problem(
+    spec: KernelSpec, x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor, name: str, *, backward: bool
+) -> Problem:
+    """Return what is to be measured for the spec of an input, weight and mask, all detached."""
+    expected = linear_reference(x, weight, bias, **{name: mask})
+    return Problem(spec, mask, (x, weight, bias), expected, max(1, x.shape[-1]), backward)

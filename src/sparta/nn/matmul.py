@@ -13,7 +13,7 @@ from typing import cast
 from torch import Tensor
 
 from sparta.errors import ValueRangeError, message
-from sparta.nn.operator import KernelOperator, SampleInputs, as_inputs, checked_mask
+from sparta.nn.operator import KernelOperator, SampleInputs, as_inputs, checked_mask, need_tensors
 from sparta.specialize.batch_matmul import DenseMatmulKernel, Product
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.tiled_matrix import any_group, own_block
@@ -123,6 +123,7 @@ class SparseBatchMatMul(KernelOperator):
         With `transpose_A`, `transpose_B` or `compressed` the operands have the shapes said there. Leading dims
         broadcast.
         """
+        need_tensors(A=A, B=B)
         self._product().batch(tuple(self._mask().shape), A, B, self._kept_blocks)
         return self._run(A, B)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.nn.operator import KernelOperator, SampleInputs, as_optional_inputs, demand
+from sparta.nn.operator import KernelOperator, SampleInputs, as_optional_inputs, demand, need_tensors
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.moe import DenseMoEKernel, moe_spec
 from sparta.specialize.tuner import Problem
@@ -85,6 +85,7 @@ class DynamicSparseMoE(KernelOperator):
 
     def _flat(self, tokens: Tensor, exp_ids: Tensor, gates: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return tokens (T, K), ids (T, k) as int64 and gates (T, k); raises when anything does not fit."""
+        need_tensors(tokens=tokens, exp_ids=exp_ids, **({} if gates is None else {"gates": gates}))
         if tokens.dim() < 1 or tokens.shape[-1] != self.in_features:
             raise ShapeError(message(f"tokens of shape {tuple(tokens.shape)}", f"(..., {self.in_features})"))
         lead = tuple(tokens.shape[:-1])

@@ -1,24 +1,28 @@
 """OperatorBase: what every sparse module is: a drop-in for a dense one that owns several implements.
 
-Until it is tuned or built it runs dense, so it can be put in place first and made fast later. The one idea to know: its
-parameters are the dense module's own, so optimizers, checkpoints and weight tying never notice.
+Until it is tuned or built it runs dense, so it can be put in place first and made fast later. Its parameters are the
+dense module's own, so optimizers, checkpoints and weight tying never notice. What `tune` measures is kept in the user's
+store on disk, where `build` finds it.
 """
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.specialize.forgiving import ForgivingStore
 from sparta.specialize.implement import Kernel, search_space
 from sparta.specialize.kernel_spec import KernelSpec
-from sparta.specialize.store import TuningStore
-from sparta.specialize.tuner import Choice, Problem, build, choose, tune_kernel
+from sparta.specialize.store import TuningStore, key_of
+from sparta.specialize.tuner import Choice, Problem, build, choose, right_choice, tune_kernel
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.mask import as_mask
 
@@ -26,21 +30,28 @@ __all__ = [
     "KernelOperator",
     "OperatorBase",
     "SampleInputs",
+    "Store",
     "as_inputs",
     "as_optional_inputs",
     "checked_mask",
     "demand",
+    "need_tensors",
+    "rows_to_check",
+    "store_of",
 ]
 
 SampleInputs = Sequence[Tensor | None] | Tensor
 """What `tune` and `build` take: the inputs of one call, as they will be in use."""
 
+Store = TuningStore | Literal[False] | None
+"""Where results of tuning are kept: None for the user's store on disk, False for nowhere."""
+
 
 class OperatorBase(nn.Module):
     """Base of the sparse modules.
 
-    `tune` measures, and `build` takes what a `tune` returned (its ``config``) without measuring. Subclasses define
-    `tune`, `forward`, `_spec` and `_install`, and `update_mask` where they have a mask.
+    `tune` measures, and `build` takes what a `tune` found without measuring. Subclasses define `tune`, `forward`,
+    `_spec`, `_problem` and `_install`, and `update_mask` where they have a mask.
     """
 
     choice: Choice | None
@@ -49,6 +60,7 @@ class OperatorBase(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.choice = None
+        self._tuned_for = ""  # the key of the spec that was measured last
 
     @property
     def ready(self) -> bool:
@@ -56,7 +68,7 @@ class OperatorBase(nn.Module):
         return self.choice is not None
 
     @abstractmethod
-    def tune(self, inputs: SampleInputs, **options: Any) -> Choice:  # noqa: ANN401 - the tuner's
+    def tune(self, inputs: SampleInputs, **options: Any) -> Choice:
         """Measure all implements on these inputs and keep the fastest."""
 
     @abstractmethod
@@ -64,8 +76,30 @@ class OperatorBase(nn.Module):
         """Return the kernel spec for inputs like these; raises for inputs that do not fit."""
 
     @abstractmethod
+    def _problem(self, inputs: SampleInputs, *, backward: bool) -> Problem:
+        """Return what is to be measured, and checked, on these inputs."""
+
+    @abstractmethod
     def _install(self, spec: KernelSpec, choice: Choice) -> None:
         """Build what was chosen and run it from now on."""
+
+    def _measured(
+        self,
+        problem: Problem,
+        *,
+        store: Store,
+        known: dict[str, Choice] | None = None,
+        **options: Any,
+    ) -> Choice:
+        """Return the tuner's choice, or the one that is `known` of an equal layer; `known` takes what is found."""
+        key, kept = key_of(problem.spec), store_of(store)
+        if known is None or key not in known:
+            choice = tune_kernel(problem, store=kept, **options)
+            if known is not None and not (choice.result is not None and choice.result.interrupted):
+                known[key] = choice
+            return choice
+        found = known[key]
+        return right_choice(problem, replace(found, reason=f"{found.reason}, as for an equal layer", result=None))
 
     def get_search_space(self, inputs: SampleInputs) -> TunableItemCfg:
         """Return the nested choice over the implements that can run, for inputs like these."""
@@ -74,19 +108,26 @@ class OperatorBase(nn.Module):
     def build(self, config: Mapping[str, Any] | None, sample_inputs: SampleInputs) -> None:
         """Build the implement and parameters of `config`, as ``tune(...).config`` gave them, without measuring.
 
-        None takes what the tuning store has for such inputs, else what the package's table has, else dense.
+        None takes what was tuned for such inputs, by this module or, as the store on disk tells, by any other; else
+        what the package's table has, else dense. The kernel is checked on these inputs against float64; where it is
+        wrong, another runs, with a warning.
         """
-        spec = self._spec(sample_inputs)
-        if config is None:
-            self._install(spec, choose(spec, TuningStore()))
-            return
-        space = search_space(spec)
-        if not space.includes(dict(config)):
-            raise ValueRangeError(
-                message(f"the config {dict(config)}", f"a point of the search space {space}", "tune this module first")
-            )
-        params = {key: value for key, value in config.items() if key != "_name"}
-        self._install(spec, Choice(str(config["_name"]), params, "built as given"))
+        problem = self._problem(sample_inputs, backward=False)
+        choice = self._found(problem.spec, sample_inputs) if config is None else _as_given(config, problem.spec)
+        right = right_choice(problem, choice)
+        if right is not choice:
+            warnings.warn(right.reason, stacklevel=2)
+        self._install(problem.spec, right)
+
+    def _found(self, spec: KernelSpec, inputs: SampleInputs) -> Choice:
+        """Return what was tuned for these inputs, here or elsewhere, forward or with gradients; else a guess."""
+        for tuned in (spec, self._spec(inputs, backward=True)):
+            stored = choose(tuned, ForgivingStore())
+            if stored.entry is not None:
+                return stored
+            if self.choice is not None and self._tuned_for == key_of(tuned):
+                return self.choice  # tuned by this module, and kept nowhere else
+        return choose(spec)
 
     def extra_repr(self) -> str:
         """Say what runs."""
@@ -106,10 +147,6 @@ class KernelOperator(OperatorBase):
         self._packed_tensors = 0
 
     @abstractmethod
-    def _problem(self, inputs: SampleInputs, *, backward: bool) -> Problem:
-        """Return what is to be measured on these inputs."""
-
-    @abstractmethod
     def _dense(self) -> Kernel:
         """Return the kernel that runs until something is tuned or built."""
 
@@ -124,8 +161,8 @@ class KernelOperator(OperatorBase):
         inputs: SampleInputs,
         *,
         backward: bool = False,
-        store: TuningStore | None = None,
-        **options: Any,  # noqa: ANN401 - passed on to `tune_kernel`
+        store: Store = None,
+        **options: Any,
     ) -> Choice:
         """Measure all implements on these inputs and keep the fastest; dense stays if nothing is faster.
 
@@ -136,14 +173,15 @@ class KernelOperator(OperatorBase):
         backward
             Whether to measure forward and backward together; one choice serves both.
         store
-            Where results are kept for the next time; None keeps nothing.
+            Where results are looked up and kept: None for the user's store on disk, False for nowhere.
         options
-            ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``progress``; see
-            :func:`sparta.specialize.tuner.tune_kernel`.
+            ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``progress``, see
+            :func:`sparta.specialize.tuner.tune_kernel`; and ``known``, a dict of what equal layers of this run chose.
         """
         problem = self._problem(inputs, backward=backward)
-        choice = tune_kernel(problem, store=store, **options)
+        choice = self._measured(problem, store=store, **options)
         self._install(problem.spec, choice)
+        self._tuned_for = key_of(problem.spec)
         return choice
 
     def _install(self, spec: KernelSpec, choice: Choice) -> None:
@@ -171,13 +209,60 @@ class KernelOperator(OperatorBase):
         self.choice = None
         self._hold(self._dense())
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # noqa: ANN401
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load the mask; another one than the present undoes what was tuned for it."""
         mask = self._mask()
         before = None if mask is None else mask.clone()
         super()._load_from_state_dict(state_dict, prefix, *args)
         if before is not None and not torch.equal(before, cast("Tensor", self._mask()).to(before.device)):
             self._reset()
+
+
+def _as_given(config: Mapping[str, Any], spec: KernelSpec) -> Choice:
+    """Return the choice that a config says; raises where it is no point of the search space."""
+    space = search_space(spec)
+    if not isinstance(config, Mapping) or not space.includes(dict(config)):
+        given = f"the config {dict(config) if isinstance(config, Mapping) else config!r}"
+        raise ValueRangeError(message(given, f"a point of the search space {space}", "tune this module first"))
+    params = {key: value for key, value in config.items() if key != "_name"}
+    return Choice(str(config["_name"]), params, "built as given")
+
+
+def store_of(store: object) -> TuningStore | None:
+    """Return where results are looked up and kept: the store, the user's own on disk for None, nothing for False.
+
+    >>> store_of(False) is None, isinstance(store_of(None), TuningStore)
+    (True, True)
+    """
+    if store is None:
+        return ForgivingStore()
+    if store is False:
+        return None
+    if isinstance(store, TuningStore):
+        return store
+    allowed = "a TuningStore, None for the store on disk, False to keep nothing"
+    raise ValueRangeError(message(f"a store of type {type(store).__name__}", allowed))
+
+
+def rows_to_check(count: int, most: int = 256) -> Tensor | None:
+    """Return which rows of a result are compared with float64: None for all, else so many, both ends among them.
+
+    >>> rows_to_check(10), rows_to_check(1000, most=3).tolist()
+    (None, [0, 499, 999])
+    """
+    return None if count <= most else torch.linspace(0, count - 1, most, dtype=torch.float64).long()
+
+
+def need_tensors(**inputs: object) -> None:
+    """Raise unless all inputs of a call, by name, are tensors.
+
+    >>> need_tensors(x=[1.0])
+    Traceback (most recent call last):
+    sparta.errors.ValueRangeError: x of type list; allowed: a torch.Tensor.
+    """
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor):
+            raise ValueRangeError(message(f"{name} of type {type(value).__name__}", "a torch.Tensor"))
 
 
 def as_inputs(inputs: SampleInputs, count: int) -> tuple[Tensor, ...]:
@@ -187,6 +272,8 @@ def as_inputs(inputs: SampleInputs, count: int) -> tuple[Tensor, ...]:
 
 def as_optional_inputs(inputs: SampleInputs, count: int, optional: int) -> tuple[Tensor | None, ...]:
     """Return `count` tensors and `optional` more that may be None or left out."""
+    if not isinstance(inputs, (Tensor, Sequence)):
+        raise ValueRangeError(message(f"sample inputs of type {type(inputs).__name__}", "a tensor or a tuple of them"))
     given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     right = count <= len(given) <= count + optional and all(isinstance(t, Tensor) for t in given[:count])
     if not right or not all(t is None or isinstance(t, Tensor) for t in given):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparta.errors import ValueRangeError, message
-from sparta.nn.operator import KernelOperator, SampleInputs, as_inputs, checked_mask
+from sparta.nn.operator import KernelOperator, SampleInputs, as_inputs, checked_mask, need_tensors
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.softmax import DenseSoftmaxKernel, check_softmax, softmax_spec
 from sparta.specialize.tiled_matrix import any_group, own_block
@@ -83,6 +83,7 @@ class SparseSoftmax(KernelOperator):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the softmax of x (..., H, W), or of its values (..., kept * h * w), in the same form."""
+        need_tensors(x=x)
         check_softmax(self.mask.shape, x, self._values)
         return self._run(x, torch.full((), self.temperature, dtype=torch.float64, device=x.device))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.nn.operator import need_tensors
 from sparta.specialize.cuda.threshold import threshold_linear, threshold_obstacle
 
 __all__ = ["ThresholdLinear"]
@@ -121,6 +122,7 @@ class ThresholdLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def _rows(self, x: Tensor) -> Tensor:
+        need_tensors(x=x)
         if x.dim() < 1 or x.shape[-1] != self.in_features:
             raise ShapeError(message(f"an input of shape {tuple(x.shape)}", f"(..., {self.in_features})"))
         return x.reshape(math.prod(x.shape[:-1]), self.in_features)

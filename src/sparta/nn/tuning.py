@@ -1,7 +1,8 @@
 """Tune or build every sparse module of a model at once.
 
-`tune` runs the model once to see which inputs each sparse module gets, then tunes them one after the other. The one
-idea to know: it returns plain configs by module name, and `build` takes them back, so that tuning happens once.
+`tune` runs the model once to see which inputs each sparse module gets, then tunes them one after the other, equal ones
+once. What it finds is kept in the user's store on disk, where `build` looks; it also returns plain configs by module
+name, which `build` takes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from sparta.common.progress import many_view
 from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
 from sparta.nn.operator import OperatorBase
+from sparta.specialize.tuner import Choice
 
 __all__ = ["build", "operators_of", "tune"]
 
@@ -30,7 +32,7 @@ def tune(
     sample_inputs: Sequence[Any] | Mapping[str, Any] | Tensor,
     *,
     progress: Callable[[str, Any], object] | bool | None = None,
-    **options: Any,  # noqa: ANN401 - passed on to each module's `tune`
+    **options: Any,
 ) -> dict[str, dict[str, Any]]:
     """Tune every sparse module of a model on the inputs it gets when the model runs on `sample_inputs`.
 
@@ -42,7 +44,8 @@ def tune(
         Called with the name and the choice of each module as it is done. True shows them, and each trial, live in a
         terminal and as plain lines elsewhere; None, the default, in a terminal only; False shows nothing.
     options
-        For each module's ``tune``: ``backward``, ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``store`` ...
+        For each module's ``tune``: ``backward``, ``algo``, ``max_trials``, ``max_seconds``, ``seed``, and ``store``,
+        which is the user's store on disk by default; ``store=False`` measures again and keeps nothing.
 
     Returns
     -------
@@ -58,12 +61,14 @@ def tune(
     ['0']
     """
     configs: dict[str, dict[str, Any]] = {}
+    known: dict[str, Choice] = {}
     seen = _seen_inputs(module, sample_inputs)
     with many_view(progress, len(seen)) as view:
         try:
             for name, (operator, inputs) in seen.items():
                 show = view.trials(name)
-                choice = operator.tune(inputs, **options, **({} if show is None else {"progress": show}))
+                shown = {} if show is None else {"progress": show}
+                choice = operator.tune(inputs, known=known, **options, **shown)
                 configs[name] = choice.config
                 view.done(name, choice)
                 if choice.result is not None and choice.result.interrupted:
@@ -81,8 +86,8 @@ def build(
 ) -> None:
     """Build the sparse modules of a model from the configs that :func:`tune` returned, without measuring.
 
-    Without `configs`, each module takes what the tuning store has for it, else what the package's table has for
-    machines of this kind, else dense.
+    Without `configs`, each module takes what was tuned for it, in this process or, as the store on disk tells, in any
+    other; else what the package's table has for machines of this kind, else dense.
     """
     found = operators_of(module)
     for name in configs or ():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from sparta.specialize.conv import ConvGeometry, ConvKernel, dense_conv
@@ -24,6 +25,9 @@ class _DenseConvKernel(ConvKernel):
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         return (self._weight.apply(operand),)
+
+    def shared(self, packed: Sequence[Tensor], operand: Tensor) -> Sequence[Tensor]:
+        return (operand.detach(),) if torch.equal(packed[0], operand) else packed
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         x, bias, residual = inputs

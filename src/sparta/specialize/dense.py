@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -20,6 +21,9 @@ class _DenseLinearKernel(LinearKernel):
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         return (self._weight.apply(operand),)
+
+    def shared(self, packed: Sequence[Tensor], operand: Tensor) -> Sequence[Tensor]:
+        return (operand.detach(),) if torch.equal(packed[0], operand) else packed
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         x, bias, residual = inputs

@@ -95,6 +95,14 @@ class Kernel(ABC):
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         """Run the operator; which inputs it takes is the operation's convention (see the operation's file)."""
 
+    def shared(self, packed: Sequence[Tensor], operand: Tensor) -> Sequence[Tensor]:
+        """Return what was packed, with the operand's own memory in the place of equal copies of it.
+
+        Asked for weights that are not trained, so that two of the same are not kept. Here nothing is shared.
+        """
+        del operand
+        return packed
+
     def bound(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
         """Return a short way to run with this packed weight and this bias again and again, where there is one.
 

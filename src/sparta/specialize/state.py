@@ -73,9 +73,11 @@ class KernelState:
         stream = raw_stream(weight.device) if on_cuda and not (keep or recording) else 0
         key = (weight.data_ptr(), weight._version, weight.dtype, stream)
         if self._packed is None or self._packed[0] != key:
-            packed = self.forward.pack(weight)
+            packed: Sequence[Tensor] = self.forward.pack(weight)
             if recording:
                 return packed  # nothing is in this memory before the first replay
+            if keep:
+                packed = self.forward.shared(packed, weight)
             # Holding the storage keeps its address from being given to another weight.
             self._packed = (key, weight.untyped_storage(), packed)
         kept: Sequence[Tensor] = self._packed[2]

@@ -333,7 +333,7 @@ def _coarsened(cells: Tensor, dim: int, block: int, size: int) -> tuple[Tensor, 
     others = [d for d in range(cells.dim()) if d != dim]
     changes = (changed.any(dim=others) if others else changed).nonzero().flatten() + 1
     if changes.numel() == 0:
-        return cells.narrow(dim, 0, 1), size
+        return cells.narrow(dim, 0, 1).clone(), size  # a view would keep all cells in memory
     step = math.gcd(*changes.tolist())
     index = torch.arange(0, count, step, device=cells.device)
     return (cells if step == 1 else cells.index_select(dim, index)), block * step
