@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparta.errors import FileFormatError, ValueRangeError
+from sparta.errors import CheckError, FileFormatError, ValueRangeError
 from sparta.nn import SparseLinear, build, tune
 from sparta.specialize.store import Entry, TuningStore
 from sparta.specialize.tuner import Choice
@@ -177,3 +177,15 @@ def test_build_finds_the_kernel_for_gradients_too(model, winner):
     build(other, X)
     for layer in (*model, *other):
         assert layer._state.backward is not None
+
+
+@pytest.mark.parametrize("row", [0, 511, 999])
+def test_large_samples_are_checked_at_both_ends_and_between(row, monkeypatch):
+    layer, x = SparseLinear(nn.Linear(24, 8), weight_mask=torch.ones(8, 24, dtype=torch.bool)), torch.randn(1000, 24)
+    problem = layer._problem(x, backward=False)
+    assert len(problem.expected) == len(problem.checked) < 1000
+    y = nn.functional.linear(x, layer.weight, layer.bias).detach()
+    problem.check(y, "dense")
+    y[row : row + 5] += 1.0
+    with pytest.raises(CheckError):
+        problem.check(y, "dense")

@@ -261,7 +261,6 @@ def _weight_spec(x: Tensor, mask: Tensor, *, bias: bool, device: str) -> KernelS
 
 
 def _weight_problem(spec: KernelSpec, x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor) -> Problem:
-    checked = rows_to_check(len(x))
-    some = x if checked is None else x[checked.to(x.device)]
+    checked, some = rows_to_check(x)
     expected = linear_reference(some, weight, bias, weight_mask=mask)
     return Problem(spec, weight, (x, bias, None), expected, x.shape[1], checked=checked)

@@ -244,13 +244,19 @@ def store_of(store: object) -> TuningStore | None:
     raise ValueRangeError(message(f"a store of type {type(store).__name__}", allowed))
 
 
-def rows_to_check(count: int, most: int = 256) -> Tensor | None:
-    """Return which rows of a result are compared with float64: None for all, else so many, both ends among them.
+def rows_to_check(x: Tensor, most: int = 256) -> tuple[Tensor | None, Tensor]:
+    """Return which rows of an input have their results compared with float64, and those rows.
 
-    >>> rows_to_check(10), rows_to_check(1000, most=3).tolist()
-    (None, [0, 499, 999])
+    None stands for all; of more than `most`, so many are taken, both ends among them.
+
+    >>> checked, rows = rows_to_check(torch.arange(1000), most=3)
+    >>> rows.tolist(), rows_to_check(torch.arange(3))[0]
+    ([0, 499, 999], None)
     """
-    return None if count <= most else torch.linspace(0, count - 1, most, dtype=torch.float64).long()
+    if len(x) <= most:
+        return None, x
+    checked = torch.linspace(0, len(x) - 1, most, dtype=torch.float64).long().to(x.device)
+    return checked, x[checked]
 
 
 def need_tensors(**inputs: object) -> None:
