@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from sparta.errors import FileFormatError, message
 
-__all__ = ["OPERATORS", "allowed_overloads", "check_text", "function_named", "name_of"]
+__all__ = ["OPERATORS", "allowed_overloads", "check_arguments", "check_text", "checked", "function_named", "name_of"]
 
 _ELEMENTWISE = """
 abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan
@@ -53,7 +55,7 @@ fake_quantize_per_tensor_affine grid_sampler grid_sampler_2d grid_sampler_3d aff
 im2col instance_norm layer_norm lstm max_pool1d max_pool2d max_pool3d native_group_norm native_layer_norm one_hot
 pixel_shuffle pixel_unshuffle rms_norm rnn_relu rnn_tanh upsample_bicubic2d upsample_bilinear2d upsample_linear1d
 upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact1d
-_upsample_nearest_exact2d _upsample_nearest_exact3d _weight_norm
+_upsample_nearest_exact2d _upsample_nearest_exact3d
 """
 _SHAPES = """
 adjoint alias as_strided atleast_1d atleast_2d atleast_3d block_diag broadcast_tensors broadcast_to cat chunk clone
@@ -81,6 +83,8 @@ _CASTS = "_to_copy to type_as sym_size sym_numel sym_stride"
 
 _FAMILIES = (_ELEMENTWISE, _ACTIVATIONS, _REDUCTIONS, _PRODUCTS, _LAYERS, _SHAPES, _INDEXING, _SPECTRA, _MAKING, _CASTS)
 _PACKETS = frozenset(name for family in _FAMILIES for name in family.split())
+_OTHER_OVERLOADS = ("prim_", "data")
+"""Forms for interpreters of their own, and for packed sequences."""
 _OURS = frozenset({"masked_attention", "fixed_product", "experts"})
 """Ops of ours that a file may name: they take tensors of the graph and the text of a choice, never a handle."""
 
@@ -94,6 +98,25 @@ _ZEROED = {
 _TEXT = re.compile(r"[A-Za-z0-9_ .,:;=+\-*/<>()\[\]{}\"]{0,4096}")
 """Modes, equations and choices; nothing that could end a quoted string."""
 _MOST_BITS = 4096
+_LITERALS: dict[str, type] = {
+    "ScalarType": torch.dtype,
+    "Layout": torch.layout,
+    "MemoryFormat": torch.memory_format,
+    "Device": torch.device,
+    "str": str,
+}
+"""What must stand in the call itself."""
+_NUMBERS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "SymInt": (int,),
+    "bool": (int,),
+    "SymBool": (int,),
+    "float": (int, float),
+    "number": (int, float),
+    "Scalar": (int, float),
+    "Tensor": (int, float),
+}
+"""What may; a number for a tensor is one of its size."""
 
 
 def _bounded_mul(a: Any, b: Any) -> Any:
@@ -128,6 +151,45 @@ OPERATORS |= {
 OPERATORS |= {"operator.mul": _bounded_mul, "operator.pow": _bounded_pow}
 _NAMES: dict[Any, str] = {function: name for name, function in OPERATORS.items()}
 _NAMES |= {operator.mul: "operator.mul", operator.pow: "operator.pow"}
+
+
+def _checked_lstm(  # noqa: PLR0913 - as the op takes them
+    input: Tensor,  # noqa: A002
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,  # noqa: FBT001
+    num_layers: int,
+    dropout: float,
+    train: bool,  # noqa: FBT001
+    bidirectional: bool,  # noqa: FBT001
+    batch_first: bool,  # noqa: FBT001
+) -> Any:
+    """Run ``aten.lstm`` on weights that fit each other; the library below it does not look."""
+    ways, per_cell = 2 if bidirectional else 1, 4 if has_biases else 2
+    if len(hx) != 2 or input.dim() != 3 or not 1 <= num_layers == len(params) / (ways * per_cell):
+        raise FileFormatError(message("a stored LSTM without its weights and states"))
+    hidden, rows = hx[1].shape[-1], 4 * hx[1].shape[-1]
+    state = (num_layers * ways, input.shape[0 if batch_first else 1], hidden)
+    wanted: list[tuple[int, ...]] = [state, state]
+    for layer in range(num_layers):
+        width = ways * hidden if layer else input.shape[-1]
+        wanted += [(rows, width), (rows, hidden), (rows,), (rows,)][:per_cell] * ways
+    given = [*hx, *params]
+    if [tuple(t.shape) for t in given] != wanted or any(t.dtype != input.dtype for t in given):
+        raise FileFormatError(message("a stored LSTM whose weights and states do not fit each other"))
+    return torch.ops.aten.lstm.input(
+        input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+    )
+
+
+_CHECKED: dict[str, Callable[..., Any]] = {"aten.lstm.input": _checked_lstm}
+"""Ops that trust what they are given, behind a look at it."""
+_NAMES |= {function: name for name, function in _CHECKED.items()}
+
+
+def checked(function: OpOverload) -> Callable[..., Any]:
+    """Return what a stored graph calls for an op: the op, or a function that looks at its arguments first."""
+    return _CHECKED.get(str(function), function)
 
 
 def function_named(name: str) -> Callable[..., Any]:
@@ -180,6 +242,41 @@ def check_text(text: str) -> str:
     return text
 
 
+def check_arguments(function: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise unless an overload's schema has these arguments, and literals among them are of its types.
+
+    PyTorch itself takes a whole number for a dtype, and crashes on one that is none.
+
+    >>> check_arguments(torch.ops.aten.sum.default, [fx.Graph().placeholder("x")], {"dtype": 99})
+    Traceback (most recent call last):
+    sparta.errors.FileFormatError: dtype=99 of aten.sum.default; allowed: Optional[ScalarType].
+    """
+    known = function._schema.arguments
+    positional = [argument for argument in known if not argument.kwarg_only]
+    given = {argument.name: value for argument, value in zip(positional, args, strict=False)}
+    if len(args) > len(positional) or set(given) & set(kwargs):
+        raise FileFormatError(message(f"{len(args)} arguments of {function} by position", f"up to {len(positional)}"))
+    given |= kwargs
+    kinds = {argument.name: str(argument.real_type) for argument in known}
+    for name, value in given.items():
+        if name not in kinds:
+            raise FileFormatError(message(f"the argument {name[:60]!r} of {function}", ", ".join(kinds)))
+        if not _fits(value, kinds[name]):
+            raise FileFormatError(message(f"{name}={reprlib.repr(value)} of {function}", kinds[name]))
+
+
+def _fits(value: Any, kind: str) -> bool:
+    """Whether a literal, or the result of another call, may stand for an argument of a type."""
+    if kind.startswith("Optional["):
+        return value is None or _fits(value, kind[len("Optional[") : -1])
+    if isinstance(value, fx.Node):
+        return kind not in _LITERALS
+    if kind.startswith("List["):
+        inner = kind[len("List[") : -1]
+        return all(_fits(item, inner) for item in value) if isinstance(value, (list, tuple)) else _fits(value, inner)
+    return isinstance(value, _LITERALS.get(kind, _NUMBERS.get(kind, ())))
+
+
 def allowed_overloads() -> Iterator[OpOverload]:
     """Yield every ATen overload of this version of torch that a stored graph may call, sorted by name."""
     for packet in sorted(_PACKETS):
@@ -193,7 +290,7 @@ def allowed_overloads() -> Iterator[OpOverload]:
 def _is_pure(function: OpOverload) -> bool:
     """Whether an overload changes nothing in place and knows a tensor; others work on lists, text and numbers."""
     schema = function._schema
-    if schema.is_mutable:
+    if schema.is_mutable or schema.overload_name.startswith(_OTHER_OVERLOADS):
         return False
     types = [str(part.type) for part in (*schema.arguments, *schema.returns)]
     return any("Tensor" in each for each in types)

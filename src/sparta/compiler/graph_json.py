@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 import sparta.compiler.operators  # noqa: F401 - the ops that a stored graph may name
-from sparta.compiler.allowed import check_text, function_named, name_of
+from sparta.compiler.allowed import check_arguments, check_text, checked, function_named, name_of
 from sparta.errors import FileFormatError, message
 
 __all__ = ["graph_from_json", "graph_text", "graph_to_json"]
@@ -104,6 +104,7 @@ def _node(graph: fx.Graph, place: int, fields: Mapping[str, Any], made: Mapping[
         raise FileFormatError(message(f"the stored graph has a node of kind {op!r}", "calls and tensors"))
     function = function_named(target)
     _check_arguments(function, target, args, kwargs)
+    function = checked(function) if isinstance(function, torch._ops.OpOverload) else function
     return graph.create_node(op, function, tuple(args), kwargs, name)
 
 
@@ -130,14 +131,7 @@ def _check_arguments(function: Any, name: str, args: Sequence[Any], kwargs: Mapp
         if kwargs or given or len(args) > 2:
             raise FileFormatError(message(f"the arguments of {name} in the stored graph", "up to two numbers"))
         return
-    known = function._schema.arguments
-    unknown = sorted(set(kwargs) - {argument.name for argument in known})
-    if unknown:
-        raise FileFormatError(message(f"the argument {unknown[0][:60]!r} of {name}", ", ".join(a.name for a in known)))
-    positional = [argument for argument in known if not argument.kwarg_only]
-    twice = {argument.name for argument in positional[: len(args)]} & set(kwargs)
-    if len(args) > len(positional) or twice:
-        raise FileFormatError(message(f"{len(args)} arguments of {name} by position", f"up to {len(positional)}"))
+    check_arguments(function, args, kwargs)
 
 
 def _encoded(value: Any) -> Any:  # noqa: ANN401, PLR0911 - a case a kind of literal
