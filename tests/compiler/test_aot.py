@@ -1,5 +1,7 @@
 """Packaged ahead of time, kernels are C++ operators that compute what they compute in Python."""
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -128,3 +130,95 @@ def test_without_a_compiler_it_says_so(monkeypatch):
     monkeypatch.setattr(torch_library, "probe_compiler", lambda: (None, "no C++ compiler was found"))
     with pytest.raises(MissingPackageError, match="no C\\+\\+ compiler"):
         library.library_path()
+
+
+def packed_calls():
+    """Yield an operator and its good arguments: packed linear layers of each form, a convolution, an int8 layer."""
+    chance = torch.manual_seed(0)
+    weight = torch.randn(64, 80, generator=chance)
+    mask = torch.rand(64, 80, generator=chance) < 0.2
+    for tile in ({"form": "panel", "block": 1, "mv": 1}, {"form": "panel", "block": 4, "mv": 2},
+                 {"form": "rows", "block": 1}, {"form": "columns", "block": 16}):  # fmt: skip
+        packed = PackedLinear(None, mask, **tile)
+        layer = PackedLayer(packed, packed.pack(weight), torch.randn(64, generator=chance), None)
+        x = torch.randn(40, 80, generator=chance)
+        yield torch.ops.sparta_aot.linear, [x, layer.values, layer._arrays(), layer._numbers, layer.bias, None]
+    with forcing():
+        model, x = nets.pruned(nets.Cnn()), torch.randn(2, 3, 16, 16, generator=chance)
+        graph = _with_operators(compile_model(model, x, tune="off").graph)
+    layer = next(layer for layer in graph.modules() if isinstance(layer, ConvLayer))
+    x = torch.randn(2, *layer._image, generator=chance)
+    yield torch.ops.sparta_aot.conv2d, [x, layer.values, layer._arrays(), layer._numbers, layer.bias, None]
+    with forcing("cpu-int8"):
+        model, x = nets.pruned(Chain(), sparsity=0.5), torch.randn(2, 3, 24, generator=chance)
+        graph = _with_operators(compile_model(model, x, quantised(model), tune="off").graph)
+    layer = next(layer for layer in graph.modules() if isinstance(layer, Int8Layer))
+    operands = [layer.values, layer.row_sums, layer.multiplier]
+    x = torch.zeros(6, layer._numbers[1], dtype=torch.int8)
+    yield torch.ops.sparta_aot.int8_linear, [x, operands, layer._arrays(), layer._numbers, layer.bias]
+
+
+def damaged(arguments, chance):
+    """Return the arguments with one thing changed that a file could hold: a number, a length, a type or an index."""
+    changed = list(arguments)
+    place = chance.choice([p for p, value in enumerate(arguments) if p and value is not None])
+    value = changed[place]
+    if isinstance(value, torch.Tensor):
+        changed[place] = chance.choice([value[:-1].clone(), value.double(), value[:0].clone()])
+        return changed
+    value = list(value)
+    part = chance.randrange(len(value))
+    if isinstance(value[part], int):
+        value[part] = chance.choice(
+            [-1, 0, 7, 2**31, 2**62, -(2**63), value[part] + 1, value[part] * 2, value[part] - 1]
+        )
+    elif chance.random() < 0.3 or not value[part].numel():
+        value[part] = chance.choice([value[part][:-1].clone(), value[part][:0].clone(), value[part].float()])
+    else:
+        value[part] = value[part].clone()
+        raw = value[part].view(-1).view(torch.uint8)
+        for _ in range(chance.choice([1, 16])):
+            raw[chance.randrange(len(raw))] = chance.choice([0, 1, 127, 128, 255])
+    changed[place] = value
+    return changed
+
+
+@needs_compiler
+def test_operators_refuse_operands_that_do_not_fit_together(operators):
+    """Whatever is not refused computes numbers: under a sanitizer, or with luck, a wild read would end the process."""
+    chance, reasons = random.Random(0), []
+    for operator, arguments in packed_calls():
+        expected = operator(*arguments)
+        for _ in range(150):
+            try:
+                operator(*damaged(arguments, chance))
+            except RuntimeError as error:
+                reasons.append(str(error))
+        assert torch.equal(operator(*arguments), expected)
+    assert len(reasons) > 300
+    assert all("sparta_aot" in reason for reason in reasons)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("starts", 1, 2**40),
+        ("starts", 1, -1),
+        ("offsets", 0, 2**31 - 64),
+        ("rows", 0, -5),
+        ("rows", 0, 10**6),
+        ("costs", 1, -(2**60)),
+        ("chunk_columns", 1, 2**40),
+    ],
+)
+def test_an_index_that_points_outside_is_named(operators, name, place, value):
+    packed = PackedLinear(None, torch.rand(64, 80) < 0.2, form="panel", block=1, mv=1)
+    layer = PackedLayer(packed, packed.pack(torch.randn(64, 80)), None, None)
+    dtype = {"offsets": torch.int32, "rows": torch.int32}.get(name, torch.int64)
+    layer(torch.randn(3, 80))
+    bad = getattr(layer, name).clone()
+    bad.view(dtype)[place] = value
+    setattr(layer, name, bad)
+    with pytest.raises(RuntimeError, match=f"sparta_aot: {name}"):
+        layer(torch.randn(3, 80))

@@ -1,5 +1,6 @@
 """The compiler interface: JSON in, JSON and tensors out, and a file that others can read without us."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -94,3 +95,32 @@ def test_other_files_are_refused_by_the_reader(forced, tmp_path):
     fast.save(tmp_path / "model.sparta")
     with pytest.raises(ValueError, match="not a sparta exchange file"):
         exchange_reader.read_exchange(str(tmp_path / "model.sparta"))
+
+
+@pytest.fixture(scope="module")
+def exchange(tmp_path_factory):
+    path = tmp_path_factory.mktemp("exchange") / "model.exchange"
+    write_exchange(sparta.compile(nets.pruned(nets.Mlp()), torch.randn(6, 32), tune="off"), path)
+    return path.read_bytes()
+
+
+def test_the_reader_finds_every_changed_byte(exchange, tmp_path):
+    path = tmp_path / "changed"
+    for place in range(0, len(exchange), len(exchange) // 60):
+        path.write_bytes(exchange[:place] + bytes([exchange[place] ^ 1]) + exchange[place + 1 :])
+        with pytest.raises(ValueError, match="changed"):
+            exchange_reader.read_exchange(str(path))
+    for data in (b"", exchange[:100], exchange[:-1], b"\xff" * 8, (9).to_bytes(8, "little") + b"[" * 9):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match="changed"):
+            exchange_reader.read_exchange(str(path))
+
+
+@pytest.mark.parametrize("text", ["[" * 50_000, "[1]", "{", '{"a":' * 200 + "1" + "}" * 200, "null"])
+def test_the_reader_refuses_json_that_is_no_object_of_few_levels(tmp_path, text):
+    header = {"__metadata__": {"sparta": "exchange", "version": "1", "payload": text}}
+    header["__metadata__"]["sha256"] = hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
+    data = json.dumps(header).encode()
+    (tmp_path / "odd").write_bytes(len(data).to_bytes(8, "little") + data)
+    with pytest.raises(ValueError, match="odd"):
+        exchange_reader.read_exchange(str(tmp_path / "odd"))

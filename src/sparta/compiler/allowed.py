@@ -153,7 +153,7 @@ _NAMES: dict[Any, str] = {function: name for name, function in OPERATORS.items()
 _NAMES |= {operator.mul: "operator.mul", operator.pow: "operator.pow"}
 
 
-def _checked_lstm(  # noqa: PLR0913 - as the op takes them
+def _checked_lstm(  # noqa: PLR0913, PLR0917 - as the op takes them
     input: Tensor,  # noqa: A002
     hx: Sequence[Tensor],
     params: Sequence[Tensor],
