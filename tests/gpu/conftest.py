@@ -20,6 +20,10 @@ _OF_PYTORCH = (
     r"ignore:TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled:UserWarning",
     # Its own functions ask for the precision of float32 in the way that it deprecates.
     r"ignore:Please use the new API settings to control TF32 behavior:UserWarning",
+    # Its reduce-overhead mode records a graph of nothing to find its memory pool.
+    r"ignore:The CUDA Graph is empty:UserWarning",
+    # A backward pass that is recorded on a stream of its own, as the manual says.
+    r"ignore:The AccumulateGrad node's stream does not match:UserWarning",
     # Said by the mode in which a test finds out whether a call waits for the device.
     r"ignore:Synchronization debug mode is a prototype feature:UserWarning",
 )

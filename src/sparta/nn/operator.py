@@ -110,9 +110,9 @@ class OperatorBase(nn.Module):
 
         None takes what was tuned for such inputs, by this module or, as the store on disk tells, by any other; else
         what the package's table has, else dense. The kernel is checked on these inputs against float64; where it is
-        wrong, another runs, with a warning.
+        wrong, another runs, with a warning. Values that are not finite count as 0 there: they prove nothing.
         """
-        problem = self._problem(sample_inputs, backward=False)
+        problem = self._problem(_finite(sample_inputs), backward=False)
         choice = self._found(problem.spec, sample_inputs) if config is None else _as_given(config, problem.spec)
         right = right_choice(problem, choice)
         if right is not choice:
@@ -226,6 +226,12 @@ def _as_given(config: Mapping[str, Any], spec: KernelSpec) -> Choice:
         raise ValueRangeError(message(given, f"a point of the search space {space}", "tune this module first"))
     params = {key: value for key, value in config.items() if key != "_name"}
     return Choice(str(config["_name"]), params, "built as given")
+
+
+def _finite(inputs: SampleInputs) -> SampleInputs:
+    if isinstance(inputs, Tensor):
+        return torch.nan_to_num(inputs, 0.0, 0.0, 0.0) if inputs.is_floating_point() else inputs
+    return [_finite(x) if isinstance(x, Tensor) else x for x in inputs] if isinstance(inputs, Sequence) else inputs  # type: ignore[misc]
 
 
 def store_of(store: object) -> TuningStore | None:
