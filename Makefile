@@ -10,7 +10,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_WORKERS ?= 6
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint docs bench sanitize format clean
+.PHONY: help demo test test-gpu lint docs bench fuzz sanitize format clean
 
 help:
 	@echo "make demo    run the whole job on real data: train, sparsify, compile, save, load, measure"
@@ -19,6 +19,7 @@ help:
 	@echo "make lint    formatting, lint rules and types only"
 	@echo "make docs    build the documentation into docs/_build"
 	@echo "make bench   measure; results go to benchmarks/results"
+	@echo "make fuzz    read 20,000 damaged files of every kind and print what came of them"
 	@echo "make sanitize  run the tests of the C++ kernels under the address and undefined-behaviour sanitizers"
 	@echo "make format  rewrite the code in the house format"
 	@echo "make clean   remove everything that the targets made"
@@ -58,6 +59,9 @@ bench: $(READY)
 	$(BIN)/python benchmarks/training/accuracy.py
 	$(BIN)/python benchmarks/training/overhead.py
 	$(BIN)/python benchmarks/tables.py
+
+fuzz: $(READY)
+	$(TEST_ENV) $(BIN)/python tests/fuzz/run.py --count 20000
 
 sanitize: $(READY)
 	$(TEST_ENV) $(BIN)/python tests/sanitize.py --numprocesses 2

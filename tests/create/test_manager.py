@@ -234,3 +234,42 @@ def test_recipes_are_saved_with_their_variables(tmp_path):
     assert "${" in text
     bare = Manager([entry("MagnitudePruning", final_sparsity=0.5, end_epoch=1)])
     assert "MagnitudePruning" in str(bare)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": -5},
+        {"step": 1.5},
+        {"step": None},
+        {"step": True},
+        {"steps_per_epoch": 0},
+        {"steps_per_epoch": "4"},
+        {"version": "1"},
+        {"version": torch.ones(2)},
+        {"modifiers": 3},
+        {"modifiers": {1: {}}},
+        {"generator": None},
+        {"generator": torch.zeros(3)},
+        {"generator": torch.zeros(3, dtype=torch.uint8)},
+    ],
+    ids=str,
+)
+def test_a_state_that_is_none_is_refused(change):
+    manager = manager_of()
+    state = manager.state_dict()
+    with pytest.raises(ValueRangeError):
+        manager.load_state_dict({**state, **change})
+    with pytest.raises(ValueRangeError):
+        manager.load_state_dict({name: value for name, value in state.items() if name not in change})
+    manager.load_state_dict(state)
+    assert manager.step == 0
+
+
+@pytest.mark.parametrize("window", [3, {}, {"started": True, "ended": False, "last_update": float("inf")}, {"own": 1}])
+def test_a_state_of_a_modifier_that_is_none_is_refused(window):
+    manager = manager_of()
+    state = manager.state_dict()
+    name = next(iter(state["modifiers"]))
+    with pytest.raises(ValueRangeError):
+        manager.load_state_dict({**state, "modifiers": {**state["modifiers"], name: {"window": window, "own": {}}}})

@@ -437,9 +437,11 @@ class Manager:
 
 def _check_state(state: Mapping[str, Any]) -> None:
     """Raise unless a state has the parts that :meth:`Manager.state_dict` writes, each of its type and range."""
-    if not isinstance(state, Mapping) or state.get("version") != _VERSION:
-        found = state.get("version") if isinstance(state, Mapping) else type(state).__name__
-        raise ValueRangeError(message(f"a state of version {found!r}", f"version {_VERSION}"))
+    if not isinstance(state, Mapping):
+        raise ValueRangeError(message(f"a state that is {type(state).__name__}", "what state_dict returned"))
+    version = state.get("version")
+    if not isinstance(version, int) or version != _VERSION:
+        raise ValueRangeError(message(f"a state of version {version!r}"[:200], f"version {_VERSION}"))
     for name, least in (("step", 0), ("steps_per_epoch", 1)):
         value = state.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**53:
