@@ -1,7 +1,5 @@
 """Readers in processes of their own, with a time limit; what ends one is an outcome, and another takes its place."""
 
-
-
 import contextlib
 import json
 import os

@@ -57,7 +57,7 @@ class Watch:
             self.seen.append("exec of a text of the file")
         elif event == "open" and isinstance(arguments[0], str | bytes) and (arguments[2] or 0) & _WRITES:
             self._inside("open", arguments[0])
-        elif event in _CHANGES:
+        elif event in _CHANGES and not (event == "os.mkdir" and Path(os.fspath(arguments[0])).is_dir()):
             self._inside(event, arguments[0])
 
     def _inside(self, event, path):

@@ -30,7 +30,8 @@ def library_path() -> Path:
         If there is no C++ compiler, or it fails.
     """
     isa = [flag for flag in isa_flags(chosen_isa()) if not flag.startswith("-std=")]
-    return operator_library("sparta_aot", _OPERATORS, [*isa, f"-I{SOURCES}"], sources())
+    checks = _OPERATORS.with_name("checks.h")
+    return operator_library("sparta_aot", _OPERATORS, [*isa, f"-I{SOURCES}"], [*sources(), checks])
 
 
 @functools.cache

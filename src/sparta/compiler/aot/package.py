@@ -31,7 +31,7 @@ __all__ = ["package"]
 def package(
     model: CompiledModel,
     path: str | os.PathLike[str],
-    example_inputs: Any,  # noqa: ANN401 - as the model takes them
+    example_inputs: Any,
     *,
     kwargs: dict[str, Any] | None = None,
     dynamic: bool = True,
@@ -105,7 +105,7 @@ def _dynamic(model: CompiledModel) -> tuple[dict[int, Any], ...]:
     return tuple({d: torch.export.Dim.AUTO for d, size in enumerate(shape) if size is None} for shape in shapes)
 
 
-def _check(exported: Any, model: CompiledModel, leaves: list[Any]) -> None:  # noqa: ANN401 - a module
+def _check(exported: Any, model: CompiledModel, leaves: list[Any]) -> None:
     """Raise when what is to be packaged does not compute what the compiled model does."""
     for mine, theirs in zip(exported(*leaves), model.graph(*leaves), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
