@@ -1,5 +1,7 @@
 """What a script asks a manager: how long, what when, what was done; and where it sends its numbers."""
 
+import math
+
 import pytest
 import torch
 from torch.optim import SGD
@@ -266,7 +268,9 @@ def test_a_state_that_is_none_is_refused(change):
     assert manager.step == 0
 
 
-@pytest.mark.parametrize("window", [3, {}, {"started": True, "ended": False, "last_update": float("inf")}, {"own": 1}])
+@pytest.mark.parametrize(
+    "window", [3, {}, *({"started": True, "ended": False, "last_update": at} for at in (-5, 1e308, math.inf, math.nan))]
+)
 def test_a_state_of_a_modifier_that_is_none_is_refused(window):
     manager = manager_of()
     state = manager.state_dict()

@@ -3,8 +3,6 @@
 Prints a table of outcomes by kind of file, then each kind of bad outcome with one seed number that gives it.
 """
 
-# ruff: noqa: T201 - a command
-
 import argparse
 import os
 import sys

@@ -318,7 +318,7 @@ class Modifier(BaseModel):
         window = state["window"]
         self._started, self._ended = bool(window["started"]), bool(window["ended"])
         self._last_update = float(window["last_update"])
-        if not math.isfinite(self._last_update):
+        if not -1 <= self._last_update < 2**53:
             raise ValueRangeError(message(f"the last update of {self.name} was at {self._last_update}", "an epoch"))
         try:
             self.load_state_dict(run, state["own"])

@@ -135,7 +135,7 @@ def _tagged_entry(item: Tagged, variables: Fields, outer: Fields) -> dict[str, F
     return {name: fields}
 
 
-def _value(value: Any, variables: Fields, outer: Fields) -> Any:  # noqa: ANN401 - plain data
+def _value(value: Any, variables: Fields, outer: Fields) -> Any:
     """Return what a value comes to, if it is an expression."""
     if not variable.references(value):
         return value
@@ -178,7 +178,7 @@ def _known(tag: str) -> str:
     return name
 
 
-def _expressed(value: Any) -> Any:  # noqa: ANN401 - plain data
+def _expressed(value: Any) -> Any:
     """Return a value with every ``eval(...)`` in it written as ``${...}``."""
     if isinstance(value, Mapping):
         return {key: _expressed(item) for key, item in value.items()}
@@ -188,7 +188,7 @@ def _expressed(value: Any) -> Any:  # noqa: ANN401 - plain data
     return value if found is None else f"${{{found[1].strip()}}}"
 
 
-def _anchored(names: Any) -> Any:  # noqa: ANN401 - a name, a list of names or an expression
+def _anchored(names: Any) -> Any:
     """Return names with ``re:`` patterns for the whole name; the old ones matched a name's beginning."""
     if isinstance(names, list):
         return [_anchored(name) for name in names]
