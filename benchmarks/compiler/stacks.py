@@ -236,7 +236,7 @@ def measure(case: Case, stage: Stage, *, seconds: float, inductor: bool, timing:
 
 
 def _waiting(run: Callable[[Tensor], Any], x: Tensor) -> Callable[[], Any]:
-    def call() -> Any:  # noqa: ANN401 - what the model returns
+    def call() -> Any:
         with torch.no_grad():
             result = run(x)
         if x.is_cuda:

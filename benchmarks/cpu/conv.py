@@ -130,7 +130,7 @@ def _call(packed: PackedConv, x: torch.Tensor) -> Call:
     return lambda: packed(x, threads=1)
 
 
-def _repeat(function: Call, calls: int) -> Any:  # noqa: ANN401 - a tensor or an array
+def _repeat(function: Call, calls: int) -> Any:
     for _ in range(calls):
         y = function()
     return y

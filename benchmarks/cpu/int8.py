@@ -115,7 +115,7 @@ def dense_calls(layer: Layer, data: Data, output: str) -> dict[str, Call]:
         kernel = build(spec, {"_name": name})
         packed = kernel.pack(data.weight)
 
-        def call(kernel: Any = kernel, packed: Any = packed) -> Tensor:  # noqa: ANN401
+        def call(kernel: Any = kernel, packed: Any = packed) -> Tensor:
             x = data.x
             if output == "fp32":
                 x = torch.quantize_per_tensor(data.real, SCALE, ZERO, torch.quint8).int_repr()
@@ -197,7 +197,7 @@ def _medians(functions: dict[str, Call], calls: int) -> dict[str, float]:
     return {name: timing.median / calls for name, timing in timings.timings.items()}
 
 
-def _repeat(function: Call, calls: int) -> Any:  # noqa: ANN401 - a tensor or a panel
+def _repeat(function: Call, calls: int) -> Any:
     for _ in range(calls):
         y = function()
     return y

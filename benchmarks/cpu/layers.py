@@ -173,7 +173,7 @@ def _medians(functions: dict[str, Call], calls: int) -> dict[str, float]:
     return {name: timing.median / calls for name, timing in timings.timings.items()}
 
 
-def _repeat(function: Call, calls: int) -> Any:  # noqa: ANN401 - a tensor or an array
+def _repeat(function: Call, calls: int) -> Any:
     for _ in range(calls):
         y = function()
     return y
@@ -242,7 +242,7 @@ def _measure_cold(layer: Layer, shape: Shape, mask: torch.Tensor, roof: Roof) ->
 def _passes(calls: list[Call]) -> Call:
     """Return a function that makes every call in turn, several times over."""
 
-    def run() -> Any:  # noqa: ANN401 - a tensor or an array
+    def run() -> Any:
         for _ in range(PASSES):
             for call in calls:
                 y = call()

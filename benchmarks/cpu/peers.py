@@ -76,7 +76,7 @@ def tensors(layer: Layer) -> tuple[Any, Any, Any]:
     return x, weight * mask, mask
 
 
-def onnx_model(layer: Layer, x: Any, weight: Any) -> bytes:  # noqa: ANN401 - tensors, without torch at import
+def onnx_model(layer: Layer, x: Any, weight: Any) -> bytes:
     """Return the layer as an ONNX model with one input and one output."""
     from onnx import TensorProto, checker, helper, numpy_helper
 
@@ -96,7 +96,7 @@ def onnx_model(layer: Layer, x: Any, weight: Any) -> bytes:  # noqa: ANN401 - te
     return model.SerializeToString()  # type: ignore[no-any-return]
 
 
-def onnxruntime_call(model: bytes, x: Any) -> Callable[[], Any]:  # noqa: ANN401
+def onnxruntime_call(model: bytes, x: Any) -> Callable[[], Any]:
     """Return a call of ONNX Runtime with one thread."""
     import onnxruntime
 
@@ -106,7 +106,7 @@ def onnxruntime_call(model: bytes, x: Any) -> Callable[[], Any]:  # noqa: ANN401
     return lambda: session.run(None, {"x": x})[0]
 
 
-def sparse_call(layer: Layer, x: Any, weight: Any, mask: Any) -> Callable[[], Any]:  # noqa: ANN401
+def sparse_call(layer: Layer, x: Any, weight: Any, mask: Any) -> Callable[[], Any]:
     """Return a call of the kernel that tuning chooses."""
     import torch
 
@@ -124,7 +124,7 @@ def sparse_call(layer: Layer, x: Any, weight: Any, mask: Any) -> Callable[[], An
     module.tune((x,), max_trials=None, max_seconds=1.0, algo="grid", store=False)
     module.eval()
 
-    def call() -> Any:  # noqa: ANN401
+    def call() -> Any:
         with torch.no_grad():
             return module(x)
 

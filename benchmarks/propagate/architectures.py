@@ -32,7 +32,7 @@ from sparta.tables import table
 from sparta.testing import compare
 
 
-def plant_groups(model: nn.Module, inputs: Any, share: float) -> None:  # noqa: ANN401
+def plant_groups(model: nn.Module, inputs: Any, share: float) -> None:
     """Zero a share of the channels, neurons and heads of a model, drawn at random."""
     result = propagate(model, inputs)
     generator = torch.Generator().manual_seed(0)
@@ -48,7 +48,7 @@ def plant_groups(model: nn.Module, inputs: Any, share: float) -> None:  # noqa: 
                         parameters[name].index_fill_(dim, flags.nonzero().flatten(), 0)
 
 
-def flops(model: nn.Module, inputs: Any) -> int:  # noqa: ANN401
+def flops(model: nn.Module, inputs: Any) -> int:
     """Return twice the multiply-adds of one forward."""
     with FlopCounterMode(display=False) as counter:
         called(model, inputs)

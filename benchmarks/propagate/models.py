@@ -98,7 +98,7 @@ def build(name: str, seed: int = 0) -> Built:
     return model.eval(), inputs
 
 
-def called(model: nn.Module, inputs: Any) -> torch.Tensor:  # noqa: ANN401 - a tensor or keyword arguments
+def called(model: nn.Module, inputs: Any) -> torch.Tensor:
     """Return the first output of a model."""
     with torch.no_grad():
         out = model(**inputs) if isinstance(inputs, dict) else model(inputs)

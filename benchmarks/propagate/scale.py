@@ -50,7 +50,7 @@ def bert(layers: int) -> tuple[nn.Module, Any, None]:
     return plant(model), {"input_ids": torch.randint(0, 30000, (1, 128))}, None
 
 
-def measure(name: str, model: nn.Module, inputs: Any, spec: Spec | None) -> dict[str, Any]:  # noqa: ANN401
+def measure(name: str, model: nn.Module, inputs: Any, spec: Spec | None) -> dict[str, Any]:
     """Return the seconds of each step, and the memory that the process took beyond what it had."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()

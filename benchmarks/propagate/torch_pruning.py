@@ -39,7 +39,7 @@ TASKS = ("dead", "constant", "heads")
 _ANSWER = "answer: "
 
 
-def chosen_groups(model: nn.Module, inputs: Any, task: str) -> list[tuple[Slot, list[int]]]:  # noqa: ANN401
+def chosen_groups(model: nn.Module, inputs: Any, task: str) -> list[tuple[Slot, list[int]]]:
     """Return the axes that a task prunes, each with the groups that go."""
     result = propagate(model, inputs)
     kinds = {"head"} if task == "heads" else {"channel", "neuron"}
@@ -63,13 +63,13 @@ def plant(model: nn.Module, groups: list[tuple[Slot, list[int]]], task: str) -> 
                     parameters[name].index_fill_(dim, flags.nonzero().flatten(), 0)
 
 
-def with_sparta(model: nn.Module, inputs: Any, groups: list[tuple[Slot, list[int]]]) -> nn.Module:  # noqa: ANN401
+def with_sparta(model: nn.Module, inputs: Any, groups: list[tuple[Slot, list[int]]]) -> nn.Module:
     """Propagate the zeros and compact; what to remove is read off the weights."""
     del groups
     return propagate(model, inputs).compact(allow_empty=True)
 
 
-def with_torch_pruning(model: nn.Module, inputs: Any, groups: list[tuple[Slot, list[int]]]) -> nn.Module:  # noqa: ANN401
+def with_torch_pruning(model: nn.Module, inputs: Any, groups: list[tuple[Slot, list[int]]]) -> nn.Module:
     """Remove the groups of each axis with Torch-Pruning's dependency graph, starting from the layer that writes it."""
     import torch_pruning as tp
 

@@ -171,7 +171,7 @@ def retrain(model: nn.Module, data: Images, plan: Plan, method: Method, steps: i
 
 def optimizers_of(
     model: nn.Module,
-    scheduler: Any,  # noqa: ANN401 - any of the schedulers
+    scheduler: Any,
     method: Method,
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizer of the weights and, where probabilities are learnt, theirs."""
@@ -186,10 +186,10 @@ def optimizers_of(
 
 
 def begin(
-    scheduler: Any,  # noqa: ANN401 - any of the schedulers
+    scheduler: Any,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    schedule: Any,  # noqa: ANN401
+    schedule: Any,
     run: tuple[int, int],
 ) -> None:
     """Make the calls that some of the schedulers want before the first step."""

@@ -61,7 +61,7 @@ _FUNCTIONS = {
 }
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - a module
+def __getattr__(name: str) -> Any:
     if name in _SUBPACKAGES:
         return import_module(f"sparta.{name}")
     if name in _FUNCTIONS:

@@ -61,7 +61,7 @@ def freeze(value: object) -> Scalar:
     )
 
 
-def thaw(value: object) -> Any:  # noqa: ANN401 - JSON has no better type
+def thaw(value: object) -> Any:
     """Return a frozen value as JSON has it: tuples become lists, also inside dicts.
 
     >>> thaw({"tile": (16, 32)})

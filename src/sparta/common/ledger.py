@@ -281,7 +281,7 @@ class Ledger:
         study.set_user_attr(_ATTRIBUTE, text)
         return study
 
-    def _open_storage(self, storage: Any) -> str | optuna.storages.BaseStorage | None:  # noqa: ANN401 - may be anything
+    def _open_storage(self, storage: Any) -> str | optuna.storages.BaseStorage | None:
         import optuna
 
         if isinstance(storage, str) and "://" in storage:
@@ -296,7 +296,7 @@ class Ledger:
         return cast("optuna.storages.BaseStorage | None", storage)
 
 
-def _suggest(trial: optuna.trial.Trial, path: str, item: TunableItemCfg) -> Any:  # noqa: ANN401 - as Optuna stores it
+def _suggest(trial: optuna.trial.Trial, path: str, item: TunableItemCfg) -> Any:
     """Let Optuna pick a value at a path, in the form that it stores."""
     domain = item.domain
     if isinstance(domain, Choices):
@@ -308,7 +308,7 @@ def _suggest(trial: optuna.trial.Trial, path: str, item: TunableItemCfg) -> Any:
     return trial.suggest_int(path, 0, domain.count - 1)
 
 
-def _encode(item: TunableItemCfg, value: Any) -> Any:  # noqa: ANN401 - as Optuna stores it
+def _encode(item: TunableItemCfg, value: Any) -> Any:
     """Return a value in the form that Optuna stores: JSON text of a choice, the position of a step, or a number."""
     domain = item.domain
     if isinstance(domain, Choices):
@@ -316,7 +316,7 @@ def _encode(item: TunableItemCfg, value: Any) -> Any:  # noqa: ANN401 - as Optun
     return domain.position(value) if isinstance(domain, Steps) else value
 
 
-def _decode(item: TunableItemCfg, stored: Any) -> Scalar:  # noqa: ANN401 - as Optuna stores it
+def _decode(item: TunableItemCfg, stored: Any) -> Scalar:
     """Return the value of an item that Optuna stores as `stored`."""
     domain = item.domain
     if isinstance(domain, Choices):

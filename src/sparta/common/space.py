@@ -486,7 +486,7 @@ def _join(path: str, name: str) -> str:
     return f"{path}/{name.replace('~', '~0').replace('/', '~1')}"
 
 
-def _loads(text: str) -> Any:  # noqa: ANN401 - JSON has no better type
+def _loads(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:

@@ -52,12 +52,12 @@ _CALLS_TO_VERIFY = 6  # the original and the compiled model, each on three input
 
 def compile_model(  # noqa: PLR0913 - one call says all there is to say about a compilation
     model: nn.Module,
-    example_inputs: Any,  # noqa: ANN401 - a tensor, a tuple, or a dict of keyword arguments
+    example_inputs: Any,
     spec: Spec | None = None,
     *,
     target: str | torch.device | None = None,
     tune: Tune = "quick",
-    dynamic_shapes: Any = None,  # noqa: ANN401 - what torch.export takes
+    dynamic_shapes: Any = None,
     dtype: torch.dtype | None = None,
     verify: bool = True,
     budget_s: float | None = None,
@@ -157,9 +157,9 @@ class _Job:
     def started(
         cls,
         model: nn.Module,
-        example: Any,  # noqa: ANN401
+        example: Any,
         spec: Spec | None,
-        dynamic_shapes: Any,  # noqa: ANN401
+        dynamic_shapes: Any,
         more: Sequence[Any],
         session: Session,
         *,
@@ -194,7 +194,7 @@ class _Job:
         """Choose layer by layer, and return what competes for the whole."""
         args, kwargs = self.result.captured.args, dict(self.result.captured.kwargs)
 
-        def as_given() -> Any:  # noqa: ANN401 - what the model returns
+        def as_given() -> Any:
             with torch.no_grad():
                 return self.model(*args, **kwargs)
 
@@ -223,7 +223,7 @@ class _Job:
         """Return the masked dense model as a function of flat inputs."""
         masked = masked_tensors(self.result.captured, self.result.facts)
 
-        def run(*leaves: Any) -> Any:  # noqa: ANN401 - any inputs and outputs
+        def run(*leaves: Any) -> Any:
             args, kwargs = pytree.tree_unflatten(list(leaves), self.signature.in_spec)
             return torch.func.functional_call(self.model, dict(masked), args, kwargs)
 
@@ -395,7 +395,7 @@ def _moved(
     if device is None and dtype is None:
         return model, list(inputs)
 
-    def move(leaf: Any) -> Any:  # noqa: ANN401 - any leaf of the inputs
+    def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         return leaf.to(device=device, dtype=dtype if leaf.is_floating_point() else None)
@@ -413,7 +413,7 @@ def _device(target: str | torch.device) -> torch.device:
     return device
 
 
-def _flat_inputs(signature: Signature, given: Any) -> list[Any]:  # noqa: ANN401 - as `compile_model` takes them
+def _flat_inputs(signature: Signature, given: Any) -> list[Any]:
     if isinstance(given, Mapping):
         return signature.flatten((), given)
     sequence = isinstance(given, Sequence) and not isinstance(given, str)

@@ -77,7 +77,7 @@ class _Specialised:
         self._compiled: dict[tuple[Any, ...], CompiledModel | None] = {}
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def __call__(self, *args: Any) -> Any:  # noqa: ANN401 - as the graph takes and returns
+    def __call__(self, *args: Any) -> Any:
         if [_state_of(args[index]) for index in self._fixed] != self._state:
             return self._graph(*args)
         free = {index: value for index, value in enumerate(args) if index not in self._fixed}
@@ -120,7 +120,7 @@ class _Fixed(nn.Module):
                 holder = getattr(holder, part)
             holder.register_buffer(last, tensor.detach())
 
-    def forward(self, *tensors: Tensor) -> Any:  # noqa: ANN401 - as the graph returns
+    def forward(self, *tensors: Tensor) -> Any:
         """Run the graph with everything in its place."""
         rest = iter(tensors)
         arguments = []

@@ -72,7 +72,7 @@ def _wanted(node: fx.Node) -> Iterator[fx.Node]:
         yield from (argument for argument in node.args if isinstance(argument, fx.Node))
 
 
-def _value(node: fx.Node, tensors: dict[str, Tensor], seen: dict[fx.Node, Any]) -> Any:  # noqa: ANN401 - of any kind
+def _value(node: fx.Node, tensors: dict[str, Tensor], seen: dict[fx.Node, Any]) -> Any:
     """Return what a node computes from fixed tensors alone, or None where it does not."""
     if node in seen:
         return seen[node]

@@ -134,7 +134,7 @@ def _check_arguments(function: Any, name: str, args: Sequence[Any], kwargs: Mapp
     check_arguments(function, args, kwargs)
 
 
-def _encoded(value: Any) -> Any:  # noqa: ANN401, PLR0911 - a case a kind of literal
+def _encoded(value: Any) -> Any:  # noqa: PLR0911 - a case a kind of literal
     if isinstance(value, fx.Node):
         return {"node": value.name}
     if isinstance(value, bool) or value is None or isinstance(value, (int, str)):

@@ -71,7 +71,7 @@ class InputGrid:
         return InputGrid(scale, round(-low / scale), "uint8")
 
     @staticmethod
-    def of(given: Any) -> InputGrid:  # noqa: ANN401 - a grid in any spelling
+    def of(given: Any) -> InputGrid:
         """Return a grid from a pair (scale, zero point), or from anything with these attributes.
 
         What has ``args.quant_min`` too, as an exported quantiser's grid does, says by it whether integers have a sign.

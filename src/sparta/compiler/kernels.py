@@ -181,12 +181,12 @@ class KernelModule(nn.Module):
 
     # ------------------------------------------------------------------ nn.Module's ways to change it
 
-    def _apply(self, fn: Any, recurse: bool = True) -> KernelModule:  # noqa: ANN401, FBT001, FBT002 - PyTorch's protocol
+    def _apply(self, fn: Any, recurse: bool = True) -> KernelModule:  # noqa: FBT001, FBT002 - PyTorch's protocol
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.rebuild()
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # noqa: ANN401
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         given = state_dict.get(f"{prefix}live")
         if given is not None and given.shape != self.live.shape:
             raise ShapeError(

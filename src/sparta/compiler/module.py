@@ -75,7 +75,7 @@ class CompiledModel(nn.Module):
         self._quick: Callable[[tuple[Any, ...]], Any] | None = None
         super().train(mode=False)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original takes and returns
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what :meth:`forward` returns: the short way for inputs as in the example, where nobody has put a hook.
 
         Most of what a small model takes beside its kernels is Python, and the more so the less of it is in the caches.
@@ -87,7 +87,7 @@ class CompiledModel(nn.Module):
                 return result
         return super().__call__(*args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original takes and returns
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the original model returns for these arguments, without gradients."""
         signature = self.signature
         leaves = signature.flatten(args, kwargs)
@@ -96,7 +96,7 @@ class CompiledModel(nn.Module):
         with torch.no_grad():
             return signature.unflatten(self._run(leaves))
 
-    def _run(self, leaves: list[Any]) -> Any:  # noqa: ANN401 - flat outputs
+    def _run(self, leaves: list[Any]) -> Any:
         if torch.compiler.is_compiling():
             return self.graph(*leaves)
         if self._unproven is not None:
@@ -156,7 +156,7 @@ class CompiledModel(nn.Module):
 
         save(self, path)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as nn.Module takes and returns
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load weights of the same masks, as :meth:`state_dict` returned them."""
         self._forget_host()
         return super().load_state_dict(*args, **kwargs)
@@ -169,7 +169,7 @@ class CompiledModel(nn.Module):
             )
         return super().train(mode)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:  # noqa: ANN401, FBT001, FBT002 - PyTorch's protocol
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - PyTorch's protocol
         before = self._float()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         after = self._float()

@@ -85,7 +85,7 @@ class _Observer(fx.Interpreter):
         self._wanted = wanted
         self.seen: dict[str, Any] = {}
 
-    def run_node(self, n: fx.Node) -> Any:  # noqa: ANN401 - any value
+    def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if self._wanted is None and isinstance(result, Tensor):
             self.seen[n.name] = torch.empty_like(result, device="meta")

@@ -130,7 +130,7 @@ class Report:
             tuple(map(str, fields["notes"])),
         )
 
-    def to_dataframe(self) -> Any:  # noqa: ANN401 - pandas is optional
+    def to_dataframe(self) -> Any:
         """Return the rows as a pandas DataFrame."""
         try:
             import pandas as pd  # type: ignore[import-untyped,unused-ignore]

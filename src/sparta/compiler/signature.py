@@ -157,7 +157,7 @@ class Signature:
             return None
         build, count = self._builder, len(sizes)
 
-        def call(args: tuple[Any, ...]) -> Any:  # noqa: ANN401 - what the model returns
+        def call(args: tuple[Any, ...]) -> Any:
             if len(args) != count:
                 return NOT_EXACT
             for leaf, size, dtype in zip(args, sizes, dtypes, strict=True):
@@ -178,7 +178,7 @@ class Signature:
             dtypes.append(getattr(torch, given.dtype) if exact else None)
         return sizes, dtypes
 
-    def unflatten(self, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 - what the model returns
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
         """Return flat outputs in the structure that the model returns."""
         return self._builder(leaves)
 

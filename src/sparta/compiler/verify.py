@@ -96,7 +96,7 @@ def fresh_inputs(inputs: Sequence[Any], seed: int) -> list[Any]:
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def other(leaf: Any) -> Any:  # noqa: ANN401 - any leaf of the inputs
+    def other(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.numel() == 0:
             return leaf
         if leaf.is_floating_point():

@@ -354,7 +354,7 @@ class Contest:
 
 
 def _called(run: Callable[..., Any], inputs: Sequence[Any]) -> Call:
-    def call() -> Any:  # noqa: ANN401 - flat outputs
+    def call() -> Any:
         with torch.no_grad():
             return run(*inputs)
 
@@ -362,7 +362,7 @@ def _called(run: Callable[..., Any], inputs: Sequence[Any]) -> Call:
 
 
 def _until_done(call: Call) -> Call:
-    def waiting() -> Any:  # noqa: ANN401 - flat outputs
+    def waiting() -> Any:
         result = call()
         torch.cuda.synchronize()
         return result

@@ -32,14 +32,14 @@ __all__ = ["initialize"]
 
 def initialize(  # noqa: PLR0913, PLR0917 - one argument a choice of the user, in the document's order
     model: nn.Module,
-    optimizer: Any,  # noqa: ANN401 - an optimizer, or a wrapper of one
+    optimizer: Any,
     steps_per_epoch: int,
     pruning: str | bool | None = True,  # noqa: FBT001, FBT002 - the document's signature
     quantization: str | bool = True,  # noqa: FBT001, FBT002
     lr: str | None = "linear",
     distillation: str | bool = False,  # noqa: FBT001, FBT002
     distillation_teacher: nn.Module | str | None = None,
-    scaler: Any = None,  # noqa: ANN401 - torch's, or anything that steps an optimizer
+    scaler: Any = None,
     recipe_variables: RecipeVariables | Mapping[str, Any] | None = None,
     *,
     recipe: Recipe | str | PathLike[str] | None = None,
@@ -150,7 +150,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - one argument a choice of the user, i
     return manager, optimizer if scaler is None else scaler
 
 
-def _own_recipe(given: Recipe | str | PathLike[str] | None, variables: Any) -> Recipe | None:  # noqa: ANN401
+def _own_recipe(given: Recipe | str | PathLike[str] | None, variables: Any) -> Recipe | None:
     if given is None:
         return None
     if isinstance(given, Recipe):
@@ -166,7 +166,7 @@ def _own_recipe(given: Recipe | str | PathLike[str] | None, variables: Any) -> R
     return made
 
 
-def _teacher(modifiers: Sequence[Modifier], given: nn.Module | str | None, *, asked: bool) -> Any:  # noqa: ANN401
+def _teacher(modifiers: Sequence[Modifier], given: nn.Module | str | None, *, asked: bool) -> Any:
     distils = any(entry.kind == "distillation" for entry in modifiers)
     if isinstance(given, str) and given != "self":
         raise ValueRangeError(

@@ -21,7 +21,7 @@ from sparta.errors import ValueRangeError, message
 __all__ = ["StepListener", "bare_optimizer"]
 
 
-def bare_optimizer(optimizer: Any) -> Optimizer:  # noqa: ANN401 - checked here
+def bare_optimizer(optimizer: Any) -> Optimizer:
     """Return the torch optimizer inside what Accelerate, Lightning and others put around it.
 
     >>> plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
@@ -80,7 +80,7 @@ class StepListener:
             handle.remove()
         self._handles = []
 
-    def _enter(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _enter(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         changed = _with_closure_run(args, kwargs)
         self._is_real = not step_is_skipped(optimizer)
         if self._is_real:
@@ -103,7 +103,7 @@ def _with_closure_run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
     with torch.enable_grad():
         first = [closure()]
 
-    def replayed() -> Any:  # noqa: ANN401 - what the user's closure returns
+    def replayed() -> Any:
         return first.pop() if first else closure()
 
     if "closure" in kwargs:

@@ -18,7 +18,7 @@ __all__ = ["plot_schedule"]
 _POINTS = 400
 
 
-def plot_schedule(modifiers: Sequence[Modifier], epochs: float, path: str | os.PathLike[str] | None = None) -> Any:  # noqa: ANN401
+def plot_schedule(modifiers: Sequence[Modifier], epochs: float, path: str | os.PathLike[str] | None = None) -> Any:
     """Return a matplotlib figure with the scheduled values of all modifiers, and save it if a path is given."""
     try:
         from matplotlib.figure import Figure

@@ -16,7 +16,7 @@ from sparta.errors import ValueRangeError, message
 __all__ = ["check_scaler", "step_is_skipped"]
 
 
-def check_scaler(scaler: Any) -> None:  # noqa: ANN401 - torch's, or anything that steps an optimizer
+def check_scaler(scaler: Any) -> None:
     """Raise :class:`ValueRangeError` unless `scaler` steps optimizers.
 
     >>> import torch

@@ -66,7 +66,7 @@ class RecipeVariables(BaseModel):
     hardness: float = Field(default=0.5, ge=0, le=1, description="weight of the teacher in the loss of distillation")
     temperature: float = Field(default=2.0, gt=0, description="softmax temperature of distillation")
 
-    def __init__(self, **values: Any) -> None:  # noqa: ANN401 - pydantic checks them
+    def __init__(self, **values: Any) -> None:
         for name in values:
             if name not in type(self).model_fields:
                 raise NameNotFoundError(did_you_mean(name, type(self).model_fields, "recipe variable"))

@@ -37,7 +37,7 @@ __all__ = [
 class _CallablePackage(ModuleType):
     """A package that may be called as its function :func:`propagate`."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> PropagationResult:  # noqa: ANN401 - as `propagate` takes them
+    def __call__(self, *args: Any, **kwargs: Any) -> PropagationResult:
         return propagate(*args, **kwargs)
 
 

@@ -23,9 +23,9 @@ __all__ = ["compact", "propagate"]
 
 def propagate(
     model: nn.Module,
-    example_inputs: Any,  # noqa: ANN401 - a tensor, a tuple, or a dict of keyword arguments
+    example_inputs: Any,
     spec: Spec | None = None,
-    dynamic_shapes: Any = None,  # noqa: ANN401 - what torch.export takes
+    dynamic_shapes: Any = None,
     *,
     train: bool = False,
     probe: bool | Sequence[str] = False,
@@ -107,9 +107,9 @@ def _zeros_of(model: nn.Module) -> Spec:
 
 def compact(
     model: nn.Module,
-    example_inputs: Any,  # noqa: ANN401
+    example_inputs: Any,
     spec: Spec | None = None,
-    dynamic_shapes: Any = None,  # noqa: ANN401
+    dynamic_shapes: Any = None,
     *,
     train: bool = False,
     round_to: int = 1,

@@ -70,7 +70,7 @@ class Captured:
         """The graph: ``get_attr`` nodes are the model's tensors, ``placeholder`` nodes the (flattened) inputs."""
         return self.module.graph
 
-    def arguments(self, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:  # noqa: ANN401 - as `capture` takes them
+    def arguments(self, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return inputs that are given as example inputs are as positional and keyword arguments."""
         return _arguments(given, None)
 
@@ -81,8 +81,8 @@ class Captured:
 
 def capture(
     model: nn.Module,
-    example_inputs: Any,  # noqa: ANN401 - one tensor, a tuple of anything, or a dict of keyword arguments
-    dynamic_shapes: Any = None,  # noqa: ANN401 - what torch.export takes
+    example_inputs: Any,
+    dynamic_shapes: Any = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
     train: bool = False,
@@ -143,7 +143,7 @@ def _literals(module: fx.GraphModule, tensors: Mapping[str, Tensor]) -> dict[str
     return found
 
 
-def _arguments(given: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:  # noqa: ANN401
+def _arguments(given: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     keywords = dict(kwargs or {})
     if isinstance(given, Mapping):
         return (), {**given, **keywords}
@@ -168,8 +168,8 @@ def _export(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    dynamic_shapes: Any,  # noqa: ANN401
-) -> Any:  # noqa: ANN401 - an ExportedProgram, which torch does not type
+    dynamic_shapes: Any,
+) -> Any:
     try:
         with warnings.catch_warnings(), torch.no_grad():
             # torch's own tracer warns of its internals; what matters to the user is in the error below.
@@ -188,7 +188,7 @@ def _export(
         ) from error
 
 
-def _functionalised(exported: Any) -> fx.GraphModule:  # noqa: ANN401 - an ExportedProgram
+def _functionalised(exported: Any) -> fx.GraphModule:
     """Return the graph without in-place ops, as torch's own functionalisation makes it."""
     try:
         with warnings.catch_warnings():

@@ -313,7 +313,7 @@ def _inputs(captured: Captured, seed: int | None = None) -> tuple[tuple[Any, ...
         return captured.args, dict(captured.kwargs)
     generator = torch.Generator().manual_seed(seed)
 
-    def other(leaf: Any) -> Any:  # noqa: ANN401 - any leaf of the inputs
+    def other(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.numel() == 0:
             return leaf
         if leaf.is_floating_point():

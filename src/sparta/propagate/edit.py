@@ -52,7 +52,7 @@ class Edit:
         constant = constant_of_slice(self.axes.facts, node, dim)
         return torch.where(self.axes.kept(node, dim), 0.0, constant)
 
-    def set(self, node: fx.Node, name: str, value: Any) -> None:  # noqa: ANN401 - any argument of an op
+    def set(self, node: fx.Node, name: str, value: Any) -> None:
         """Set an argument of an op by its schema name."""
         copy = self.copies[node]
         names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -62,14 +62,14 @@ class Edit:
         else:
             copy.update_kwarg(name, value)
 
-    def replace(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:  # noqa: ANN401 - an ATen op
+    def replace(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
         """Replace an op by another one; the arguments are in terms of the original graph."""
         copy = self.copies[node]
         copy.target = target
         copy.args = fx.map_arg(args, lambda n: self.copies.get(n, n))
         copy.kwargs = {}
 
-    def after(self, node: fx.Node, target: Any, value: Any) -> None:  # noqa: ANN401
+    def after(self, node: fx.Node, target: Any, value: Any) -> None:
         """Insert ``target(node, value)`` between a node and all its users."""
         copy = self.copies[node]
         with copy.graph.inserting_after(copy):

@@ -28,7 +28,7 @@ def is_tensor(node: object) -> bool:
     return isinstance(value, Tensor) and all(_hint(s) is not None for s in value.shape)
 
 
-def _hint(size: Any) -> int | None:  # noqa: ANN401 - an int or a SymInt
+def _hint(size: Any) -> int | None:
     if isinstance(size, int):
         return size
     hint = getattr(size.node, "hint", None)
@@ -90,7 +90,7 @@ class Op:
                 bound[argument.name] = argument.default_value
         return bound
 
-    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - whatever the op takes
+    def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
 
     @property

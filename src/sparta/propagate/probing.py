@@ -27,7 +27,7 @@ _MOST_SLICES = 4096
 _NOTE = "probed with random inputs: likely, not proven"
 
 
-def is_pure(target: Any) -> bool:  # noqa: ANN401 - any target of a node
+def is_pure(target: Any) -> bool:
     """Whether an op writes to nothing and draws no random numbers."""
     return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 

@@ -244,7 +244,7 @@ class PropagationResult:
         }
 
 
-def _times(shape: Any) -> str:  # noqa: ANN401 - any sequence of sizes
+def _times(shape: Any) -> str:
     return "×".join(map(str, shape)) or "scalar"
 
 

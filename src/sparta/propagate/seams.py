@@ -144,7 +144,7 @@ def _channel(node: fx.Node) -> int:
     return -1 if node.target is _LINEAR else -1 - _CONVOLUTIONS.index(node.target) - 1
 
 
-def _argument(node: fx.Node, name: str, default: Any) -> Any:  # noqa: ANN401 - any argument of an op
+def _argument(node: fx.Node, name: str, default: Any) -> Any:
     """Return an argument of a call by its name in the op's schema, however it was passed."""
     position = [argument.name for argument in node.target._schema.arguments].index(name)  # type: ignore[union-attr]
     return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)

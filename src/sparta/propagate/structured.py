@@ -136,13 +136,13 @@ class PruningReport:
 
 def prune_structured(  # noqa: PLR0913 - all but three have defaults
     model: nn.Module,
-    example_inputs: Any,  # noqa: ANN401 - as `propagate` takes them
+    example_inputs: Any,
     sparsity: float | Mapping[str, float],
     *,
     score: str | Score = "l2",
     granularity: str | Sequence[str] = "auto",
     data: Iterable[Any] | None = None,
-    dynamic_shapes: Any = None,  # noqa: ANN401 - what torch.export takes
+    dynamic_shapes: Any = None,
     round_to: int = 1,
     allow_empty: bool = False,
 ) -> tuple[CompactModel, PruningReport]:

@@ -181,9 +181,9 @@ class AmpereScheduler:
     def export_sparse_onnx(
         self,
         model: nn.Module,
-        dummy_input: Any,  # noqa: ANN401
+        dummy_input: Any,
         path: str | os.PathLike[str],
-        **options: Any,  # noqa: ANN401
+        **options: Any,
     ) -> None:
         """Write the model as ONNX; needs the `onnx` extra."""
         self._check_model(model)

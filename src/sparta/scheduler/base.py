@@ -211,9 +211,9 @@ class BaseScheduler:
     def export_sparse_onnx(
         self,
         model: nn.Module,
-        dummy_input: Any,  # noqa: ANN401
+        dummy_input: Any,
         path: str | os.PathLike[str],
-        **options: Any,  # noqa: ANN401
+        **options: Any,
     ) -> None:
         """Write the model as ONNX with its zeros baked in; the model itself stays as it is. Needs the `onnx` extra.
 

@@ -36,7 +36,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def export_onnx(
     model: nn.Module,
-    dummy_input: Any,  # noqa: ANN401
+    dummy_input: Any,
     path: str | os.PathLike[str],
     options: Mapping[str, Any],
 ) -> Path:

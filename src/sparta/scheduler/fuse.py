@@ -77,7 +77,7 @@ def fuse_batch_norms(model: nn.Module, leaves: Sequence[type[nn.Module]] = ()) -
 
 
 @torch.no_grad()
-def _fold(conv: Any, norm: Any) -> None:  # noqa: ANN401 - convolutions and norms of any number of dims
+def _fold(conv: Any, norm: Any) -> None:
     weight, bias = fuse_conv_bn_weights(
         conv.weight,
         conv.bias,

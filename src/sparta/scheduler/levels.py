@@ -114,8 +114,8 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         save_dir: str | Path | None = "./model_save_path",
         sparse_rate_tolerance: float = 0.015,
         default_input_shape: Sequence[int] | None = None,
-        default_input_custom: Any = None,  # noqa: ANN401
-        lr_scheduler: Any = None,  # noqa: ANN401
+        default_input_custom: Any = None,
+        lr_scheduler: Any = None,
         init_lr: float | Sequence[float] | None = None,
         mask_dict: Mapping[str, Any] | None = None,
         prune_tolerance_max: float = 1.0,
@@ -163,7 +163,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
                 prepared.fake.set_mask(as_mask(mask).to(prepared.weight.device), prepared.weight.detach())  # type: ignore[union-attr, operator]
         return model
 
-    def set_lr_scheduler(self, lr_scheduler: Any) -> None:  # noqa: ANN401
+    def set_lr_scheduler(self, lr_scheduler: Any) -> None:
         """Restart this learning-rate schedule at each level after the first; pass it as new."""
         self._check_prepared()
         restart = LRRestart(lr_scheduler, self._init_lr)

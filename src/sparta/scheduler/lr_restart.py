@@ -42,7 +42,7 @@ class LRRestart:
     ([1.0], 0)
     """
 
-    def __init__(self, lr_scheduler: Any, init_lr: float | Sequence[float] | None = None) -> None:  # noqa: ANN401
+    def __init__(self, lr_scheduler: Any, init_lr: float | Sequence[float] | None = None) -> None:
         for needed in ("optimizer", "state_dict", "load_state_dict"):
             if not hasattr(lr_scheduler, needed):
                 raise ValueRangeError(

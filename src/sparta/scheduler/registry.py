@@ -83,7 +83,7 @@ class Registry:
         return {key: getattr(model, key) for key in kwargs}
 
 
-def _told(error: Any, where: str) -> ValueRangeError:  # noqa: ANN401 - pydantic is imported where it is used
+def _told(error: Any, where: str) -> ValueRangeError:
     """Return a pydantic error in one sentence: where, what was given, what is allowed."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])

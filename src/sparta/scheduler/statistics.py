@@ -45,7 +45,7 @@ class LayerStatistics:
     depthwise: bool
 
 
-def example_input(shape: Sequence[int] | None, custom: Any, device: torch.device) -> tuple[Any, ...] | None:  # noqa: ANN401
+def example_input(shape: Sequence[int] | None, custom: Any, device: torch.device) -> tuple[Any, ...] | None:
     """Return the arguments of one forward pass: the custom input, noise of `shape`, or None when neither is given."""
     if custom is not None:
         return custom if isinstance(custom, tuple) else (custom,)
@@ -80,7 +80,7 @@ def measure_layers(
 def _forward(
     model: nn.Module, watched: set[nn.Module], inputs: tuple[Any, ...], seen: dict[nn.Module, tuple[Tensor, Tensor]]
 ) -> None:
-    def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:  # noqa: ANN401
+    def hook(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         first = result[0] if isinstance(result, tuple) else result
         if args and isinstance(args[0], Tensor) and isinstance(first, Tensor):
             seen.setdefault(module, (args[0], first))

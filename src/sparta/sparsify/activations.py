@@ -48,7 +48,7 @@ class ActivationWeighted(Score):
     def watch(self, layers: Sequence[Layer]) -> Iterator[None]:
         """Listen to every forward pass inside the ``with`` block."""
 
-        def listen(layer: Layer) -> Any:  # noqa: ANN401 - a handle that torch keeps private
+        def listen(layer: Layer) -> Any:
             def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 squares = _squares_of(layer, args, kwargs)
                 before = self._squares.get(layer.name)

@@ -98,23 +98,23 @@ def _(grads: Sequence[Tensor], indices: Sequence[Tensor], size: int) -> Tensor:
     return grads[0].new_empty(grads[0].shape[0], size, *grads[0].shape[2:])
 
 
-def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:  # noqa: ANN401 - PyTorch's
+def _gather_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     del output
     ctx.save_for_backward(*inputs[1])
     ctx.size = inputs[0].shape[1]
 
 
-def _gather_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:  # noqa: ANN401 - PyTorch's protocol
+def _gather_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     indices = list(ctx.saved_tensors)
     return torch.ops.sparta.sum_blocks(grads, indices, ctx.size), [None] * len(indices)
 
 
-def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401 - PyTorch's protocol
+def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     ctx.save_for_backward(*inputs[1])
 
 
-def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401 - PyTorch's protocol
+def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     indices = list(ctx.saved_tensors)
     return torch.ops.sparta.gather_blocks(grad, indices), [None] * len(indices), None
 
@@ -155,25 +155,25 @@ def _(tiles: Tensor, places: Tensor, groups: int, rows: int, cols: int) -> Tenso
     return tiles.new_empty(tiles.shape[0], groups, rows, cols)
 
 
-def _pick_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401 - PyTorch's protocol
+def _pick_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     dense, places, _, _ = inputs
     ctx.save_for_backward(places)
     ctx.shape = dense.shape[1:]
 
 
-def _pick_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401 - PyTorch's protocol
+def _pick_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return place(grad, ctx.saved_tensors[0], ctx.shape), None, None, None
 
 
-def _place_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401 - PyTorch's protocol
+def _place_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     tiles, places, *_ = inputs
     ctx.save_for_backward(places)
     ctx.tile = tuple(tiles.shape[2:])
 
 
-def _place_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401 - PyTorch's protocol
+def _place_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return pick(grad, ctx.saved_tensors[0], ctx.tile), None, None, None, None
 
 

@@ -114,14 +114,14 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor, index: list[
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401 - PyTorch's protocol
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     x, weight, bias, mask, index = inputs
     ctx.has_bias, ctx.indices = bias is not None, len(index)
     ctx.save_for_backward(x, weight, mask)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401 - PyTorch's protocol
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight, mask = ctx.saved_tensors
     kept = torch.where(mask, grad, 0.0)
     grad_x = kept @ weight if ctx.needs_input_grad[0] else None

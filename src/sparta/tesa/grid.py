@@ -99,7 +99,7 @@ class Grid:
         """Whether elements that differ only in their index along `dim` may hold different values."""
         return self.cells.shape[dim] > 1
 
-    def value(self) -> Any:  # noqa: ANN401 - a cell holds a number of any kind
+    def value(self) -> Any:
         """Return the one value of a uniform grid."""
         return self.cells.reshape(-1)[0].item()
 

@@ -63,7 +63,7 @@ class OwnHook:
         self._call = call
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, *args: Any) -> None:  # noqa: ANN401 - torch's arguments
+    def __call__(self, module: nn.Module, *args: Any) -> None:
         """Hand the arguments on."""
         if self._module is not None and self._call is not None and self._module() is module:
             self._call(*args)
@@ -137,7 +137,7 @@ class Capture:
         if self._watching():
             self._started = [self._before(args, kwargs)]
 
-    def _leave(self, _: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
+    def _leave(self, _: tuple[Any, ...], output: Any) -> None:
         if not self._watching() or not self._started:
             return
         found = self._after(self._started.pop(), output)
@@ -216,7 +216,7 @@ class Capture:
         return total
 
 
-def _own_loss(output: Any) -> Tensor | None:  # noqa: ANN401 - whatever the model returns
+def _own_loss(output: Any) -> Tensor | None:
     """Return the loss that a model computed itself (as those of Hugging Face do) and returned in a mapping."""
     if not isinstance(output, MutableMapping):
         return None
@@ -228,13 +228,13 @@ class _SecondLoss(torch.autograd.Function):
     """The second loss as a node of the graph: a known value with known gradients."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, capture: Capture, targets: list[Target], *tensors: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, value: Tensor, capture: Capture, targets: list[Target], *tensors: Tensor) -> Tensor:
         ctx.capture, ctx.targets = capture, targets
         ctx.dtypes = [tensor.dtype for tensor in tensors]
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.capture.used += 1
         gradients = []
         for target, dtype in zip(ctx.targets, ctx.dtypes, strict=True):

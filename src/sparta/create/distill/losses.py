@@ -18,7 +18,7 @@ from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_yo
 __all__ = ["feature_loss", "heads_of", "soft_target_gradient", "soft_target_loss"]
 
 
-def heads_of(outputs: Any, keys: Sequence[str | int] | None = None) -> dict[str, Tensor]:  # noqa: ANN401
+def heads_of(outputs: Any, keys: Sequence[str | int] | None = None) -> dict[str, Tensor]:
     """Return the floating-point tensors of a model's output that are distilled, by name.
 
     Parameters
@@ -64,7 +64,7 @@ def heads_of(outputs: Any, keys: Sequence[str | int] | None = None) -> dict[str,
     return {key: entries[key] for key in wanted}
 
 
-def _is_head(value: Any) -> bool:  # noqa: ANN401
+def _is_head(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.is_floating_point()
 
 

@@ -21,7 +21,7 @@ from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, mess
 __all__ = ["Teacher", "check_teacher", "frozen_copy"]
 
 
-def check_teacher(teacher: Any) -> None:  # noqa: ANN401 - whatever the user passed
+def check_teacher(teacher: Any) -> None:
     """Raise :class:`ValueRangeError` unless `teacher` is a module or ``"self"``.
 
     >>> check_teacher("self")
@@ -84,7 +84,7 @@ class Teacher:
         self._device: torch.device | None = None
 
     @torch.no_grad()
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:  # noqa: ANN401
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
         """Return the teacher's output for copies of the student's arguments."""
         if self._device != device:
             if any(p.device != device for p in self.module.parameters()):

@@ -12,7 +12,7 @@ from typing import Any
 __all__ = ["with_epochs"]
 
 
-def with_epochs(variables: Any, epochs: float) -> dict[str, Any]:  # noqa: ANN401 - a schema or a dictionary
+def with_epochs(variables: Any, epochs: float) -> dict[str, Any]:
     """Return recipe variables with the length that a trainer has decided on, unless they have one of their own.
 
     >>> with_epochs({"sparsity": 0.9}, 3.0)

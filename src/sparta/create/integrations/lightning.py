@@ -36,7 +36,7 @@ class LightningRun:
         self.manager: Manager | None = None
         self.pending: Mapping[str, Any] | None = None
 
-    def begin(self, trainer: Any, module: Any) -> None:  # noqa: ANN401 - Lightning's own
+    def begin(self, trainer: Any, module: Any) -> None:
         """Initialize, and go on where a checkpoint left off."""
         if len(trainer.optimizers) != 1:
             raise ValueRangeError(message(f"the module has {len(trainer.optimizers)} optimizers", "one"))
@@ -65,7 +65,7 @@ class LightningRun:
             self.manager.finalize()
 
 
-def lightning_callback(**options: Any) -> Any:  # noqa: ANN401 - a Callback, which must not be imported here
+def lightning_callback(**options: Any) -> Any:
     """Return a ``lightning.pytorch.Callback`` that makes the training sparse; its ``manager`` is the manager.
 
     Parameters
@@ -95,10 +95,10 @@ def lightning_callback(**options: Any) -> Any:  # noqa: ANN401 - a Callback, whi
         def manager(self) -> Manager | None:
             return self.run.manager
 
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self.run.begin(trainer, pl_module)
 
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401, ARG002
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
             self.run.end()
 
         def state_dict(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class TrainerRun:
         self.options = dict(options)
         self.manager: Manager | None = None
 
-    def begin(self, args: Any, state: Any, model: Any, optimizer: Any, loader: Any) -> None:  # noqa: ANN401
+    def begin(self, args: Any, state: Any, model: Any, optimizer: Any, loader: Any) -> None:
         """Initialize, and go on where a checkpoint left off."""
         if hasattr(loader, "__len__"):
             steps = max(1, math.ceil(len(loader) / args.gradient_accumulation_steps))
@@ -61,7 +61,7 @@ class TrainerRun:
         if state.global_step > 0 and saved.exists():
             self.manager.load_state_dict(load_state(saved))
 
-    def save(self, args: Any, state: Any) -> None:  # noqa: ANN401
+    def save(self, args: Any, state: Any) -> None:
         """Keep the state and the recipe in the checkpoint that was just written."""
         folder = self._folder(args, state)
         if self.manager is not None and folder.is_dir() and state.is_world_process_zero:
@@ -74,11 +74,11 @@ class TrainerRun:
             self.manager.finalize()
 
     @staticmethod
-    def _folder(args: Any, state: Any) -> Path:  # noqa: ANN401
+    def _folder(args: Any, state: Any) -> Path:
         return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
-def trainer_callback(**options: Any) -> Any:  # noqa: ANN401 - a TrainerCallback, which must not be imported here
+def trainer_callback(**options: Any) -> Any:
     """Return a ``transformers.TrainerCallback`` that makes the training sparse; its ``manager`` is the manager.
 
     Parameters
@@ -108,13 +108,13 @@ def trainer_callback(**options: Any) -> Any:  # noqa: ANN401 - a TrainerCallback
         def manager(self) -> Manager | None:
             return self.run.manager
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
             self.run.begin(args, state, kwargs["model"], kwargs["optimizer"], kwargs.get("train_dataloader"))
 
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
             self.run.save(args, state)
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
             self.run.end()
 
     return SparseTrainingCallback()

@@ -127,7 +127,7 @@ class Modifier(BaseModel):
     _ended: bool = PrivateAttr(default=False)
     _last_update: float = PrivateAttr(default=-1.0)
 
-    def __init__(self, **fields: Any) -> None:  # noqa: ANN401 - pydantic checks them
+    def __init__(self, **fields: Any) -> None:
         for name in fields:
             if name not in type(self).model_fields:
                 raise NameNotFoundError(did_you_mean(name, type(self).model_fields, f"field of {type(self).label()}"))
@@ -137,7 +137,7 @@ class Modifier(BaseModel):
             raise ValueRangeError(_first_problem(error, type(self).label())) from error
         self._check_window()
 
-    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401
+    def __setattr__(self, name: str, value: Any) -> None:
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
@@ -227,7 +227,7 @@ class Modifier(BaseModel):
     def after_step(self, run: Run) -> None:
         """See the model just after the optimizer's step."""
 
-    def loss(self, run: Run, loss: Tensor, inputs: Any, outputs: Any) -> Tensor:  # noqa: ANN401, ARG002
+    def loss(self, run: Run, loss: Tensor, inputs: Any, outputs: Any) -> Tensor:  # noqa: ARG002
         """Return the loss to train with."""
         return loss
 

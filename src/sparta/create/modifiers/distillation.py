@@ -77,7 +77,7 @@ class DistillationModifier(Modifier):
             factor=lambda: loss_factor(run),
         )
 
-    def loss(self, run: Run, loss: Tensor, inputs: Any, outputs: Any) -> Tensor:  # noqa: ANN401
+    def loss(self, run: Run, loss: Tensor, inputs: Any, outputs: Any) -> Tensor:
         """Return the blended loss of the captured passes, or of `inputs` and `outputs` if they were not captured."""
         del run
         capture = self._watching()
@@ -131,7 +131,7 @@ class DistillationModifier(Modifier):
             raise ValueRangeError(message(f"{self.name} is used before it was initialized", fix="attach it to a run"))
         return self._capture
 
-    def _asked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _asked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self._run
         if run is None:
             raise ValueRangeError(message(f"{self.name} is used before it was initialized", fix="attach it to a run"))
@@ -139,12 +139,12 @@ class DistillationModifier(Modifier):
             self._teacher = Teacher(frozen_copy(run.model), self.teacher_input_keys)
         return self._teacher(args, kwargs, student_device(run))
 
-    def _ask_teacher(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _ask_teacher(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._run is None or not self.active(self._run.epoch):
             return None
         return heads_of(self._asked(args, kwargs), self.distill_output_keys)
 
-    def _compare(self, teacher: dict[str, Tensor] | None, output: Any) -> tuple[dict[str, Target], Tensor] | None:  # noqa: ANN401
+    def _compare(self, teacher: dict[str, Tensor] | None, output: Any) -> tuple[dict[str, Target], Tensor] | None:
         if teacher is None:
             return None
         student = heads_of(output, self.distill_output_keys)
@@ -168,7 +168,7 @@ class DistillationModifier(Modifier):
         return targets, value * self.hardness
 
 
-def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:  # noqa: ANN401
+def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return inputs as arguments: a mapping by keyword, a tuple or list by position, anything else as the first."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)

@@ -95,7 +95,7 @@ class PerLayerDistillationModifier(Modifier):
             self._capture.remove()
         self._capture = Capture(run.model, self._ask_teacher, self._compare, factor=lambda: loss_factor(run))
 
-    def loss(self, run: Run, loss: Tensor, inputs: Any, outputs: Any) -> Tensor:  # noqa: ANN401
+    def loss(self, run: Run, loss: Tensor, inputs: Any, outputs: Any) -> Tensor:
         """Return the loss with the features' share of the passes captured in this step."""
         del run, inputs, outputs
         blended = None if self._capture is None else self._capture.blended(loss)
@@ -185,7 +185,7 @@ class PerLayerDistillationModifier(Modifier):
         ]
 
     def _recorder(self, name: str, features: dict[str, Tensor]) -> Callable[..., None]:
-        def record(_: Any, output: Any) -> None:  # noqa: ANN401 - a layer's
+        def record(_: Any, output: Any) -> None:
             tensor = next((t for t in output if isinstance(t, Tensor)), None) if isinstance(output, tuple) else output
             if self._recording and isinstance(tensor, Tensor):
                 calls = sum(key == name or key.startswith(f"{name}@") for key in features)
@@ -193,7 +193,7 @@ class PerLayerDistillationModifier(Modifier):
 
         return record
 
-    def _ask_teacher(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _ask_teacher(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self._run
         self._student_features.clear()
         self._teacher_features.clear()
@@ -207,7 +207,7 @@ class PerLayerDistillationModifier(Modifier):
         self._teacher(args, kwargs, student_device(run))
         return True
 
-    def _compare(self, asked: bool | None, output: Any) -> tuple[dict[str, Target], Tensor] | None:  # noqa: ANN401, FBT001
+    def _compare(self, asked: bool | None, output: Any) -> tuple[dict[str, Target], Tensor] | None:  # noqa: FBT001
         del output
         self._recording = False
         if asked is None:

@@ -71,20 +71,20 @@ def _foldable(conv: nn.Module, norm: nn.Module) -> bool:
     return not (isinstance(conv, TRANSPOSED) and conv.groups > 1)
 
 
-def fold_factor(norm: Any, conv: nn.Module, dims: int) -> Tensor:  # noqa: ANN401 - a batch norm of any number of dims
+def fold_factor(norm: Any, conv: nn.Module, dims: int) -> Tensor:
     """Return what folding multiplies each output channel of a convolution's weight by, shaped to broadcast over it."""
     axis = 1 if isinstance(conv, TRANSPOSED) else 0
     return _channel_factor(norm).reshape([-1 if dim == axis else 1 for dim in range(dims)])
 
 
-def folded_bias(norm: Any, bias: Tensor | None) -> Tensor:  # noqa: ANN401
+def folded_bias(norm: Any, bias: Tensor | None) -> Tensor:
     """Return the bias of a convolution after its batch norm is folded in."""
     shift = -norm.running_mean.float() if bias is None else bias.detach().float() - norm.running_mean.float()
     folded: Tensor = shift * _channel_factor(norm)
     return folded if norm.bias is None else folded + norm.bias.detach().float()
 
 
-def _channel_factor(norm: Any) -> Tensor:  # noqa: ANN401
+def _channel_factor(norm: Any) -> Tensor:
     factor: Tensor = torch.rsqrt(norm.running_var.float() + norm.eps)
     return factor if norm.weight is None else factor * norm.weight.detach().float()
 
@@ -105,14 +105,14 @@ class _Frozen(nn.Module):
 _FROZEN_CLASSES: dict[type[nn.Module], Any] = {}
 
 
-def _frozen_class(plain: type[nn.Module]) -> Any:  # noqa: ANN401 - a class made at run time, once
+def _frozen_class(plain: type[nn.Module]) -> Any:
     if plain not in _FROZEN_CLASSES:
         body = {"__module__": __name__, "plain_class": plain}
         _FROZEN_CLASSES[plain] = type(f"Frozen{plain.__name__}", (_Frozen, plain), body)
     return _FROZEN_CLASSES[plain]
 
 
-def _frozen_instance(plain: type[nn.Module]) -> Any:  # noqa: ANN401
+def _frozen_instance(plain: type[nn.Module]) -> Any:
     made = _frozen_class(plain)
     return made.__new__(made)
 

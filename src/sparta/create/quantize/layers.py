@@ -83,7 +83,7 @@ class QuantizedLayer(nn.Module):
     layer_kind: LayerKind
     folded_norm: tuple[nn.Module, ...]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's own
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward on rounded inputs with rounded weights."""
         args, kwargs = self._rounded_inputs(args, kwargs)
         users = self._weight_users()
@@ -122,7 +122,7 @@ class QuantizedLayer(nn.Module):
         first = next(iter(kwargs))
         return args, {**kwargs, first: quantizer(kwargs[first])}
 
-    def _rounded_output(self, output: Any) -> Any:  # noqa: ANN401
+    def _rounded_output(self, output: Any) -> Any:
         quantizer = self._modules.get("output_quantizer")
         return output if quantizer is None else quantizer(output)
 
@@ -154,13 +154,13 @@ class QuantizedAttention(QuantizedLayer):
         others = {name: item for name, item in kwargs.items() if name not in names}
         return (rounded_query, rounded_key, rounded_value, *args[3:]), others
 
-    def _rounded_output(self, output: Any) -> Any:  # noqa: ANN401
+    def _rounded_output(self, output: Any) -> Any:
         quantizer = self._modules.get("output_quantizer")
         return output if quantizer is None else (quantizer(output[0]), *output[1:])
 
 
 def _weight_property(name: str) -> property:
-    def read(self: Any) -> Any:  # noqa: ANN401
+    def read(self: Any) -> Any:
         if name in self.__dict__:  # a replica of nn.DataParallel keeps plain tensors here
             return self.__dict__[name]
         if self._rounded is None:  # outside of the forward pass: the parameter itself
@@ -169,7 +169,7 @@ def _weight_property(name: str) -> property:
             self._rounded[name] = self.rounded(name)
         return self._rounded[name]
 
-    def write(self: Any, value: Any) -> None:  # noqa: ANN401
+    def write(self: Any, value: Any) -> None:
         self.__dict__[name] = value
 
     return property(read, write)
@@ -178,7 +178,7 @@ def _weight_property(name: str) -> property:
 _CLASSES: dict[type[nn.Module], Any] = {}
 
 
-def _quantized_class(plain: type[nn.Module]) -> Any:  # noqa: ANN401 - a class made at run time, once
+def _quantized_class(plain: type[nn.Module]) -> Any:
     if plain not in _CLASSES:
         attention = issubclass(plain, nn.MultiheadAttention)
         mixin, weights = (QuantizedAttention, _ATTENTION_WEIGHTS) if attention else (QuantizedLayer, ("weight",))
@@ -187,7 +187,7 @@ def _quantized_class(plain: type[nn.Module]) -> Any:  # noqa: ANN401 - a class m
     return _CLASSES[plain]
 
 
-def _instance(plain: type[nn.Module]) -> Any:  # noqa: ANN401
+def _instance(plain: type[nn.Module]) -> Any:
     made = _quantized_class(plain)
     return made.__new__(made)
 

@@ -87,7 +87,7 @@ def to_onnx(
     inputs: tuple[Any, ...],
     path: str | os.PathLike[str],
     *,
-    dynamic_shapes: Any = None,  # noqa: ANN401 - what torch.onnx.export takes
+    dynamic_shapes: Any = None,
     input_names: list[str] | None = None,
     output_names: list[str] | None = None,
 ) -> None:

@@ -227,7 +227,7 @@ def calibrate(
     return seen
 
 
-def _forward(model: nn.Module, batch: Any) -> Any:  # noqa: ANN401 - whatever the user's data is
+def _forward(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(batch[0]) if isinstance(batch, list | tuple) else model(batch)
@@ -356,7 +356,7 @@ def _norms_to_fold(model: nn.Module, chosen: _Chosen) -> dict[nn.Module, nn.Modu
     return {conv: norm for conv, norm in pairs if conv in one_scale}
 
 
-def _no_fused_path(module: nn.Module, args: Any) -> None:  # noqa: ANN401
+def _no_fused_path(module: nn.Module, args: Any) -> None:
     """Do nothing; that there is a hook keeps torch from computing a whole encoder layer without calling its parts."""
     del module, args
 

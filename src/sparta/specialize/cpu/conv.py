@@ -118,7 +118,7 @@ class PackedConv:
         *,
         image: str = "flat",
         isa: str | None = None,
-        **tile: Any,  # noqa: ANN401
+        **tile: Any,
     ) -> None:
         self.tile, self.image, self.geometry = Tile(**tile), image, geometry
         self.library = load(isa)

@@ -94,7 +94,7 @@ class PackedInt8Linear:
     tensor([[ 3., -3.]])
     """
 
-    def __init__(self, mask: Tensor, *, isa: str | None = None, **tile: Any) -> None:  # noqa: ANN401
+    def __init__(self, mask: Tensor, *, isa: str | None = None, **tile: Any) -> None:
         self.tile = Tile(**tile)
         plain = self.tile.form == "panel" and self.tile.block in (1, 4) and self.tile.interleave == 1
         if not plain or self.tile.k_chunk or self.tile.prefetch:
@@ -129,7 +129,7 @@ class PackedInt8Linear:
         offset: Tensor | None = None,
         *,
         threads: int | None = None,
-        **options: Any,  # noqa: ANN401 - checked by Int8Options
+        **options: Any,
     ) -> Tensor:
         """Return the requantised product (M, N).
 

@@ -71,7 +71,7 @@ class PackedLinear:
         mask: Tensor | TeSA | None = None,
         *,
         isa: str | None = None,
-        **tile: Any,  # noqa: ANN401
+        **tile: Any,
     ) -> None:
         live = _live(weight, mask)
         self.tile = Tile(**tile)

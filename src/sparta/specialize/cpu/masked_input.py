@@ -82,13 +82,13 @@ def _(x: Tensor, weight: Tensor, mask: Tensor, handle: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401 - PyTorch's protocol
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     x, weight, mask, _ = inputs
     ctx.save_for_backward(x, weight, mask)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - PyTorch's protocol
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, mask = ctx.saved_tensors
     grad_x = torch.where(mask, grad @ weight, 0.0) if ctx.needs_input_grad[0] else None
     kept = torch.where(mask, x, 0.0)

@@ -171,13 +171,13 @@ def _(
     return q, k, v
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401 - PyTorch's
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, lists, where, ctx.tile, ctx.unclean, _ = inputs
     ctx.lists = len(lists)
     ctx.save_for_backward(q, k, v, *output, where, *lists)
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:  # noqa: ANN401 - PyTorch's protocol
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, k, v, o, lse, where, *lists = ctx.saved_tensors
     grads = torch.ops.sparta.flash_attention_backward(grad, [q, k, v], [o, lse], lists, where, ctx.tile, ctx.unclean)
     return (*grads, [None] * ctx.lists, None, None, None, None)
@@ -194,7 +194,7 @@ def _parsed(tile: str) -> AttentionTile:
     return AttentionTile.parse(tile)
 
 
-def _start(kernel: Any, grid: tuple[int], tile: AttentionTile, *arguments: Any) -> None:  # noqa: ANN401 - Triton's
+def _start(kernel: Any, grid: tuple[int], tile: AttentionTile, *arguments: Any) -> None:
     """Start a kernel; a tile that does not fit is an error of ours."""
     from triton.runtime.errors import OutOfResources
 
@@ -252,7 +252,7 @@ def _copyable(x: Tensor) -> bool:
     return aligned and min(x.stride()[:3]) > 0 and x.numel() > 0
 
 
-def _described(x: Tensor, rows: int, width: int) -> Any:  # noqa: ANN401 - Triton's
+def _described(x: Tensor, rows: int, width: int) -> Any:
     """Return a descriptor of (B, H, N, D) that copies (rows, width) of one head; what lies beyond its edges is 0."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 

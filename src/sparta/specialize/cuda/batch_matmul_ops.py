@@ -153,14 +153,14 @@ def _(
 # ---------------------------------------------------------------------- gradients
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401 - PyTorch's protocol
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     first, second, _, lists, groups, ctx.plan, *way = inputs
     ctx.way, ctx.lists = way[0] if way else 0, len(lists)
     ctx.save_for_backward(first, second, groups, *lists)
 
 
-def _sparse_product_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+def _sparse_product_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     sparse, dense, groups, *lists = ctx.saved_tensors
     known = (lists, groups, ctx.plan)
     for_sparse = for_dense = for_bias = None
@@ -175,7 +175,7 @@ def _sparse_product_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa
     return for_sparse, for_dense, for_bias, [None] * ctx.lists, None, None, None
 
 
-def _sampled_product_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+def _sampled_product_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     left, right, groups, *lists = ctx.saved_tensors
     known = (lists, groups, ctx.plan)
     for_left = for_right = for_bias = None
@@ -201,7 +201,7 @@ def _tile(text: str) -> ProductTile:
     return ProductTile.parse(text)
 
 
-def start(kernel: Any, grid: tuple[int], tile: Any, *arguments: Any) -> None:  # noqa: ANN401 - Triton's
+def start(kernel: Any, grid: tuple[int], tile: Any, *arguments: Any) -> None:
     """Start a kernel; a tile that does not fit is an error of ours.
 
     >>> start(None, (1,), ProductTile())  # doctest: +SKIP

@@ -86,7 +86,7 @@ class DirectKernel:
         does not tell what it is expected to.
     """
 
-    def __init__(self, compiled: Any, dtype: torch.dtype) -> None:  # noqa: ANN401 - Triton's
+    def __init__(self, compiled: Any, dtype: torch.dtype) -> None:
         metadata, driver = compiled.metadata, cuda_driver()
         asks = (metadata.global_scratch_size, metadata.profile_scratch_size, metadata.launch_cooperative_grid)
         if any(asks) or metadata.num_ctas != 1 or metadata.shared > _MOST_SHARED:
@@ -136,7 +136,7 @@ class DirectKernel:
             raise SpartaError(message(f"the kernel did not start: {driver_reason(failed)}"))
 
 
-def direct_kernel(compiled: Any, dtype: torch.dtype) -> DirectKernel | None:  # noqa: ANN401 - Triton's
+def direct_kernel(compiled: Any, dtype: torch.dtype) -> DirectKernel | None:
     """Return the kernel for direct starts; None where only Triton's own launcher can start it."""
     try:
         return DirectKernel(compiled, dtype)

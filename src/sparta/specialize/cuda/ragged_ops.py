@@ -172,14 +172,14 @@ def _(
     return tokens.new_empty(tokens.shape), _like_gates(gates, ids), *stacked
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401 - PyTorch's protocol
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     tokens, ids, gates, weights, biases, ctx.tile = inputs
     ctx.has_gates, ctx.experts = gates is not None, len(weights)
     ctx.save_for_backward(tokens, ids, *([gates] if ctx.has_gates else []), *weights, *biases)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401 - PyTorch's protocol
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     tokens, ids, *rest = ctx.saved_tensors
     gates = rest.pop(0) if ctx.has_gates else None
     weights, biases = rest[: ctx.experts], rest[ctx.experts :]

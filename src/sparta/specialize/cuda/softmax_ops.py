@@ -92,13 +92,13 @@ def _(
     return y.new_empty(y.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401 - PyTorch's protocol
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, temperature, lists, groups, ctx.plan = inputs
     ctx.lists = len(lists)
     ctx.save_for_backward(output, temperature, groups, *lists)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401 - PyTorch's protocol
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     y, temperature, groups, *lists = ctx.saved_tensors
     change = tile_softmax_backward(grad, y, temperature, lists, groups, ctx.plan)
     return change, None, [None] * ctx.lists, None, None
