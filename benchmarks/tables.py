@@ -2,8 +2,7 @@
 
 A page marks where a table goes with ``<!-- table: NAME -->`` and ``<!-- end table -->``, each on a line of its own;
 what stands between them is rewritten. With ``--check`` nothing is written, and a page that no longer agrees with the
-results is an error. The one idea to know: a new table is one function with ``@renderer("NAME", "question")`` in a file
-of ``renderers/``.
+results is an error. A new table is one function with ``@renderer("NAME", "question")`` in a file of ``renderers/``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import time
 import torch
 from torch import nn
 
-from sparta.propagate import propagate
+from sparta.propagation import propagate
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from sparta.propagate import prune_structured
+from sparta.propagation import prune_structured
 
 
 def encoder() -> nn.Module:

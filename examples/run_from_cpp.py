@@ -15,7 +15,7 @@ from torch import nn
 
 import sparta
 from sparta.compiler.aot import build_flags, library_path, package
-from sparta.testing.machine import probe_compiler
+from sparta.measure.machine import probe_compiler
 
 HOST = Path(__file__).parent / "cpp" / "host.cpp"
 

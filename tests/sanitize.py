@@ -1,7 +1,7 @@
 """Run the tests of the CPU kernels under the address and undefined-behaviour sanitizers: ``python tests/sanitize.py``.
 
-Arguments are pytest's; unless they name files, all tests of the kernels run. The one idea to know: a sanitizer that is
-not really at work would pass everything, so a kernel that reads out of bounds is tried first and must be caught.
+Arguments are pytest's; unless they name files, all tests of the kernels run. A sanitizer that is not really at work
+would pass everything, so a kernel that reads out of bounds is tried first and must be caught.
 """
 
 from __future__ import annotations
@@ -13,11 +13,17 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-KERNELS = ("test_linear.py", "test_conv.py", "test_int8.py", "test_generated.py", "test_pool.py")
+KERNELS = (
+    "linear/test_cpu.py",
+    "conv/test_cpu.py",
+    "int8_linear/test_cpu.py",
+    "linear/test_cpu_generated.py",
+    "cpu/test_pool.py",
+)
 # A masked input runs the kernels of linear layers with the roles of input and weight exchanged; compiling graphs needs
 # a compiler of its own, which sanitizers stop.
 SELECTION = (
-    *(str(Path("tests", "specialize", "cpu", name)) for name in KERNELS),
+    *(str(Path("tests", "specialize", name)) for name in KERNELS),
     str(Path("tests", "nn", "test_masked_linear.py")),
     *("-k", "not torch_compile"),
 )
@@ -35,7 +41,7 @@ print("not caught", library.fault(8))
 
 def environment(cache):
     """Return the variables under which a Python can load sanitized kernels."""
-    from sparta.testing.machine import probe_compiler
+    from sparta.measure.machine import probe_compiler
 
     compiler, reason = probe_compiler()
     if compiler is None:

@@ -14,15 +14,16 @@ GROUND = {"errors", "files", "tables", "version"}  # knows nothing above itself;
 
 MAY_USE = {
     "tesa": set(),
-    "testing": {"tesa"},
+    "measure": {"tesa"},
+    "testing": {"tesa", "measure"},
     "common": set(),
     "sparsify": {"tesa"},
     "scheduler": {"tesa", "sparsify"},
     "create": {"tesa", "sparsify"},
-    "propagate": {"tesa"},
-    "specialize": {"tesa", "common", "testing"},
-    "nn": {"tesa", "common", "specialize", "testing"},
-    "compiler": {"tesa", "common", "propagate", "specialize", "nn", "testing"},
+    "propagation": {"tesa"},
+    "specialize": {"tesa", "common", "measure"},
+    "nn": {"tesa", "common", "specialize", "measure"},
+    "compiler": {"tesa", "common", "propagation", "specialize", "nn", "measure"},
 }
 EVERYTHING = {"report", "cli", "__init__"}
 
@@ -52,6 +53,31 @@ def test_arrows_point_one_way(path):
         return
     allowed = GROUND if room in GROUND else MAY_USE[room] | GROUND | {room}
     assert set(imported_rooms(path)) <= allowed
+
+
+def imported_modules(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "compiler" / "run").glob("*.py")), ids=lambda p: p.name)
+def test_what_runs_imports_nothing_of_what_searches(path):
+    assert not [name for name in imported_modules(path) if name.startswith("sparta.compiler.choose.")]
+
+
+OPERATIONS = ("attention", "conv", "int8_linear", "linear", "matmul", "moe", "seqlen_attention", "softmax")
+SHARED = [
+    p for room in ("blocks", "cpu", "cuda", "runtime", "tuning") for p in (SOURCE / "specialize" / room).glob("*.py")
+]
+
+
+@pytest.mark.parametrize("path", sorted(SHARED), ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_what_operations_share_knows_none_of_them(path):
+    operations = tuple(f"sparta.specialize.{name}." for name in OPERATIONS)
+    assert not [name for name in imported_modules(path) if name.startswith(operations)]
 
 
 def test_the_check_would_notice_a_wrong_arrow(tmp_path):

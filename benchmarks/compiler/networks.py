@@ -1,7 +1,7 @@
 """The networks of the model benchmark: encoders, ResNet, MobileNetV2 and an MLP, written out once.
 
-Shapes are those of the published networks. The one idea to know: weights are random, except those of MiniLM where its
-file is given; times depend on shapes and masks, not on values.
+Shapes are those of the published networks. Weights are random, except those of MiniLM where its file is given; times
+depend on shapes and masks, not on values.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 import sparta
 from sparta.compiler import compile_model
-from sparta.compiler.graphed import Graphed
+from sparta.compiler.run.cuda_graph import Graphed
 from sparta.tables import table
 from sparta.testing import compare
 

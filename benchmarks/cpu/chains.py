@@ -4,8 +4,8 @@ Run with ``python benchmarks/cpu/chains.py`` (about 5 minutes on a quiet machine
 chain. An MLP, six feed-forward blocks (up, GELU, down) and 1x1 convolutions run as PyTorch eager, ``torch.compile`` and
 ONNX Runtime run them dense, and twice as sparse layers with fused activations: packing and unpacking in every call, and
 with activations kept in panels from the first layer to the last. ``--deepsparse PYTHON`` times DeepSparse on the same
-chains (with ReLU, at 90 %), see ``peers.py``. The one idea to know: panels need one tile width for the whole chain, so
-the best is found for the chain and not for each layer.
+chains (with ReLU, at 90 %), see ``peers.py``. Panels need one tile width for the whole chain, so the best is found for
+the chain and not for each layer.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from rivals import RIVALS, best, dense_calls, onnx_chain
 from roofline import Roof, measured_roof
 
 from record import save
-from sparta.specialize.conv import ConvGeometry, conv_spec
-from sparta.specialize.cpu import PackedConv, PackedLinear, Panel, candidates
-from sparta.specialize.cpu.conv_implement import conv_tiles
+from sparta.specialize.conv.cpu import conv_tiles
+from sparta.specialize.conv.cpu_packed import PackedConv
+from sparta.specialize.conv.spec import ConvGeometry, conv_spec
+from sparta.specialize.cpu import Panel, candidates
+from sparta.specialize.linear.cpu_packed import PackedLinear
 from sparta.tables import table
 from sparta.tesa.attribute import TeSA
 from sparta.testing import block_mask, check, compare

@@ -36,9 +36,9 @@ from rivals import RIVALS, dense_calls
 from roofline import Roof, measured_roof
 
 from record import save
-from sparta.specialize.conv import ConvGeometry, conv_spec
-from sparta.specialize.cpu import PackedConv
-from sparta.specialize.cpu.conv_implement import conv_images, conv_tiles
+from sparta.specialize.conv.cpu import conv_images, conv_tiles
+from sparta.specialize.conv.cpu_packed import PackedConv
+from sparta.specialize.conv.spec import ConvGeometry, conv_spec
 from sparta.tables import table
 from sparta.tesa.attribute import TeSA
 from sparta.testing import block_mask, check, compare, conv_reference

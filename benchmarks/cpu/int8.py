@@ -37,12 +37,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from roofline import Roof, measured_roof
 
 from record import save
-from sparta.specialize.cpu.int8 import Int8Options, Int8Panel, PackedInt8Linear
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.implement import implement_named
-from sparta.specialize.int8 import int8_linear_spec
+from sparta.specialize.int8_linear.cpu import Int8Options, Int8Panel, PackedInt8Linear
+from sparta.specialize.int8_linear.spec import int8_linear_spec
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
-from sparta.specialize.tuner import build
+from sparta.specialize.tuning.select import build
 from sparta.tables import table
 from sparta.tesa.attribute import TeSA
 from sparta.testing import block_mask, compare

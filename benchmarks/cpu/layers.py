@@ -33,7 +33,8 @@ from rivals import RIVALS, best, dense_calls, onnx_chain, onnxruntime_call
 from roofline import Roof, measured_roof
 
 from record import save
-from sparta.specialize.cpu import PackedLinear, Panel, candidates
+from sparta.specialize.cpu import Panel, candidates
+from sparta.specialize.linear.cpu_packed import PackedLinear
 from sparta.tables import table
 from sparta.testing import block_mask, check, compare, linear_reference
 

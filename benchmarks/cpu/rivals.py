@@ -1,7 +1,7 @@
 """The dense rivals of the CPU benchmarks: PyTorch eager, ``torch.compile`` and ONNX Runtime, all in this process.
 
-Each is a call without arguments that computes the whole chain of layers on one input with one thread. The one idea to
-know: dense time does not depend on zeros, so the rivals of a shape are made once and serve all patterns and sparsities.
+Each is a call without arguments that computes the whole chain of layers on one input with one thread. Dense time does
+not depend on zeros, so the rivals of a shape are made once and serve all patterns and sparsities.
 """
 
 from __future__ import annotations

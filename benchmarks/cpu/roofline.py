@@ -1,9 +1,9 @@
 """The roofs of one core, measured where the layers are: multiply-adds a second in registers, bytes a second by size.
 
-Scripts call :func:`measured_roof` once and ask it for the share that a kernel reached. The one idea to know: a kernel
-is bound by whichever share is larger, that of the arithmetic its live weights need or that of the bytes it must read
-and write once; those bytes come from the level of caches that holds all that is used between two calls, so bandwidth
-is measured for several sizes, memory being the largest.
+Scripts call :func:`measured_roof` once and ask it for the share that a kernel reached. A kernel is bound by whichever
+share is larger, that of the arithmetic its live weights need or that of the bytes it must read and write once; those
+bytes come from the level of caches that holds all that is used between two calls, so bandwidth is measured for several
+sizes, memory being the largest.
 """
 
 from __future__ import annotations

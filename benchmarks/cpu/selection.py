@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import sparta
 from record import save
 from sparta.nn import SparseConv2d, SparseLinear
-from sparta.specialize.cpu import PackedLinear
+from sparta.specialize.linear.cpu_packed import PackedLinear
 from sparta.tables import table
 from sparta.testing import block_mask, compare
 

@@ -1,7 +1,7 @@
 """What should run before anything is tuned? Make the table that the package ships for machines of this kind.
 
 ``python benchmarks/cpu/shipped_table.py`` tunes linear layers of common shapes, patterns and sparsities and writes the
-clear wins to ``src/sparta/specialize/tables``; ``--quick`` takes a few layers. With ``--from-layers`` nothing is
+clear wins to ``src/sparta/specialize/tuning/tables``; ``--quick`` takes a few layers. With ``--from-layers`` nothing is
 measured: the tiles that ``benchmarks/cpu/layers.py`` found are taken from its results.
 """
 
@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from sparta import TeSA, testing
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.implement import implement_named
-from sparta.specialize.linear import linear_spec
-from sparta.specialize.shipped import ShippedEntry, device_kind, table_key, table_path, write_table
-from sparta.specialize.tuner import DENSE, Problem, tune_kernel
+from sparta.specialize.linear.spec import linear_spec
+from sparta.specialize.tuning.select import DENSE, Problem, tune_kernel
+from sparta.specialize.tuning.shipped import ShippedEntry, device_kind, table_key, table_path, write_table
 
 SHAPES = ((768, 768), (768, 3072), (3072, 768), (1024, 1024), (1024, 4096), (4096, 1024), (4096, 4096))  # (K, N)
 TOKENS = (1, 16, 128, 1024)

@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from record import save
 from sparta.errors import SpartaError
-from sparta.specialize.attention import attention_spec
-from sparta.specialize.cuda.attention import TritonFlash, TritonFlashSeqlen
+from sparta.specialize.attention.spec import attention_spec
+from sparta.specialize.attention.triton_flash import TritonFlash, TritonFlashSeqlen
 from sparta.specialize.implement import Kernel
 from sparta.specialize.kernel_spec import KernelSpec
-from sparta.specialize.seqlen_attention import seqlen_attention_spec
+from sparta.specialize.seqlen_attention.spec import seqlen_attention_spec
 from sparta.tables import table
 from sparta.testing import attention_reference, check, compare
 

@@ -29,13 +29,13 @@ from graphed import rotated
 
 from record import save
 from sparta.errors import SpartaError
-from sparta.specialize.batch_matmul import Product
-from sparta.specialize.cuda.batch_matmul import TritonBlockMatmul
-from sparta.specialize.cuda.softmax import TritonBlockSoftmax
+from sparta.specialize.blocks.tiled_matrix import block_places, to_values
 from sparta.specialize.implement import Implement, Kernel
 from sparta.specialize.kernel_spec import KernelSpec
-from sparta.specialize.softmax import softmax_spec
-from sparta.specialize.tiled_matrix import block_places, to_values
+from sparta.specialize.matmul.spec import Product
+from sparta.specialize.matmul.triton_block import TritonBlockMatmul
+from sparta.specialize.softmax.spec import softmax_spec
+from sparta.specialize.softmax.triton_block import TritonBlockSoftmax
 from sparta.tables import table
 from sparta.testing import block_mask, check, compare, matmul_reference, softmax_reference
 

@@ -48,9 +48,9 @@ from graphed import rotated
 
 from record import save
 from sparta.errors import SpartaError
-from sparta.specialize.cuda.implement import TritonBlock
 from sparta.specialize.kernel_spec import KernelSpec
-from sparta.specialize.linear import linear_spec
+from sparta.specialize.linear.spec import linear_spec
+from sparta.specialize.linear.triton_block.implement import TritonBlock
 from sparta.tables import table
 from sparta.tesa.attribute import TeSA
 from sparta.testing import block_mask, check, compare, linear_reference

@@ -42,10 +42,10 @@ from graphed import rotated
 
 from record import save
 from sparta.errors import SpartaError
-from sparta.specialize.cuda.threshold import threshold_linear
-from sparta.specialize.cuda.unstructured import Bitmap
 from sparta.specialize.kernel_spec import KernelSpec
-from sparta.specialize.linear import linear_spec
+from sparta.specialize.linear.cuda_bitmap import CudaBitmap
+from sparta.specialize.linear.spec import linear_spec
+from sparta.specialize.linear.threshold import threshold_linear
 from sparta.tables import table
 from sparta.tesa.attribute import TeSA
 from sparta.testing import check, compare, linear_reference
@@ -67,7 +67,7 @@ def quickest(
     expected, found = linear_reference(x, weight), []
     packed_by: dict[tuple[str, ...], tuple[Tensor, ...]] = {}
     for tile in tiles:
-        kernel = Bitmap().build(spec, {"tile": tile})
+        kernel = CudaBitmap().build(spec, {"tile": tile})
         kind = tuple(part for part in tile.split(",") if part.startswith(("group", "run")))
         try:
             packed_by[kind] = packed = packed_by.get(kind) or kernel.pack(weight)
@@ -112,7 +112,7 @@ def measure_bitmap(
         tiles = best[:4] if m > 8 else best[:2]
         tiles = [tile.replace("tokens=8", "tokens=16") for tile in tiles] if m > 8 else tiles
         ranked, size, replay = quickest(
-            spec, x, pruned, tiles or Bitmap().space(spec)["tile"].domain.values, verbose=verbose
+            spec, x, pruned, tiles or CudaBitmap().space(spec)["tile"].domain.values, verbose=verbose
         )
         best = best or ranked
         graphs = {

@@ -25,7 +25,7 @@ from record import save
 from sparta.nn import SparseLinear
 from sparta.specialize.cuda.extension import load_extension, without_extension
 from sparta.specialize.implement import implement_named
-from sparta.specialize.linear import linear_spec
+from sparta.specialize.linear.spec import linear_spec
 from sparta.tables import table
 from sparta.tesa.attribute import TeSA
 from sparta.testing import block_mask

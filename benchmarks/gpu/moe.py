@@ -26,10 +26,10 @@ from attention import graphed
 
 from record import save
 from sparta.errors import SpartaError
-from sparta.specialize.cuda.ragged_moe import TritonRagged
-from sparta.specialize.cuda.ragged_ops import ragged_product_of, routes
 from sparta.specialize.implement import Kernel
-from sparta.specialize.moe import moe_spec
+from sparta.specialize.moe.op import ragged_product_of, routes
+from sparta.specialize.moe.spec import moe_spec
+from sparta.specialize.moe.triton_ragged import TritonRagged
 from sparta.tables import table
 from sparta.testing import check, compare, moe_reference
 

@@ -2,7 +2,7 @@
 
 ``python benchmarks/gpu/shipped_table.py`` measures nothing: it takes the fastest parameters that
 ``benchmarks/gpu/block_linear.py`` and ``two_four.py`` found, from their results, and writes the clear wins to
-``src/sparta/specialize/tables``. It needs no GPU.
+``src/sparta/specialize/tuning/tables``. It needs no GPU.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from record import RESULTS
 from sparta.specialize.implement import implement_named
-from sparta.specialize.linear import linear_spec
-from sparta.specialize.shipped import ShippedEntry, table_key, table_path, write_table
+from sparta.specialize.linear.spec import linear_spec
+from sparta.specialize.tuning.shipped import ShippedEntry, table_key, table_path, write_table
 from sparta.tesa.attribute import TeSA
 from sparta.testing import block_mask
 

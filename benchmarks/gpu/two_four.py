@@ -32,11 +32,11 @@ from graphed import rotated
 
 from record import save
 from sparta.errors import SpartaError
-from sparta.specialize.cuda.cusparselt import CuSparseLt
-from sparta.specialize.cuda.two_four import TwoFour
 from sparta.specialize.implement import Implement
 from sparta.specialize.kernel_spec import KernelSpec
-from sparta.specialize.linear import linear_spec
+from sparta.specialize.linear.cuda_24 import TwoFour
+from sparta.specialize.linear.cusparselt import CuSparseLt
+from sparta.specialize.linear.spec import linear_spec
 from sparta.tables import table
 from sparta.tesa.attribute import TeSA
 from sparta.testing import check, compare, linear_reference

@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from models import MODELS, SMALL, build, called
 
-from propagate.architectures import plant
+from propagation.architectures import plant
 from record import save
-from sparta.propagate import capture, propagate
-from sparta.propagate.groups import find_slots
+from sparta.propagation import capture, propagate
+from sparta.propagation.groups import find_slots
 from sparta.tables import table
 from sparta.testing import compare
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from propagate.architectures import Experts, MobileNetV2, ResNet, UNet
+from propagation.architectures import Experts, MobileNetV2, ResNet, UNet
 
 Built = tuple[nn.Module, Any]
 

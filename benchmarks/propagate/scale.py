@@ -21,10 +21,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from propagate.architectures import plant
+from propagation.architectures import plant
 from record import save
 from sparta import Spec, TeSA
-from sparta.propagate import capture, propagate
+from sparta.propagation import capture, propagate
 from sparta.tables import table
 
 

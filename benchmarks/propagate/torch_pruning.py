@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import MODELS, SMALL, build, called
 
 from record import save
-from sparta.propagate import propagate
-from sparta.propagate.groups import Slot, find_slots
+from sparta.propagation import propagate
+from sparta.propagation.groups import Slot, find_slots
 from sparta.tables import table
 
 # This file is named after the package that it is about, which must not hide it.

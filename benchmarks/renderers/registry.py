@@ -1,7 +1,7 @@
 """What renderers share: their registry, Markdown tables, and the sentence on where a result comes from.
 
-A renderer turns all results of one question, one a device, into Markdown. The one idea to know: it reads nothing but
-the saved JSON, so a table says only what was measured.
+A renderer turns all results of one question, one a device, into Markdown. It reads nothing but the saved JSON, so a
+table says only what was measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is compared: every scheduler of the guide with its configuration, and how sparse it must come out.
 
-The configurations are those of the guide, with this benchmark's numbers of iterations put in. The one idea to know:
-:func:`expected_zeros` says from the configuration alone how many zeros there must be, and the results are held to it.
+The configurations are those of the guide, with this benchmark's numbers of iterations put in. :func:`expected_zeros`
+says from the configuration alone how many zeros there must be, and the results are held to it.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ from sparta.tesa.spec import Spec
 from sparta.version import __version__
 
 if TYPE_CHECKING:
-    from sparta import compiler, create, nn, propagate, scheduler, sparsify, tesa, testing
+    from sparta import compiler, create, measure, nn, propagation, scheduler, sparsify, specialize, tesa, testing
     from sparta.compiler import compile_model as compile  # noqa: A004 - as torch.compile
     from sparta.compiler import load
-    from sparta.propagate.api import compact
-    from sparta.propagate.structured import prune_structured
+    from sparta.propagation.api import compact, propagate
+    from sparta.propagation.structured import prune_structured
     from sparta.scheduler import build_sparse_scheduler
 
 __all__ = [
@@ -42,22 +42,28 @@ __all__ = [
     "detect",
     "errors",
     "load",
+    "measure",
     "nn",
     "propagate",
+    "propagation",
     "prune_structured",
     "scheduler",
     "sparsify",
+    "specialize",
     "tesa",
     "testing",
 ]
 
-_SUBPACKAGES = frozenset({"compiler", "create", "nn", "propagate", "scheduler", "sparsify", "tesa", "testing"})
+_SUBPACKAGES = frozenset(
+    {"compiler", "create", "measure", "nn", "propagation", "scheduler", "sparsify", "specialize", "tesa", "testing"}
+)
 _FUNCTIONS = {
     "build_sparse_scheduler": ("sparta.scheduler", "build_sparse_scheduler"),
-    "compact": ("sparta.propagate", "compact"),
+    "compact": ("sparta.propagation", "compact"),
     "compile": ("sparta.compiler", "compile_model"),
     "load": ("sparta.compiler", "load"),
-    "prune_structured": ("sparta.propagate", "prune_structured"),
+    "propagate": ("sparta.propagation", "propagate"),
+    "prune_structured": ("sparta.propagation", "prune_structured"),
 }
 
 

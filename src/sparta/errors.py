@@ -1,9 +1,9 @@
 """Errors a user can cause: one base class, one sentence each for what was given, what is allowed, what to do.
 
-Every error raised on purpose derives from :class:`SpartaError`, so ``except sparta.errors.SpartaError`` catches
-all of them and nothing else. Most also derive from the built-in a Python programmer would expect (``ValueError``,
-``KeyError``, ``OSError``), so that generic handlers keep working. The one idea to know: build messages with
-:func:`message` and :func:`did_you_mean`, so that no error forgets to say what to do next.
+Every error raised on purpose derives from :class:`SpartaError`, so ``except sparta.errors.SpartaError`` catches all of
+them and nothing else. Most also derive from the built-in a Python programmer would expect (``ValueError``,
+``KeyError``, ``OSError``), so that generic handlers keep working. Build messages with :func:`message` and
+:func:`did_you_mean`, so that no error forgets to say what to do next.
 """
 
 from __future__ import annotations

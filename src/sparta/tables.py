@@ -1,8 +1,7 @@
 """Plain-text tables: how every result object of this package prints itself.
 
-It stands on the ground floor, next to :mod:`sparta.errors`, so that any module may use it. The one idea to
-know: a table is a string, aligned with spaces and free of colour codes, so it reads the same in a terminal, a
-log and a test.
+It stands on the ground floor, next to :mod:`sparta.errors`, so that any module may use it. A table is a string, aligned
+with spaces and free of colour codes, so it reads the same in a terminal, a log and a test.
 """
 
 from __future__ import annotations

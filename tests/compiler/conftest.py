@@ -5,8 +5,8 @@ from contextlib import contextmanager
 import pytest
 
 from sparta.specialize.implement import implement_named
-from sparta.specialize.store import Entry
-from sparta.specialize.tuner import Choice
+from sparta.specialize.tuning.select import Choice
+from sparta.specialize.tuning.store import Entry
 
 
 def chosen(spec, name="cpu"):
@@ -22,7 +22,7 @@ def chosen(spec, name="cpu"):
 def forcing(name="cpu"):
     """Let every layer that has zeros run one implement, as if it had been tuned; use with tune='off'."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sparta.compiler.choose.choose", lambda spec, store=None: chosen(spec, name))
+        patch.setattr("sparta.compiler.choose.layers.choose", lambda spec, store=None: chosen(spec, name))
         yield
 
 
@@ -37,7 +37,7 @@ def forced():
 def own_stores(tmp_path, monkeypatch):
     """Give a test empty stores of its own; compiled kernels stay where they are."""
     folders = []
-    for module in ("sparta.compiler.memory", "sparta.specialize.store"):
+    for module in ("sparta.compiler.choose.decisions", "sparta.specialize.tuning.store"):
         folder = tmp_path / module
         folder.mkdir()
         folders.append(folder)

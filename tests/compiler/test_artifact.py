@@ -13,7 +13,7 @@ import sparta
 from compiler import nets
 from compiler.conftest import forcing
 from sparta.compiler.artifact import FORMAT_VERSION
-from sparta.compiler.graph_json import graph_from_json, graph_to_json
+from sparta.compiler.graph.serialize import graph_from_json, graph_to_json
 from sparta.errors import FileFormatError
 from sparta.files import load_tensors, save_tensors
 
@@ -244,7 +244,7 @@ def test_graphs_survive_json():
                 memory_format=torch.contiguous_format
             )
 
-    from sparta.propagate import capture
+    from sparta.propagation import capture
 
     graph = capture(Odd(), torch.randn(2, 4)).graph
     plain = fx.Graph()

@@ -15,10 +15,10 @@ import sparta
 from compiler import nets
 from compiler.conftest import forcing
 from sparta.compiler import Report
-from sparta.compiler.quick import quickened
+from sparta.compiler.run.eager import with_fast_paths
 from sparta.errors import CheckError, MissingPackageError, NameNotFoundError, ShapeError, ValueRangeError
 from sparta.specialize.implement import Kernel
-from sparta.specialize.tuner import Choice
+from sparta.specialize.tuning.select import Choice
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
@@ -146,7 +146,7 @@ def test_activations_of_dense_layers_write_in_place_and_the_graph_stays_plain():
         torch.randn(2, 4, 7, 7),
     )
     fast = sparta.compile(model, x, tune="off")
-    quick = quickened(fast.graph)
+    quick = with_fast_paths(fast.graph)
     targets = {node.target for node in quick.func.__self__.graph.nodes}
     assert {torch.relu_, torch._C._nn.hardtanh_} <= targets
     assert {torch.ops.aten.relu.default, torch.ops.aten.hardtanh.default} <= {n.target for n in fast.graph.graph.nodes}
@@ -415,16 +415,16 @@ class _Wrong(Kernel):
 
 
 def test_a_kernel_with_wrong_numbers_is_replaced(forced, monkeypatch):
-    from sparta.compiler import kernels
+    from sparta.compiler.run import kernel_module
 
-    real = kernels.build
+    real = kernel_module.build
 
     def build(spec, config):
         kernel = real(spec, config)
         wrong = config["_name"] != "dense" and spec.epilogue.activation == "relu"
         return _Wrong(kernel) if wrong else kernel
 
-    monkeypatch.setattr(kernels, "build", build)
+    monkeypatch.setattr(kernel_module, "build", build)
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
     fast = sparta.compile(model, x, tune="off")
     agree(fast(x), model(x).detach())

@@ -14,7 +14,7 @@ import torch
 import sparta
 from compiler import nets
 from sparta.specialize.implement import implement_named
-from sparta.specialize.store import TuningStore
+from sparta.specialize.tuning.store import TuningStore
 
 ROOT = Path(__file__).parents[1]
 
@@ -100,7 +100,7 @@ def test_a_layer_that_cannot_be_measured_does_not_end_the_compilation(own_stores
     def fail(*_args, **_kwargs):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("sparta.compiler.choose.tune_kernel", fail)
+    monkeypatch.setattr("sparta.compiler.choose.layers.tune_kernel", fail)
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
     fast = sparta.compile(model, x)
     agree(fast, model, x)

@@ -25,7 +25,7 @@ def full_cache(tmp_path, monkeypatch):
         monkeypatch.setattr(toolchain, "PREBUILT", tmp_path / "nothing")
         toolchain._checked_once.cache_clear()
         library._loaded.cache_clear()
-        for module in ("sparta.specialize.cpu.toolchain", "sparta.specialize.store"):
+        for module in ("sparta.specialize.cpu.toolchain", "sparta.specialize.tuning.store"):
             monkeypatch.setattr(f"{module}.write_atomic", no_room)
         monkeypatch.setattr(toolchain, "_compile", lambda *_: b"a library")
 

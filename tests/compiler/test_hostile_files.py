@@ -9,9 +9,9 @@ import torch
 import sparta
 from compiler import nets
 from compiler.conftest import forcing
-from sparta.compiler.allowed import allowed_overloads, function_named
 from sparta.compiler.artifact import FORMAT_VERSION
-from sparta.compiler.trees import tree_from_json
+from sparta.compiler.graph.allowed import allowed_overloads, function_named
+from sparta.compiler.graph.trees import tree_from_json
 from sparta.errors import FileFormatError
 from sparta.files import load_tensors, save_tensors
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparta.create.recipe import Recipe
-from sparta.create.schemas import RecipeVariables
 from sparta.create.template import LR_KINDS, PRUNING_KINDS, as_switch, pruning_kind, recipe_for
+from sparta.create.variables import RecipeVariables
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError
 
 MODIFIER = {

@@ -79,7 +79,7 @@ def test_fractional_frequencies_never_drift(steps_per_epoch, frequency, start):
     assert fired == sorted({epoch for epoch in firsts if epoch is not None})
 
 
-def test_updating_before_initialising_is_an_error():
+def test_updating_before_initializing_is_an_error():
     model = CNN()
     with pytest.raises(ValueRangeError, match="before it was initialized"):
         Recorder().fire(Run(model, SGD(model.parameters(), lr=0.1)))

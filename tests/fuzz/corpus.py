@@ -8,13 +8,13 @@ from torch import nn
 import sparta
 from compiler import nets
 from compiler.conftest import forcing
-from sparta.compiler.interface import write_exchange
+from sparta.compiler.exchange.interface import write_exchange
 from sparta.create.manager import Manager
 from sparta.create.recipe import Recipe
 from sparta.create.state_file import save_state
 from sparta.specialize.implement import implement_named
-from sparta.specialize.linear import linear_spec
-from sparta.specialize.store import Entry, TuningStore, key_of
+from sparta.specialize.linear.spec import linear_spec
+from sparta.specialize.tuning.store import Entry, TuningStore, key_of
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.spec import Spec
 
@@ -149,7 +149,7 @@ def _entries(folder):
 
 
 def _artifacts(folder):
-    from compiler.test_int8 import quantised
+    from compiler.choose.test_precision import quantized
 
     torch.manual_seed(0)
     x = torch.randn(6, 32)
@@ -158,7 +158,7 @@ def _artifacts(folder):
         sparta.compile(nets.pruned(nets.Cnn()), torch.randn(2, 3, 16, 16), tune="off").save(folder / "conv.sparta")
     with forcing("cpu-int8"):
         model = nets.pruned(nets.Mlp(), sparsity=0.6)
-        fast = sparta.compile(model, x, quantised(model), tune="off")
+        fast = sparta.compile(model, x, quantized(model), tune="off")
         fast.save(folder / "int8.sparta")
     with forcing("blocks"):
         sparta.compile(nets.pruned(Masked()), torch.randn(2, 32, 16), tune="off").save(folder / "attention.sparta")

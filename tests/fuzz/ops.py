@@ -1,7 +1,8 @@
 """Call every op that a stored graph may name with hostile arguments, in processes of their own.
 
 An op that ends the process (a signal) or does not come back is no op for strangers' files: it leaves the list in
-`sparta.compiler.allowed`. Run as ``python tests/fuzz/ops.py --trials 200``; the exit code is 1 if any op was caught.
+`sparta.compiler.graph.allowed`. Run as ``python tests/fuzz/ops.py --trials 200``; the exit code is 1 if any op was
+caught.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from sparta.compiler.allowed import allowed_overloads, checked
+from sparta.compiler.graph.allowed import allowed_overloads, checked
 from sparta.errors import SpartaError
 
 SHAPES = [

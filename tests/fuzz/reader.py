@@ -128,7 +128,7 @@ def read_state(path):
 
 def read_exchange(path):
     """Read an exchange file; its reader stands alone and raises ValueError."""
-    from sparta.compiler.exchange_reader import read_exchange as read
+    from sparta.compiler.exchange.reader import read_exchange as read
     from sparta.errors import FileFormatError
 
     try:
@@ -152,8 +152,8 @@ def read_recipe(path):
 def read_entry(path):
     """Put a file in the place of a tuning entry, and ask for it."""
     from fuzz.corpus import tuned_spec
-    from sparta.specialize.store import TuningStore
-    from sparta.specialize.tuner import build, choose
+    from sparta.specialize.tuning.select import build, choose
+    from sparta.specialize.tuning.store import TuningStore
 
     spec, store = tuned_spec(), TuningStore(path.parent / "entries")
     store.folder.mkdir(exist_ok=True)
@@ -166,8 +166,8 @@ def read_entry(path):
 def read_export(path):
     """Take an export into an empty store, and ask for what it holds."""
     from fuzz.corpus import tuned_spec
-    from sparta.specialize.store import TuningStore
-    from sparta.specialize.tuner import build, choose
+    from sparta.specialize.tuning.select import build, choose
+    from sparta.specialize.tuning.store import TuningStore
 
     store = TuningStore(path.parent / "imported")
     for old in store.folder.glob("*.json"):

@@ -1,9 +1,9 @@
 """Run small cases of every CUDA kernel under NVIDIA's compute-sanitizer: ``python tests/gpu/sanitize.py``.
 
 Arguments go to the sanitizer, such as ``--tool racecheck``; without any it checks memory accesses. Each group of cases
-runs in a process of its own, several at a time, and is reported when it ends. The one idea to know: a checker that is
-not really at work would pass everything, so a kernel that writes out of bounds is tried first and must be caught, and
-a group whose choice fits no test is a failure.
+runs in a process of its own, several at a time, and is reported when it ends. A checker that is not really at work
+would pass everything, so a kernel that writes out of bounds is tried first and must be caught, and a group whose choice
+fits no test is a failure.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sparta.nn import SeqlenDynamicSparseAttention, SparseAttention
-from sparta.specialize.attention import attention_spec
-from sparta.specialize.cuda.attention import TritonFlash, TritonFlashSeqlen
-from sparta.specialize.cuda.attention_tile import AttentionTile
+from sparta.specialize.attention.spec import attention_spec
+from sparta.specialize.attention.tile import AttentionTile
+from sparta.specialize.attention.triton_flash import TritonFlash, TritonFlashSeqlen
 from sparta.specialize.implement import implement_named
 from sparta.testing import attention_reference, check
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from sparta.nn import SparseBatchMatMul, SparseLinear, SparseSoftmax
-from sparta.specialize.cuda.batch_matmul import TritonBlockMatmul
-from sparta.specialize.cuda.softmax import TritonBlockSoftmax
-from sparta.specialize.cuda.sparse_plan import ProductTile, SoftmaxTile
+from sparta.specialize.blocks.sparse_plan import ProductTile, SoftmaxTile
+from sparta.specialize.matmul.triton_block import TritonBlockMatmul
+from sparta.specialize.softmax.triton_block import TritonBlockSoftmax
 from sparta.testing import attention_reference, block_mask, check, matmul_reference, softmax_reference
-from specialize.cuda.unit_cases import ProductCase, run_product, run_softmax
+from specialize.unit_cases import ProductCase, run_product, run_softmax
 
 MODES = ["sdd", "dsd", "dds"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 from sparta.nn import SparseLinear
-from sparta.specialize.cuda.unstructured import Bitmap, BitmapTile
 from sparta.specialize.kernel_spec import Epilogue
-from sparta.specialize.linear import linear_spec
+from sparta.specialize.linear.cuda_bitmap import BitmapTile, CudaBitmap
+from sparta.specialize.linear.spec import linear_spec
 from sparta.tesa.attribute import TeSA
 from sparta.testing import check, linear_reference
 
@@ -50,8 +50,8 @@ def test_every_tile_is_right(m, n, k, density, dtype):
     mask = mask_of(n, k, density, seed=m)
     x, weight, bias = draw(m, k, dtype=dtype), draw(n, k, dtype=dtype), draw(n, dtype=dtype)
     spec, expected = spec_of(mask, m, dtype, bias=True), linear_reference(x, weight, bias, weight_mask=mask.cuda())
-    for tile in Bitmap().space(spec)["tile"].domain.values:
-        y = run_poisoned(Bitmap().build(spec, {"tile": tile}), weight, x, bias, None)
+    for tile in CudaBitmap().space(spec)["tile"].domain.values:
+        y = run_poisoned(CudaBitmap().build(spec, {"tile": tile}), weight, x, bias, None)
         check(y, expected, reduction=k, what=tile)
 
 
@@ -64,7 +64,7 @@ def test_every_layout_is_right(tokens, group, run):
     x, weight = draw(tokens, 700, dtype=torch.bfloat16), draw(200, 700, dtype=torch.bfloat16)
     spec = spec_of(mask, tokens)
     tile = BitmapTile(tokens, group, run, slabs=1, warps=4, cluster=2, stages=3)
-    y = run_poisoned(Bitmap().build(spec, {"tile": str(tile)}), weight, x, None, None)
+    y = run_poisoned(CudaBitmap().build(spec, {"tile": str(tile)}), weight, x, None, None)
     check(y, linear_reference(x, weight, weight_mask=mask.cuda()), reduction=700)
     assert not y[:, 3:40].any()
 
@@ -72,8 +72,8 @@ def test_every_layout_is_right(tokens, group, run):
 def test_a_full_mask_is_refused_but_right():
     mask = torch.ones(96, 384, dtype=torch.bool)
     x, weight, spec = draw(8, 384, dtype=torch.bfloat16), draw(96, 384, dtype=torch.bfloat16), spec_of(mask, 8)
-    assert not Bitmap().supports(spec)
-    y = run_poisoned(Bitmap().build(spec, Bitmap().default(spec)), weight, x, None, None)
+    assert not CudaBitmap().supports(spec)
+    y = run_poisoned(CudaBitmap().build(spec, CudaBitmap().default(spec)), weight, x, None, None)
     check(y, linear_reference(x, weight), reduction=384)
 
 
@@ -81,8 +81,8 @@ def test_a_full_mask_is_refused_but_right():
 def test_epilogue_strides_and_other_sizes(activation):
     mask = mask_of(320, 512, 0.3)
     spec = spec_of(mask, 16, bias=True, activation=activation, residual=True)
-    assert Bitmap().supports(spec), Bitmap().supports(spec).reason
-    kernel = Bitmap().build(spec, Bitmap().default(spec))
+    assert CudaBitmap().supports(spec), CudaBitmap().supports(spec).reason
+    kernel = CudaBitmap().build(spec, CudaBitmap().default(spec))
     weight, bias = draw(320, 512, dtype=torch.bfloat16), draw(320, dtype=torch.bfloat16)
     for m in (16, 21, 1):
         x, residual = draw(m, 1024, dtype=torch.bfloat16)[:, ::2], draw(320, m, dtype=torch.bfloat16).t()
@@ -99,8 +99,8 @@ def test_epilogue_strides_and_other_sizes(activation):
 def test_every_tile_gives_the_same_bits_every_time(density):
     spec = spec_of(mask_of(4096, 4096, density), 16)
     x, weight = draw(16, 4096, dtype=torch.bfloat16), draw(4096, 4096, dtype=torch.bfloat16)
-    for tile in Bitmap().space(spec)["tile"].domain.values:
-        kernel = Bitmap().build(spec, {"tile": tile})
+    for tile in CudaBitmap().space(spec)["tile"].domain.values:
+        kernel = CudaBitmap().build(spec, {"tile": tile})
         packed = kernel.pack(weight)
         results = torch.stack([kernel.run(packed, x, None, None) for _ in range(50)])
         assert results.isfinite().all(), tile
@@ -110,7 +110,7 @@ def test_every_tile_gives_the_same_bits_every_time(density):
 @pytest.mark.parametrize("density", [0.1, 0.5])
 def test_it_goes_into_a_graph(density):
     spec = spec_of(mask_of(1024, 2048, density), 16)
-    kernel = Bitmap().build(spec, Bitmap().default(spec))
+    kernel = CudaBitmap().build(spec, CudaBitmap().default(spec))
     x, weight = draw(16, 2048, dtype=torch.bfloat16), draw(1024, 2048, dtype=torch.bfloat16)
     packed = kernel.pack(weight)
     kernel.run(packed, x, None, None)
@@ -127,7 +127,7 @@ def test_a_layer_trains_and_compiles_with_it():
     mask = mask_of(256, 512, 0.3)
     layer = SparseLinear(nn.Linear(512, 256).cuda().bfloat16(), weight_mask=mask)
     x = draw(16, 512, dtype=torch.bfloat16)
-    layer.build({"_name": "cuda-bitmap", **Bitmap().default(spec_of(mask, 16, bias=True))}, x)
+    layer.build({"_name": "cuda-bitmap", **CudaBitmap().default(spec_of(mask, 16, bias=True))}, x)
     layer(x).sum().backward()
     assert not layer.weight.grad[~mask.cuda()].any()
     expected = linear_reference(x, layer.weight.detach(), layer.bias.detach(), weight_mask=mask.cuda())
@@ -144,7 +144,7 @@ def test_non_finite_tokens_do_not_touch_others(density):
     x, weight = draw(5, 200, dtype=torch.bfloat16), draw(64, 200, dtype=torch.bfloat16)
     x[1, 7], x[3, 7] = torch.nan, torch.inf
     spec = spec_of(mask, 5)
-    kernel = Bitmap().build(spec, Bitmap().default(spec))
+    kernel = CudaBitmap().build(spec, CudaBitmap().default(spec))
     packed = kernel.pack(weight)
     y = kernel.run(packed, x, None, None)
     assert y[[0, 2, 4]].isfinite().all()

@@ -6,14 +6,14 @@ from torch import nn
 from torch.nn import functional
 
 from sparta.nn import SparseLinear
-from sparta.specialize.cuda.candidates import candidates
-from sparta.specialize.cuda.implement import TritonBlock
-from sparta.specialize.cuda.tile import BlockTile
 from sparta.specialize.kernel_spec import Epilogue
-from sparta.specialize.linear import linear_spec
-from sparta.specialize.ops import LinearState
-from sparta.specialize.shipped import device_kind
-from sparta.specialize.tuner import choose
+from sparta.specialize.linear.op import LinearState
+from sparta.specialize.linear.spec import linear_spec
+from sparta.specialize.linear.triton_block.candidates import candidates
+from sparta.specialize.linear.triton_block.implement import TritonBlock
+from sparta.specialize.linear.triton_block.tile import BlockTile
+from sparta.specialize.tuning.select import choose
+from sparta.specialize.tuning.shipped import device_kind
 from sparta.tesa.attribute import TeSA
 from sparta.testing import block_mask, check, linear_reference
 

@@ -12,10 +12,10 @@ from torch.nn import functional
 
 import sparta
 from sparta.compiler.backend import sparta_backend
-from sparta.compiler.graphed import Graphed
+from sparta.compiler.run.cuda_graph import Graphed
 from sparta.specialize.cuda.graphs import recorded
-from sparta.specialize.linear import linear_spec
-from sparta.specialize.tuner import Problem, build, tune_kernel
+from sparta.specialize.linear.spec import linear_spec
+from sparta.specialize.tuning.select import Problem, build, tune_kernel
 
 PATTERNS = {
     "blocks of 128": (sparta.Block(128, 128), 0.75),
@@ -57,7 +57,7 @@ class Encoder(nn.Module):
 @pytest.fixture(autouse=True)
 def _own_stores(tmp_path, monkeypatch):
     """Let nothing that was tuned before, or is tuned here, reach another test."""
-    for module in ("sparta.compiler.memory", "sparta.specialize.store"):
+    for module in ("sparta.compiler.choose.decisions", "sparta.specialize.tuning.store"):
         monkeypatch.setattr(f"{module}.private_folder", lambda name: tmp_path / name)
     (tmp_path / "compiler").mkdir()
 
@@ -183,7 +183,7 @@ def test_the_back_end_of_torch_compile(rows):
 @pytest.mark.filterwarnings("ignore")  # Inductor's own
 @pytest.mark.parametrize("host", ["eager", "inductor", "graph", "inductor graph"])
 def test_every_host_gives_the_same(host):
-    from sparta.compiler.whole import hosted
+    from sparta.compiler.run.host import hosted
 
     model, x = pruned(Mlp(), "blocks of 64"), draw(16, 512)
     fast = sparta.compile(model, x, budget_s=40)

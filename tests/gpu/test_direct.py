@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from sparta.nn import SparseLinear
-from sparta.specialize.cuda.cusparselt import CuSparseLt
-from sparta.specialize.cuda.implement import TritonBlock
-from sparta.specialize.cuda.tile import BlockTile
-from sparta.specialize.cuda.two_four import TwoFour
 from sparta.specialize.kernel_spec import Epilogue
-from sparta.specialize.linear import linear_spec
+from sparta.specialize.linear.cuda_24 import TwoFour
+from sparta.specialize.linear.cusparselt import CuSparseLt
+from sparta.specialize.linear.spec import linear_spec
+from sparta.specialize.linear.triton_block.implement import TritonBlock
+from sparta.specialize.linear.triton_block.tile import BlockTile
 from sparta.tesa.attribute import TeSA
 from sparta.testing import block_mask, check, linear_reference
 

@@ -15,14 +15,14 @@ from torch.nn import functional
 
 import sparta
 from compiler.conftest import forcing
-from sparta.compiler.graphed import Graphed
-from sparta.compiler.whole import hosted
+from sparta.compiler.run.cuda_graph import Graphed
+from sparta.compiler.run.host import hosted
 from sparta.nn import DynamicSparseMoE, SparseAttention, SparseBatchMatMul, SparseLinear
-from sparta.specialize.cuda import ragged_ops
 from sparta.specialize.cuda.graphs import recorded
 from sparta.specialize.implement import supported
-from sparta.specialize.linear import linear_spec
-from sparta.specialize.tuner import Problem, _replayed, build
+from sparta.specialize.linear.spec import linear_spec
+from sparta.specialize.moe import op
+from sparta.specialize.tuning.select import Problem, _replayed, build
 from sparta.testing import block_mask, check, linear_reference
 
 POISON = 2**31 - 1  # as a number of a block it is out of any bounds, and as bf16 not a number
@@ -170,7 +170,7 @@ def test_a_timed_candidate_outlives_its_kernel(name):
         kernel = build(problem.spec, {"_name": implement.name, **implement.default(problem.spec)})
         candidates.append((implement.name, _replayed(problem, kernel, 3), weakref.ref(kernel)))
         del kernel
-    ragged_ops._made_table.cache_clear()
+    op._made_table.cache_clear()
     for turn in range(6):
         churn(turn)
         for implement, replay, kernel in candidates:

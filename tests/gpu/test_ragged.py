@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from sparta.nn import DynamicSparseMoE
-from sparta.specialize.cuda.ragged_moe import TritonRagged
-from sparta.specialize.cuda.ragged_tile import RaggedTile
+from sparta.specialize.moe.tile import RaggedTile
+from sparta.specialize.moe.triton_ragged import TritonRagged
 from sparta.testing import check, moe_reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

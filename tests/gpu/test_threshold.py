@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from sparta.nn import ThresholdLinear
-from sparta.specialize.cuda.threshold import threshold_linear
+from sparta.specialize.linear.threshold import threshold_linear
 from sparta.testing import check, linear_reference
 
 pytestmark = pytest.mark.skipif(

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 from sparta.nn import SparseLinear
-from sparta.specialize.cuda.cusparselt import CuSparseLt
-from sparta.specialize.cuda.two_four import TwoFour
 from sparta.specialize.kernel_spec import Epilogue
-from sparta.specialize.linear import linear_spec
+from sparta.specialize.linear.cuda_24 import TwoFour
+from sparta.specialize.linear.cusparselt import CuSparseLt
+from sparta.specialize.linear.spec import linear_spec
 from sparta.tesa.attribute import TeSA
 from sparta.testing import check, linear_reference
 
@@ -139,8 +139,8 @@ def test_both_bindings_start_the_same_kernel():
     program = """
 import torch
 from sparta.specialize.cuda.extension import extension_loaded, load_extension, without_extension
-from sparta.specialize.cuda.two_four import TwoFour
-from sparta.specialize.linear import linear_spec
+from sparta.specialize.linear.cuda_24 import TwoFour
+from sparta.specialize.linear.spec import linear_spec
 from sparta.tesa.attribute import TeSA
 
 mask = torch.tensor([True, False, False, True]).repeat(100, 75)

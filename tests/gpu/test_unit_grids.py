@@ -21,7 +21,7 @@ from sparta.nn import (
 from sparta.specialize.implement import implement_named
 from sparta.tesa.formats.functions import get_bcs_function
 from sparta.testing import attention_reference, block_mask, check, linear_reference, matmul_reference, moe_reference
-from specialize.cuda.unit_cases import ProductCase, run_product, run_softmax
+from specialize.unit_cases import ProductCase, run_product, run_softmax
 
 MODES = ["sdd", "dsd", "dds"]
 DTYPES = [torch.float32, torch.float16]

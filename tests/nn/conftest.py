@@ -8,5 +8,5 @@ def own_store(tmp_path, monkeypatch):
     """Give each test an empty tuning store; compiled kernels stay where they are."""
     folder = tmp_path / "tuning"
     folder.mkdir()
-    monkeypatch.setattr("sparta.specialize.store.private_folder", lambda _name: folder)
+    monkeypatch.setattr("sparta.specialize.tuning.store.private_folder", lambda _name: folder)
     return folder

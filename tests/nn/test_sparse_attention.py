@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sparta.errors import ShapeError, ValueRangeError
 from sparta.nn import SparseAttention
-from sparta.specialize.store import TuningStore
+from sparta.specialize.tuning.store import TuningStore
 from sparta.testing import attention_reference, block_mask, check
 
 N, E = 40, 16
@@ -146,7 +146,7 @@ def test_rows_of_many_different_lengths(inner):
 
 
 def test_many_heads_are_computed_in_chunks(monkeypatch):
-    monkeypatch.setattr("sparta.specialize.attention._CHUNK_BYTES", {"cpu": 1})
+    monkeypatch.setattr("sparta.specialize.attention.spec._CHUNK_BYTES", {"cpu": 1})
     mask = block_mask((N, N), (8, 8), 0.7, seed=1)
     op = SparseAttention(mask)
     q, k, v = (torch.randn(2, 3, N, E) for _ in range(3))

@@ -9,10 +9,10 @@ from torch import nn
 import sparta
 from sparta.errors import ShapeError, SpartaError, ValueRangeError
 from sparta.nn import SparseConv1d, SparseConv2d, swap
-from sparta.specialize.conv import conv_spec
-from sparta.specialize.conv_ops import ConvState
+from sparta.specialize.conv.op import ConvState
+from sparta.specialize.conv.spec import conv_spec
 from sparta.specialize.kernel_spec import Epilogue
-from sparta.specialize.tuner import build
+from sparta.specialize.tuning.select import build
 from sparta.tesa.attribute import TeSA
 from sparta.testing import check
 

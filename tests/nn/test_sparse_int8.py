@@ -27,7 +27,7 @@ def made(inputs=24, outputs=12, *, tokens=33, density=0.4, bias=True, **grid):
 def on_grids(layer, x):
     """What the layer's integers stand for, multiplied in float64."""
     zero, scale = int(layer.input_zero_point), float(layer.input_scale)
-    real = (layer.quantise(x).double() - zero) * scale
+    real = (layer.quantize(x).double() - zero) * scale
     y = real @ (layer.weight.double() * layer.weight_scale.double()[:, None]).t()
     return y if layer.bias is None else y + layer.bias.double()
 
@@ -55,7 +55,7 @@ def test_results_are_those_of_the_rounded_layer(inputs, outputs, lead, density, 
     )
     exact = nn.functional.linear(x, dense.weight * mask, dense.bias)
     assert bool(((y - exact).abs() <= 1.1 * step + 1e-4).all())
-    before = [layer.quantise(x), y]
+    before = [layer.quantize(x), y]
     assert torch.equal(layer(before[0]), y)
 
 
@@ -69,7 +69,7 @@ def test_every_implement_gives_the_same(name, format):
         pytest.skip(f"{name} is not available here")
     layer.build(config, (x,))
     torch.testing.assert_close(layer(x), before, rtol=1e-6, atol=1e-5)
-    assert torch.equal(layer(x), layer(layer.quantise(x)))
+    assert torch.equal(layer(x), layer(layer.quantize(x)))
     assert torch.equal(layer(x.half()), layer(x.half().float()))
     assert layer(x.reshape(3, 11, 24)).shape == (3, 11, 12)
     twin = copy.deepcopy(layer)

@@ -120,7 +120,7 @@ def test_calls_that_repeat_see_all_that_changed_between_them(mask, rows, bias):
                 check(layer(x), linear_reference(x, layer.weight, layer.bias, weight_mask=mask), reduction=K)
 
     right(x)
-    assert layer._state.quick is not None
+    assert layer._state.fast_path is not None
     changes = [
         lambda: layer.weight.mul_(2.0),
         lambda: setattr(layer.weight, "data", torch.randn(N, K) * mask),

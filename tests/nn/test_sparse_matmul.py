@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sparta.errors import ShapeError, ValueRangeError
 from sparta.nn import SparseBatchMatMul
-from sparta.specialize.store import TuningStore
+from sparta.specialize.tuning.store import TuningStore
 from sparta.tesa.attribute import TeSA
 from sparta.testing import block_mask, check, matmul_reference
 

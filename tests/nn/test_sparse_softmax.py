@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sparta.errors import ShapeError, ValueRangeError
 from sparta.nn import SparseSoftmax
-from sparta.specialize.softmax import DenseSoftmaxKernel
+from sparta.specialize.softmax.spec import DenseSoftmaxKernel
 from sparta.testing import block_mask, check, softmax_backward_reference, softmax_reference
 
 H, W = 40, 48

@@ -9,9 +9,9 @@ from torch import nn
 
 from sparta.errors import CheckError, FileFormatError, ValueRangeError
 from sparta.nn import SparseLinear, build, tune
-from sparta.specialize.store import Entry, TuningStore
-from sparta.specialize.tuner import Choice
-from sparta.specialize.tuner import build as build_kernel
+from sparta.specialize.tuning.select import Choice
+from sparta.specialize.tuning.select import build as build_kernel
+from sparta.specialize.tuning.store import Entry, TuningStore
 from sparta.testing import block_mask
 
 X = torch.randn(6, 24)
@@ -119,7 +119,7 @@ def test_a_store_that_cannot_be_used_ends_nothing(model, winner, monkeypatch):
     def refused(name):
         raise FileFormatError("the folder belongs to another user")
 
-    monkeypatch.setattr("sparta.specialize.store.private_folder", refused)
+    monkeypatch.setattr("sparta.specialize.tuning.store.private_folder", refused)
     tune(model, X)
     build(model, X)
     assert runs(model) == ["torch-csr"] * 2

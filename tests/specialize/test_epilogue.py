@@ -5,12 +5,12 @@ import torch
 from torch.nn import functional
 
 from sparta.errors import ValueRangeError
-from sparta.specialize.conv import ConvGeometry, conv_spec, dense_conv
-from sparta.specialize.conv_ops import ConvState
+from sparta.specialize.conv.op import ConvState
+from sparta.specialize.conv.spec import ConvGeometry, conv_spec, dense_conv
 from sparta.specialize.implement import Implement, Support, implement_named, supported
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
-from sparta.specialize.linear import apply_epilogue, linear_spec
-from sparta.specialize.tuner import build
+from sparta.specialize.linear.spec import apply_epilogue, linear_spec
+from sparta.specialize.tuning.select import build
 from sparta.tesa.attribute import TeSA
 from sparta.testing import block_mask, check
 

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from sparta.errors import FileFormatError, NameNotFoundError, ValueRangeError
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
-from sparta.specialize.linear import apply_epilogue, linear_spec
+from sparta.specialize.linear.spec import apply_epilogue, linear_spec
 from sparta.tesa.attribute import TeSA
 from strategies import masks
 

@@ -209,7 +209,7 @@ def test_kept_blocks(tesa, data):
 # ---------------------------------------------------------------------- bits
 
 
-def test_quantisation_parameters_by_tensor_channel_and_group():
+def test_quantization_parameters_by_tensor_channel_and_group():
     weight = TeSA.dense((4, 8))
     assert weight.with_format("int8", scale=0.1, zero_point=3).zero_point.value() == 3
     by_channel = weight.with_format("int8", scale=torch.arange(1.0, 5.0))
@@ -220,7 +220,7 @@ def test_quantisation_parameters_by_tensor_channel_and_group():
     assert by_group[:, :4].scale.cells.shape == (4, 1)
 
 
-def test_wrong_quantisation_parameters_are_refused():
+def test_wrong_quantization_parameters_are_refused():
     weight = TeSA.dense((4, 8))
     with pytest.raises(ValueRangeError, match="scale"):
         weight.with_format("int8", scale=0.0)

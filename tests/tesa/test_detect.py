@@ -138,7 +138,7 @@ def test_values_other_than_zero_and_one_are_refused():
         detect(torch.tensor([0.0, 0.5]))
 
 
-def test_a_detection_prints_and_serialises():
+def test_a_detection_prints_and_serializes():
     found = detect(torch.eye(4, dtype=torch.bool).repeat_interleave(32, 0).repeat_interleave(32, 1))
     assert str(found) == "block 32×32, density 0.25"
     assert str(Detection(NM(2, 4), 0.3, 0.6)) == "2:4, density 0.30 (0.60 inside)"

@@ -1,8 +1,8 @@
 """Domains: the values that one parameter of a search space may take.
 
 A search space (:mod:`sparta.common.space`) is a tree whose every node is decided by one pick from one of these domains.
-The one idea to know: a finite domain is an indexable list that is never written out, so that `randint` over a billion
-values costs nothing until a value is asked for.
+A finite domain is an indexable list that is never written out, so that `randint` over a billion values costs nothing
+until a value is asked for.
 """
 
 from __future__ import annotations

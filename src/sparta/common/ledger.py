@@ -1,8 +1,8 @@
 """The ledger of a search: an Optuna study that keeps which points were asked for, and what became of each.
 
 Tuners (:mod:`sparta.common.tuner`) decide what to try and write it here; the study may live in memory, in a file or in
-a database that many machines share. The one idea to know: the study is the only truth. Points already tried are read
-from it before each new one, so a resumed search and a search on another machine are the same case.
+a database that many machines share. The study is the only truth. Points already tried are read from it before each new
+one, so a resumed search and a search on another machine are the same case.
 """
 
 from __future__ import annotations

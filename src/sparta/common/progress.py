@@ -1,8 +1,8 @@
 """What a search shows while it runs: a live line in a terminal, plain lines anywhere else.
 
-:func:`progress_view` shows one search, :func:`many_view` a row of them, one for each part of a model. The one idea to
-know: a view of one search is a callable that gets each finished trial and the best so far, so any function of these two
-can stand in for the views here.
+:func:`progress_view` shows one search, :func:`many_view` a row of them, one for each part of a model. A view of one
+search is a callable that gets each finished trial and the best so far, so any function of these two can stand in for
+the views here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a search found: every trial with its outcome, and the best of them.
 
-:func:`sparta.common.search.search` returns a :class:`TuningResult`; stores and reports keep its ``to_dict()``. The one
-idea to know: a trial that could not run is a result too, so its reason is kept and counted, and a search of which
-nothing ran says why instead of returning nothing.
+:func:`sparta.common.search.search` returns a :class:`TuningResult`; stores and reports keep its ``to_dict()``. A trial
+that could not run is a result too, so its reason is kept and counted, and a search of which nothing ran says why
+instead of returning nothing.
 """
 
 from __future__ import annotations

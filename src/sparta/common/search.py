@@ -1,8 +1,8 @@
 """The search: try points of a space until a budget is spent, and keep what every one of them came to.
 
-The specialiser calls :func:`search` with an objective that measures one candidate kernel. The one idea to know: nothing
-a candidate does can end the search. It may be pruned, crash or return nonsense, and is then a trial with a reason;
-only a spent budget, an exhausted space or the user's interrupt ends it, and the best so far is always handed over.
+The specialiser calls :func:`search` with an objective that measures one candidate kernel. Nothing a candidate does can
+end the search. It may be pruned, crash or return nonsense, and is then a trial with a reason; only a spent budget, an
+exhausted space or the user's interrupt ends it, and the best so far is always handed over.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Search spaces: nested choices over parameters, in NNI's notation.
 
 A space is a :class:`TunableItemCfg` or a plain dict of them (a joint space). It says what may be tried;
-:mod:`sparta.common.search` decides what is. The one idea to know: a sample is made by a walk from the root that picks
-one value at every node it comes to, and :func:`walk` is that walk: drawing, enumerating, reading a stored trial and
-asking Optuna differ only in who picks.
+:mod:`sparta.common.search` decides what is. A sample is made by a walk from the root that picks one value at every node
+it comes to, and :func:`walk` is that walk: drawing, enumerating, reading a stored trial and asking Optuna differ only
+in who picks.
 """
 
 from __future__ import annotations

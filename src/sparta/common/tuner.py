@@ -1,8 +1,8 @@
 """Tuners: which point of a search space to try next, by grid, random, TPE or evolution.
 
-:class:`Tuner` speaks NNI's tuner protocol and is what :func:`sparta.common.search.search` drives. The one idea to know:
-measuring costs far more than choosing, so no tuner proposes a point twice while there are points that nobody tried;
-where its algorithm would, a neighbour of that point is taken instead, then any other.
+:class:`Tuner` speaks NNI's tuner protocol and is what :func:`sparta.common.search.search` drives. Measuring costs far
+more than choosing, so no tuner proposes a point twice while there are points that nobody tried; where its algorithm
+would, a neighbour of that point is taken instead, then any other.
 """
 
 from __future__ import annotations

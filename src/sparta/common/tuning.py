@@ -1,13 +1,12 @@
 """Tuning: search spaces, tuners and the search itself, all under the one name to import from.
 
 A space is written as :class:`TunableItemCfg` (nested choices in NNI's notation), :class:`Tunable` makes a tuner for it,
-and :func:`search` runs one against an objective within a budget. The one idea to know: a point is an implement together
-with its parameters, so choosing the kernel and tuning it are one search.
+and :func:`search` runs one against an objective within a budget. A point is an implement together with its parameters,
+so choosing the kernel and tuning it are one search.
 """
 
 from __future__ import annotations
 
-from sparta.common.joint import JointSpace, share
 from sparta.common.result import NoMoreTrial, PrunedTrial, Trial, TuningError, TuningResult
 from sparta.common.search import search
 from sparta.common.space import (
@@ -27,7 +26,6 @@ from sparta.common.space import (
 from sparta.common.tuner import Tunable, Tuner
 
 __all__ = [
-    "JointSpace",
     "NoMoreTrial",
     "PrunedTrial",
     "Sample",
@@ -45,7 +43,6 @@ __all__ = [
     "normalize",
     "samples_of",
     "search",
-    "share",
     "size_of",
     "to_json",
     "to_nni_search_space",

@@ -1,8 +1,8 @@
 """`compile`: a model in, the same model out, faster; and what happens on the way, in order.
 
 Capture, propagate, cut what can be cut exactly, fold BatchNorms, partition into fused sub-graphs, time the candidates
-of each, time the whole, verify, hand over. The one idea to know: every step can only take away from the time; where
-it does not, or where anything does not work, the step before it is what runs, down to the dense original.
+of each, time the whole, verify, hand over. Every step can only take away from the time; where it does not, or where
+anything does not work, the step before it is what runs, down to the dense original.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from sparta.compiler.calibrate import Calibration, rounding_kernels, simulated
-from sparta.compiler.choose import Point, choose_layers, points_of
-from sparta.compiler.constants import fold_constants
-from sparta.compiler.fold import fold_batch_norms
-from sparta.compiler.graph_json import graph_text
-from sparta.compiler.kernels import KernelModule
+from sparta.compiler.choose.calls import with_operators
+from sparta.compiler.choose.decisions import Decision, model_key, recall, remember
+from sparta.compiler.choose.end_to_end import Contest
+from sparta.compiler.choose.layers import SizeSample, choose_layers, size_samples
+from sparta.compiler.choose.partition import partition
+from sparta.compiler.choose.precision import Calibration, rounding_kernels, simulated
+from sparta.compiler.graph.constants import fold_constants
+from sparta.compiler.graph.fold import fold_batch_norms
+from sparta.compiler.graph.program import Program, original_program, reduced_program
+from sparta.compiler.graph.serialize import graph_text
+from sparta.compiler.graph.signature import Signature
 from sparta.compiler.lower.experts import opaque_experts
-from sparta.compiler.memory import Decision, model_key, recall, remember
-from sparta.compiler.module import CompiledModel, tensor_bytes
-from sparta.compiler.operate import with_operators
-from sparta.compiler.partition import SubGraph, partition
-from sparta.compiler.plan import LayerPlan, Plan, Whole
-from sparta.compiler.program import Program, original_program, reduced_program
+from sparta.compiler.lower.subgraph import SubGraph
+from sparta.compiler.plan import EndToEnd, LayerPlan, Plan
 from sparta.compiler.report import Report, Totals
-from sparta.compiler.settings import Session, Show, Tune, shown
-from sparta.compiler.signature import Signature
+from sparta.compiler.run.compiled_model import CompiledModel, tensor_bytes
+from sparta.compiler.run.kernel_module import KernelModule
+from sparta.compiler.session import Session, Show, Tune, shown
 from sparta.compiler.verify import Certificate, relative_error, verify, wrong_kernels
-from sparta.compiler.whole import Contest
 from sparta.errors import CheckError, SpartaError, ValueRangeError, message
-from sparta.propagate.api import propagate
-from sparta.propagate.compact import masked_tensors
-from sparta.propagate.result import PropagationResult
-from sparta.specialize.store import device_name
+from sparta.propagation.api import propagate
+from sparta.propagation.compact import masked_tensors
+from sparta.propagation.result import PropagationResult
+from sparta.specialize.tuning.store import device_name
 from sparta.tesa.spec import Spec
 from sparta.version import __version__
 
@@ -147,9 +148,9 @@ class _Job:
     signature: Signature
     original: Program
     reduced: Program
-    groups: tuple[SubGraph, ...]
+    subgraphs: tuple[SubGraph, ...]
     inputs: tuple[list[Any], ...]
-    points: tuple[Point, ...]
+    samples: tuple[SizeSample, ...]
     session: Session
     operators: tuple[LayerPlan, ...] = ()
 
@@ -178,17 +179,17 @@ class _Job:
         with torch.no_grad():
             reduced = _reduced(result, original, inputs[0], session)
             reduced, operators = with_operators(reduced, inputs[0], session)
-            groups = tuple(partition(reduced, reduced.values(inputs[0])))
-            points = tuple(points_of(reduced, groups, inputs))
+            subgraphs = tuple(partition(reduced, reduced.values(inputs[0])))
+            samples = tuple(size_samples(reduced, subgraphs, inputs))
         return cls(
-            model, result, signature, original, reduced, groups, inputs, points, session, operators=tuple(operators)
+            model, result, signature, original, reduced, subgraphs, inputs, samples, session, operators=tuple(operators)
         )
 
     def calibrated(self, activations: Mapping[str, Any]) -> _Job:
         """Return the job with its int8 layers as such."""
         known = Calibration(self.result.facts.given, activations, self.session.note)
-        groups, points = known.quantised(self.reduced, self.groups, self.points)
-        return replace(self, groups=tuple(groups), points=tuple(points))
+        subgraphs, samples = known.quantized(self.reduced, self.subgraphs, self.samples)
+        return replace(self, subgraphs=tuple(subgraphs), samples=tuple(samples))
 
     def contest(self, *, inductor: bool) -> Contest:
         """Choose layer by layer, and return what competes for the whole."""
@@ -205,15 +206,15 @@ class _Job:
             torch.cuda.synchronize()
         call_seconds = self.session.elapsed - before
         self.session.reserve = _CALLS_TO_VERIFY * len(self.inputs) * call_seconds
-        plans = choose_layers(self.groups, self.points, self.session)
+        plans = choose_layers(self.subgraphs, self.samples, self.session)
         return Contest(
             as_given,
             self.original,
             self.reduced,
-            self.groups,
+            self.subgraphs,
             plans,
             self.inputs,
-            self.points,
+            self.samples,
             self.session,
             inductor=inductor,
             call_seconds=call_seconds,
@@ -230,7 +231,7 @@ class _Job:
         return run
 
     def finished(
-        self, contest: Contest, whole: Whole, certificate: Certificate, earlier: float | None
+        self, contest: Contest, whole: EndToEnd, certificate: Certificate, earlier: float | None
     ) -> CompiledModel:
         """Return the module with its report."""
         graph = contest.built(whole.base)
@@ -275,10 +276,10 @@ def _reduced(result: PropagationResult, original: Program, inputs: Sequence[Any]
     return program
 
 
-def _decided(contest: Contest, session: Session) -> tuple[Whole, float | None]:
+def _decided(contest: Contest, session: Session) -> tuple[EndToEnd, float | None]:
     """Return what runs, remembered or found now, and the seconds of the first compilation if this is not it."""
     if session.tune == "off":
-        return Whole(reason="not timed: tune='off'"), None
+        return EndToEnd(reason="not timed: tune='off'"), None
     device = next(iter(contest.original.tensors.values())).device.type if contest.original.tensors else "cpu"
     effort = f"{session.tune} {contest.inductor} {session.in_graphs}"
     key = model_key(graph_text(contest.reduced.graph), contest.plans, device, effort)
@@ -300,7 +301,7 @@ def _decided(contest: Contest, session: Session) -> tuple[Whole, float | None]:
     return whole, None
 
 
-def _verified(job: _Job, contest: Contest, whole: Whole, *, check: bool) -> tuple[Whole, Certificate]:
+def _verified(job: _Job, contest: Contest, whole: EndToEnd, *, check: bool) -> tuple[EndToEnd, Certificate]:
     """Check against the original, and replace what is wrong until it agrees."""
     if not check:
         return whole, Certificate((), "", 0.0, 0.0, 0.0, 0, passed=False)
@@ -322,26 +323,26 @@ def _verified(job: _Job, contest: Contest, whole: Whole, *, check: bool) -> tupl
             return whole, certificate
 
 
-def _less(job: _Job, contest: Contest, whole: Whole, error: Exception) -> Whole:
+def _less(job: _Job, contest: Contest, whole: EndToEnd, error: Exception) -> EndToEnd:
     """Give up the next thing that may be wrong: kernels by name, the host, all kernels, the reduced graph."""
     reason = str(error).strip().splitlines()[0]
     kernels: dict[SubGraph, KernelModule] = contest.kernels() if whole.base != "original" else {}
-    wrong = wrong_kernels(kernels, job.points)
+    wrong = wrong_kernels(kernels, job.samples)
     if wrong:
         for name, found in wrong.items():
             job.session.note(f"the kernel of {name} computed wrong numbers and was replaced by dense: {found}")
         contest.make_dense(set(wrong), "dense: the chosen kernel computed wrong numbers")
-        return Whole(whole.base, whole.host, {}, "not timed after a wrong kernel was replaced")
+        return EndToEnd(whole.base, whole.host, {}, "not timed after a wrong kernel was replaced")
     if whole.host != "eager":
         job.session.note(f"not hosted by {whole.host}, which did not agree with the original: {reason}")
-        return Whole(whole.base, "eager", {}, f"not timed after {whole.host} was given up")
+        return EndToEnd(whole.base, "eager", {}, f"not timed after {whole.host} was given up")
     if kernels:
         job.session.note(f"all kernels were replaced by dense, because the whole did not agree: {reason}")
-        contest.make_dense({group.name for group in kernels}, "dense: the whole did not agree with the original")
-        return Whole(whole.base, whole.host, {}, "dense: the kernels together did not agree with the original")
+        contest.make_dense({subgraph.name for subgraph in kernels}, "dense: the whole did not agree with the original")
+        return EndToEnd(whole.base, whole.host, {}, "dense: the kernels together did not agree with the original")
     if whole.base != "original":
         job.session.note(f"the original graph runs, because the reduced one did not agree: {reason}")
-        return Whole("original", "eager", {}, "dense: the reduced graph did not agree with the original")
+        return EndToEnd("original", "eager", {}, "dense: the reduced graph did not agree with the original")
     raise CheckError(
         message(
             f"the captured graph does not compute what the model does: {reason}",

@@ -3,7 +3,8 @@
 One checked safetensors file holds the live weights and, as JSON, the graph, the plan, the spec, the provenance and
 the certificate. Weights are stored without a kernel's layout and packed when the file is loaded, so where a kernel does
 not fit the machine another one is chosen, or dense runs, and the report says so. A file is trusted in nothing: it can
-describe a computation of bounded size over its own tensors (see :mod:`sparta.compiler.graph_json`), and nothing else.
+describe a computation of bounded size over its own tensors (see :mod:`sparta.compiler.graph.serialize`), and nothing
+else.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ import torch
 from torch import Tensor, fx
 
 from sparta.common.tuning import includes
-from sparta.compiler.bounds import check_sizes
-from sparta.compiler.graph_json import graph_from_json, graph_to_json
-from sparta.compiler.int8 import OP, integers_of, row_scales
-from sparta.compiler.kernels import Fused, KernelModule
-from sparta.compiler.module import CompiledModel
-from sparta.compiler.plan import Plan, Whole, choice_from_dict
-from sparta.compiler.program import assemble
+from sparta.compiler.graph.bounds import check_sizes
+from sparta.compiler.graph.program import assemble
+from sparta.compiler.graph.serialize import graph_from_json, graph_to_json
+from sparta.compiler.graph.signature import Signature
+from sparta.compiler.plan import EndToEnd, Plan, choice_from_dict
 from sparta.compiler.report import Report
-from sparta.compiler.settings import ForgivingStore
-from sparta.compiler.signature import Signature
+from sparta.compiler.run.compiled_model import CompiledModel
+from sparta.compiler.run.kernel_module import Fused, KernelModule
+from sparta.compiler.session import ForgivingStore
 from sparta.errors import FileFormatError, SpartaError, message
 from sparta.files import Budget, load_tensors, reading, save_tensors
 from sparta.specialize.implement import implement_named
+from sparta.specialize.int8_linear.quantization import OP, integers_of, row_scales
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
-from sparta.specialize.store import device_name
-from sparta.specialize.tuner import DENSE, Choice, build, choose, tune_kernel
+from sparta.specialize.tuning.select import DENSE, Choice, build, choose, tune_kernel
+from sparta.specialize.tuning.store import device_name
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.spec import Spec
 from sparta.tesa.state import from_state, to_state
@@ -149,7 +150,7 @@ class _Reader:
         whole = report.plan.whole
         reason = f"loaded; where it was compiled: {whole.reason.removeprefix('loaded; where it was compiled: ')}"
         return Report(
-            Plan(report.plan.layers, Whole(whole.base, whole.host, whole.milliseconds, reason, whole.chosen)),
+            Plan(report.plan.layers, EndToEnd(whole.base, whole.host, whole.milliseconds, reason, whole.chosen)),
             report.totals,
             report.certificate,
             (*report.notes, *self.notes),

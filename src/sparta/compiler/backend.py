@@ -1,8 +1,8 @@
 """The back end of `torch.compile`: ``torch.compile(model, backend="sparta")`` for people who stay in that API.
 
 Dynamo hands over a graph with the parameters among its inputs; here they become fixed again, and the graph is compiled
-as any model is, when it is first called with a set of sizes. The one idea to know: fixed weights are only good as long
-as they do not change, so they are checked at each call, and where one did change the plain graph runs.
+as any model is, when it is first called with a set of sizes. Fixed weights are only good as long as they do not change,
+so they are checked at each call, and where one did change the plain graph runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from sparta.compiler.api import compile_model
-from sparta.compiler.module import CompiledModel
+from sparta.compiler.run.compiled_model import CompiledModel
 from sparta.errors import NameNotFoundError, SpartaError, did_you_mean
 
 __all__ = ["sparta_backend"]
@@ -59,10 +59,10 @@ def sparta_backend(
             stacklevel=2,
         )
         return graph.forward
-    return _Specialised(graph, example_inputs, chosen)
+    return _Specialized(graph, example_inputs, chosen)
 
 
-class _Specialised:
+class _Specialized:
     """A graph of Dynamo with its parameters fixed, compiled once for each set of sizes."""
 
     def __init__(self, graph: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """The plan: for each sub-graph which implement runs, with which parameters, how fast, and why; and what hosts the rest.
 
-A plan is plain data, written into artifacts and reports. The one idea to know: a layer may have several choices, one
-for each size that was measured; at run time the nearest size decides.
+A plan is plain data, written into artifacts and reports. A layer may have several choices, one for each size that was
+measured; at run time the nearest size decides.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sparta.specialize.store import Entry
-from sparta.specialize.tuner import DENSE, Choice
+from sparta.specialize.tuning.select import DENSE, Choice
+from sparta.specialize.tuning.store import Entry
 
-__all__ = ["LayerPlan", "Plan", "Whole", "choice_from_dict"]
+__all__ = ["GIVEN", "REDUCED", "EndToEnd", "LayerPlan", "Plan", "choice_from_dict"]
+
+GIVEN, REDUCED = "model as given", "reduced graph"  # variants that reports name
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
-class Whole:
+class EndToEnd:
     """What was measured end to end.
 
     Parameters
@@ -136,10 +138,10 @@ class Whole:
         }
 
     @staticmethod
-    def from_dict(fields: Mapping[str, Any]) -> Whole:
+    def from_dict(fields: Mapping[str, Any]) -> EndToEnd:
         """Return what :meth:`to_dict` wrote."""
         times = {str(name): float(value) for name, value in fields["milliseconds"].items()}
-        return Whole(str(fields["base"]), str(fields["host"]), times, str(fields["reason"]), str(fields["chosen"]))
+        return EndToEnd(str(fields["base"]), str(fields["host"]), times, str(fields["reason"]), str(fields["chosen"]))
 
 
 @dataclass(frozen=True)
@@ -148,12 +150,12 @@ class Plan:
 
     Examples
     --------
-    >>> Plan.from_dict(Plan((), Whole()).to_dict()) == Plan((), Whole())
+    >>> Plan.from_dict(Plan((), EndToEnd()).to_dict()) == Plan((), EndToEnd())
     True
     """
 
     layers: tuple[LayerPlan, ...]
-    whole: Whole
+    whole: EndToEnd
 
     @property
     def sparse(self) -> tuple[LayerPlan, ...]:
@@ -168,7 +170,7 @@ class Plan:
     def from_dict(fields: Mapping[str, Any]) -> Plan:
         """Return what :meth:`to_dict` wrote."""
         layers = tuple(LayerPlan.from_dict(layer) for layer in fields["layers"])
-        return Plan(layers, Whole.from_dict(fields["whole"]))
+        return Plan(layers, EndToEnd.from_dict(fields["whole"]))
 
 
 def choice_from_dict(fields: Mapping[str, Any]) -> Choice:

@@ -1,8 +1,7 @@
 """The report: what runs each layer of a compiled model, how fast, and why; and what the whole gained.
 
-It is read off the plan and the end-to-end timing; nothing is measured here. The one idea to know: every dense layer
-says why it is dense and what would make a sparse kernel win, with the break-even sparsity estimated from its own
-timing.
+It is read off the plan and the end-to-end timing; nothing is measured here. Every dense layer says why it is dense and
+what would make a sparse kernel win, with the break-even sparsity estimated from its own timing.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sparta.compiler.int8 import INT8_IMPLEMENTS
-from sparta.compiler.plan import LayerPlan, Plan
+from sparta.compiler.plan import GIVEN, REDUCED, LayerPlan, Plan
 from sparta.compiler.verify import Certificate
-from sparta.compiler.whole import GIVEN, REDUCED
 from sparta.errors import MissingPackageError, message
 from sparta.specialize.implement import implements_of
-from sparta.specialize.tuner import DENSE
+from sparta.specialize.int8_linear.quantization import INT8_IMPLEMENTS
+from sparta.specialize.tuning.select import DENSE
 from sparta.tables import table
 
 __all__ = ["Report", "Totals", "advice", "break_even"]
@@ -191,7 +189,7 @@ def break_even(layer: LayerPlan) -> float | None:
 
     The candidate's time is taken to be proportional to the live weights, from its measured time at this density.
 
-    >>> from sparta.specialize.tuner import Choice
+    >>> from sparta.specialize.tuning.select import Choice
     >>> layer = LayerPlan("fc", "linear", "unstructured", 0.5, (8, 8), {1: Choice("dense", {}, "")}, 0, 0, 2.0)
     >>> break_even(layer)
     0.75

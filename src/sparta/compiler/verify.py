@@ -1,8 +1,8 @@
 """Verify: the compiled model computes what the masked dense model computes, on inputs that no one chose.
 
 Outputs are compared on the example and on fresh seeded inputs, with a tolerance for the dtype; the outcome is a
-:class:`Certificate` that goes with the artifact. The one idea to know: a model that does not agree is not handed over:
-kernels are checked one by one, wrong ones are replaced by dense, and the check starts again.
+:class:`Certificate` that goes with the artifact. A model that does not agree is not handed over: kernels are checked
+one by one, wrong ones are replaced by dense, and the check starts again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sparta.compiler.choose import Point
-from sparta.compiler.kernels import KernelModule
-from sparta.compiler.partition import SubGraph
+from sparta.compiler.choose.layers import SizeSample
+from sparta.compiler.lower.subgraph import SubGraph
+from sparta.compiler.run.kernel_module import KernelModule
 from sparta.errors import CheckError, SpartaError, message
-from sparta.specialize.linear import apply_epilogue
-from sparta.testing.checks import check
+from sparta.measure.checks import check
+from sparta.specialize.linear.spec import apply_epilogue
 
 __all__ = ["TOLERANCES", "Certificate", "fresh_inputs", "relative_error", "verify", "wrong_kernels"]
 
@@ -168,30 +168,30 @@ def relative_error(reference: Callable[..., Any], compiled: Callable[..., Any], 
     return max(errors, default=0.0)
 
 
-def wrong_kernels(kernels: Mapping[SubGraph, KernelModule], points: Sequence[Point]) -> dict[str, str]:
+def wrong_kernels(kernels: Mapping[SubGraph, KernelModule], samples: Sequence[SizeSample]) -> dict[str, str]:
     """Return the names of sub-graphs whose kernel computes something else than dense, with what was found."""
     wrong: dict[str, str] = {}
-    for group, module in kernels.items():
-        for point in points:
-            x, residual = point.values[group]
+    for subgraph, module in kernels.items():
+        for sample in samples:
+            x, residual = sample.values[subgraph]
             for seed in (None, *_SEEDS):
                 given = x if seed is None else torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x)
-                found = _kernel_error(group, module, given, residual)
+                found = _kernel_error(subgraph, module, given, residual)
                 if found:
-                    wrong.setdefault(group.name, found)
+                    wrong.setdefault(subgraph.name, found)
     return wrong
 
 
-def _kernel_error(group: SubGraph, module: KernelModule, x: Tensor, residual: Tensor | None) -> str:
-    x = group.lowering.on_grid(x, group.anchor.attributes)
-    wide = [None if t is None else t.to(torch.float64) for t in (group.bias, residual)]
+def _kernel_error(subgraph: SubGraph, module: KernelModule, x: Tensor, residual: Tensor | None) -> str:
+    x = subgraph.lowering.on_grid(x, subgraph.anchor.attributes)
+    wide = [None if t is None else t.to(torch.float64) for t in (subgraph.bias, residual)]
     with torch.no_grad():
-        exact = group.lowering.dense(
-            group.weight.to(torch.float64), x.to(torch.float64), wide[0], group.anchor.attributes
+        exact = subgraph.lowering.dense(
+            subgraph.weight.to(torch.float64), x.to(torch.float64), wide[0], subgraph.anchor.attributes
         )
-        expected = apply_epilogue(exact, group.epilogue, wide[1])
+        expected = apply_epilogue(exact, subgraph.epilogue, wide[1])
         try:
-            check(module(x, residual), expected, reduction=max(1, group.weight[:1].numel()), what=group.name)
+            check(module(x, residual), expected, reduction=max(1, subgraph.weight[:1].numel()), what=subgraph.name)
         except (SpartaError, RuntimeError) as error:
             return str(error).splitlines()[0]
     return ""

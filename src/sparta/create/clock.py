@@ -1,7 +1,7 @@
 """The clock of a recipe: optimizer steps that really happened, read as epochs.
 
-The one idea to know: time is a whole number of steps and epochs are derived from it, so that no rounding adds up over a
-long run and a resumed run reads the very same times.
+Time is a whole number of steps and epochs are derived from it, so that no rounding adds up over a long run and a
+resumed run reads the very same times.
 """
 
 from __future__ import annotations

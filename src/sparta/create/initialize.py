@@ -1,8 +1,7 @@
 """The one call of this package: from a model, an optimizer and a few choices to a sparse training run.
 
 :func:`initialize` makes a recipe (or takes one), checks all of it against the model, and lets it run from the
-optimizer's own steps. The one idea to know: everything that can be refused is refused here, before the first step, with
-what to do about it.
+optimizer's own steps. Everything that can be refused is refused here, before the first step, with what to do about it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from sparta.create.template import as_switch, recipe_for
 from sparta.errors import ValueRangeError, message
 
 if TYPE_CHECKING:
-    from sparta.create.schemas import RecipeVariables
+    from sparta.create.variables import RecipeVariables
 
 __all__ = ["initialize"]
 
@@ -78,7 +77,7 @@ def initialize(  # noqa: PLR0913, PLR0917 - one argument a choice of the user, i
     scaler
         The gradient scaler of a script with mixed precision; it is then what is returned.
     recipe_variables
-        Epochs, sparsity, learning rates and so on: a :class:`~sparta.create.schemas.RecipeVariables` or a dictionary.
+        Epochs, sparsity, learning rates and so on: a :class:`~sparta.create.variables.RecipeVariables` or a dictionary.
         With `recipe`, values for the variables of that recipe.
     recipe
         A recipe of one's own (or its file) instead of the one made from the choices above.

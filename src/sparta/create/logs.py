@@ -1,7 +1,7 @@
 """Records: where a manager sends the numbers it logs.
 
-A record is numbers by name. The one idea to know: whatever a script already has takes them, a function, a TensorBoard
-writer, or anything with a method ``log`` that takes a dictionary.
+A record is numbers by name. Whatever a script already has takes them, a function, a TensorBoard writer, or anything
+with a method ``log`` that takes a dictionary.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The manager: a list of modifiers, run from the steps of one optimizer.
 
 It keeps the time, calls every modifier at its moments, and is what a script asks: how long to train, what is due when,
-what was done. The one idea to know: at each step the scheduled work of the present time comes first (step k works at
-epoch ``(k - 1) / steps_per_epoch``), then the optimizer; what is due at the very end happens right after the last step.
+what was done. At each step the scheduled work of the present time comes first (step k works at epoch ``(k - 1) /
+steps_per_epoch``), then the optimizer; what is due at the very end happens right after the last step.
 """
 
 from __future__ import annotations

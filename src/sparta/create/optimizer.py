@@ -2,9 +2,9 @@
 
 `initialize` returns the optimizer it was given, with two step hooks on it, instead of a wrapper: learning-rate
 schedulers, `GradScaler`, Accelerate, Lightning, fused kernels and `isinstance` see nothing new, and every path to
-``optimizer.step()`` leads through the hooks. The one idea to know: a hook fires for real steps only, so gradient
-accumulation needs no care and a step that a scaler skips takes no time. Copies of the optimizer (pickle, deepcopy) are
-plain ones: hooks do not travel.
+``optimizer.step()`` leads through the hooks. A hook fires for real steps only, so gradient accumulation needs no care
+and a step that a scaler skips takes no time. Copies of the optimizer (pickle, deepcopy) are plain ones: hooks do not
+travel.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A picture of a recipe: sparsity and learning rate over the epochs.
 
-Needs matplotlib, which nothing else here does. The one idea to know: it shows what is *scheduled*, from the modifiers'
-closed forms, so that it can be looked at before a single step.
+Needs matplotlib, which nothing else here does. It shows what is *scheduled*, from the modifiers' closed forms, so that
+it can be looked at before a single step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Gradient scalers: what `initialize` takes and gives back for mixed precision, and how to know of a skipped step.
 
 A scaler needs no wrapper: it calls the optimizer's `step`, where the recipe listens, and does not call it when a
-gradient overflowed. The one idea to know: *fused* optimizers are the exception; they are always called and told to
-skip, so that the recipe asks them.
+gradient overflowed. *fused* optimizers are the exception; they are always called and told to skip, so that the recipe
+asks them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The template: from "prune and quantize this" to a recipe that can be read, changed and saved.
 
-:func:`recipe_for` is what `initialize` calls when no recipe is given. The one idea to know: windows are written as
-expressions over ``num_epochs``, so overriding that one variable of a generated recipe rescales everything in it.
+:func:`recipe_for` is what `initialize` calls when no recipe is given. Windows are written as expressions over
+``num_epochs``, so overriding that one variable of a generated recipe rescales everything in it.
 
 With E epochs, Q of them with quantization, a generated recipe prunes for the first half of the E - Q epochs, trains
 with fixed masks for the second half, and quantizes in the last Q, during whose second half observers and batch-norm
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparta.create.modifiers.masked import pattern_of
 from sparta.create.recipe.recipe import Recipe, Stage, make_entry
-from sparta.create.schemas import TARGETS, RecipeVariables, as_variables
+from sparta.create.variables import TARGETS, RecipeVariables, as_variables
 from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
 from sparta.sparsify import along_inputs, find_layers
 from sparta.tesa.patterns import Channel, Unstructured
@@ -82,7 +82,7 @@ def recipe_for(
     distillation
         Whether a teacher has a say in the loss.
     variables
-        Numbers to make the recipe with; see :class:`~sparta.create.schemas.RecipeVariables`.
+        Numbers to make the recipe with; see :class:`~sparta.create.variables.RecipeVariables`.
     model
         If given, the mask is checked against the shapes of its layers.
     include, ignore

@@ -1,7 +1,7 @@
 """Attention that skips what is pruned: pairs of query and key by a mask, or padding by the lengths of sequences.
 
-Both keep PyTorch's shapes and its scale of ``1 / sqrt(E)``. The one idea to know: a query that sees no key gives 0, and
-what no query sees never reaches the result, NaN or not.
+Both keep PyTorch's shapes and its scale of ``1 / sqrt(E)``. A query that sees no key gives 0, and what no query sees
+never reaches the result, NaN or not.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.measure.references import attention_reference
 from sparta.nn.operator import (
     KernelOperator,
     SampleInputs,
@@ -23,12 +24,11 @@ from sparta.nn.operator import (
     demand,
     need_tensors,
 )
-from sparta.specialize.attention import DenseAttentionKernel, attention_spec, check_attention, repeat_heads
+from sparta.specialize.attention.spec import DenseAttentionKernel, attention_spec, check_attention, repeat_heads
 from sparta.specialize.kernel_spec import KernelSpec
-from sparta.specialize.seqlen_attention import DenseSeqlenKernel, seqlen_attention_spec
-from sparta.specialize.tuner import Problem
+from sparta.specialize.seqlen_attention.spec import DenseSeqlenKernel, seqlen_attention_spec
+from sparta.specialize.tuning.select import Problem
 from sparta.tesa.attribute import TeSA
-from sparta.testing.references import attention_reference
 
 __all__ = ["SeqlenDynamicSparseAttention", "SparseAttention"]
 

@@ -16,11 +16,11 @@ from torch.nn.parameter import is_lazy
 
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.nn.operator import OperatorBase, SampleInputs, Store, as_inputs, need_tensors, rows_to_check
-from sparta.specialize.conv import ConvGeometry, ConvKernel, conv_spec, dense_conv
-from sparta.specialize.conv_ops import ConvState, run_conv
+from sparta.specialize.conv.op import ConvState, run_conv
+from sparta.specialize.conv.spec import ConvGeometry, ConvKernel, conv_spec, dense_conv
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
-from sparta.specialize.store import key_of
-from sparta.specialize.tuner import Choice, Problem, build
+from sparta.specialize.tuning.select import Choice, Problem, build
+from sparta.specialize.tuning.store import key_of
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.mask import as_mask
 
@@ -120,7 +120,8 @@ class _SparseConv(OperatorBase):
             Where results are looked up and kept: None for the user's store on disk, False for nowhere.
         options
             ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``progress``, see
-            :func:`sparta.specialize.tuner.tune_kernel`; and ``known``, a dict of what equal layers of this run chose.
+            :func:`sparta.specialize.tuning.select.tune_kernel`; and ``known``, a dict of what equal layers of this run
+            chose.
         """
         problem = self._problem(inputs, backward=backward)
         choice = self._measured(problem, store=store, **options)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_you_mean, message
 from sparta.nn.operator import OperatorBase, SampleInputs, Store, as_inputs, need_tensors, rows_to_check
-from sparta.specialize.int8 import RANGES, Int8LinearKernel, int8_linear_spec, requantisation
-from sparta.specialize.int8_ops import Int8State, run_int8_linear, run_real_linear
+from sparta.specialize.int8_linear.op import Int8State, run_int8_linear, run_real_linear
+from sparta.specialize.int8_linear.spec import RANGES, Int8LinearKernel, int8_linear_spec, requantization
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
-from sparta.specialize.store import key_of
-from sparta.specialize.tuner import Choice, Problem, build
+from sparta.specialize.tuning.select import Choice, Problem, build
+from sparta.specialize.tuning.store import key_of
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.mask import as_mask
 
@@ -147,15 +147,15 @@ class SparseInt8Linear(OperatorBase):
         self.choice = None
 
     def _fold_scales(self) -> None:
-        self._multiplier: Tensor = requantisation(self.weight_scale, self._scale)[0]
+        self._multiplier: Tensor = requantization(self.weight_scale, self._scale)[0]
 
     # ------------------------------------------------------------------ running
 
-    def quantise(self, x: Tensor) -> Tensor:
+    def quantize(self, x: Tensor) -> Tensor:
         """Return inputs rounded to the layer's grid, as 8-bit integers.
 
         >>> layer = SparseInt8Linear(torch.ones(2, 3, dtype=torch.int8), torch.ones(2), input_scale=0.5)
-        >>> layer.quantise(torch.tensor([[0.0, 1.0, 1e9]])).tolist()
+        >>> layer.quantize(torch.tensor([[0.0, 1.0, 1e9]])).tolist()
         [[0, 2, 255]]
         """
         low, high = RANGES[self.input_format]
@@ -187,7 +187,7 @@ class SparseInt8Linear(OperatorBase):
         return x if x.dim() == 2 else x.reshape(-1, self.in_features)
 
     def _integers(self, rows: Tensor) -> Tensor:
-        return self.quantise(rows) if rows.is_floating_point() else rows
+        return self.quantize(rows) if rows.is_floating_point() else rows
 
     def _scales(self) -> tuple[Tensor, Tensor | None]:
         """Return multiplier and offset; a module that was cast to a short dtype still computes in float32."""
@@ -222,7 +222,8 @@ class SparseInt8Linear(OperatorBase):
             Where results are looked up and kept: None for the user's store on disk, False for nowhere.
         options
             ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``progress``, see
-            :func:`sparta.specialize.tuner.tune_kernel`; and ``known``, a dict of what equal layers of this run chose.
+            :func:`sparta.specialize.tuning.select.tune_kernel`; and ``known``, a dict of what equal layers of this run
+            chose.
         """
         problem = self._problem(inputs, backward=backward)
         choice = self._measured(problem, store=store, **options)

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.measure.references import linear_reference
 from sparta.nn.masked_linear import MaskedLinear, check_rows, masked_problem, masked_spec
 from sparta.nn.operator import OperatorBase, SampleInputs, Store, as_inputs, need_tensors, rows_to_check
-from sparta.specialize.forgiving import ForgivingStore
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
-from sparta.specialize.linear import LinearKernel, linear_spec
-from sparta.specialize.ops import LinearState, run_linear
-from sparta.specialize.store import key_of
-from sparta.specialize.tuner import DENSE, Choice, Problem, build, choose, right_choice
+from sparta.specialize.linear.op import LinearState, run_linear
+from sparta.specialize.linear.spec import LinearKernel, linear_spec
+from sparta.specialize.tuning.forgiving import ForgivingStore
+from sparta.specialize.tuning.select import DENSE, Choice, Problem, build, choose, right_choice
+from sparta.specialize.tuning.store import key_of
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.mask import as_mask
-from sparta.testing.references import linear_reference
 
 __all__ = ["SparseLinear"]
 
@@ -134,9 +134,9 @@ class SparseLinear(OperatorBase):
         flat = len(shape) == 2
         rows = x if flat else x.reshape(-1, self.in_features)
         y = None
-        if not torch.compiler.is_compiling() and (quick := self._state.quick) is not None:
+        if not torch.compiler.is_compiling() and (fast_path := self._state.fast_path) is not None:
             held = self._parameters  # to ask the module for them takes longer than a small layer
-            y = quick(rows, held.get("weight"), held.get("bias"))
+            y = fast_path(rows, held.get("weight"), held.get("bias"))
         if y is None:
             y = run_linear(rows, self.weight, self.bias, self._state, keep=not self.training)
         return y if flat else y.reshape(*shape[:-1], self.out_features)
@@ -177,7 +177,8 @@ class SparseLinear(OperatorBase):
             Where results are looked up and kept: None for the user's store on disk, False for nowhere.
         options
             ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``progress``, see
-            :func:`sparta.specialize.tuner.tune_kernel`; and ``known``, a dict of what equal layers of this run chose.
+            :func:`sparta.specialize.tuning.select.tune_kernel`; and ``known``, a dict of what equal layers of this run
+            chose.
         """
         problem = self._problem(inputs, backward=backward)
         choice = self._measured(problem, store=store, **options)

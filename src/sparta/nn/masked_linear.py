@@ -10,11 +10,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from sparta.errors import ShapeError, message
-from sparta.specialize.batch_matmul import Product
+from sparta.measure.references import linear_reference
 from sparta.specialize.implement import Kernel
 from sparta.specialize.kernel_spec import KernelSpec
-from sparta.specialize.tuner import Problem
-from sparta.testing.references import linear_reference
+from sparta.specialize.matmul.spec import Product
+from sparta.specialize.tuning.select import Problem
 
 __all__ = ["MaskedLinear", "check_rows", "masked_problem", "masked_spec"]
 
@@ -34,7 +34,7 @@ class MaskedLinear(nn.Module):
     Examples
     --------
     >>> import torch
-    >>> from sparta.specialize.batch_matmul import DenseMatmulKernel
+    >>> from sparta.specialize.matmul.spec import DenseMatmulKernel
     >>> layer = MaskedLinear(DenseMatmulKernel(Product("sdd", transpose_B=True)), torch.eye(2, dtype=torch.bool))
     >>> layer(torch.ones(2, 2), torch.ones(3, 2), None).tolist()
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]

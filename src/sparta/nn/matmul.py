@@ -1,7 +1,7 @@
 """SparseBatchMatMul: a batched matrix product with one sparse matrix, an operand or the result.
 
-The mask is fixed, the values are not: both operands are inputs. The one idea to know: the sparse matrix may be kept
-*compressed*, as the values of its kept blocks alone, from the product that makes it to the one that uses it.
+The mask is fixed, the values are not: both operands are inputs. The sparse matrix may be kept *compressed*, as the
+values of its kept blocks alone, from the product that makes it to the one that uses it.
 """
 
 # ruff: noqa: N803, N806 -- A, B and C are the operands' names
@@ -13,14 +13,14 @@ from typing import cast
 from torch import Tensor
 
 from sparta.errors import ValueRangeError, message
+from sparta.measure.references import matmul_reference
 from sparta.nn.operator import KernelOperator, SampleInputs, as_inputs, checked_mask, need_tensors
-from sparta.specialize.batch_matmul import DenseMatmulKernel, Product
+from sparta.specialize.blocks.tiled_matrix import any_group, own_block
 from sparta.specialize.kernel_spec import KernelSpec
-from sparta.specialize.tiled_matrix import any_group, own_block
-from sparta.specialize.tuner import Problem
+from sparta.specialize.matmul.spec import DenseMatmulKernel, Product
+from sparta.specialize.tuning.select import Problem
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.formats.functions import TeSAIndexes, get_bcs_function
-from sparta.testing.references import matmul_reference
 
 __all__ = ["SparseBatchMatMul"]
 

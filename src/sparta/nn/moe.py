@@ -1,7 +1,7 @@
 """DynamicSparseMoE: a mixture of experts whose routing is known only at run time.
 
-Each token goes through the linear layers of its own experts and no other. The one idea to know: experts are the given
-modules themselves, so optimizers, checkpoints and later changes of their weights need nothing special.
+Each token goes through the linear layers of its own experts and no other. Experts are the given modules themselves, so
+optimizers, checkpoints and later changes of their weights need nothing special.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.measure.references import moe_reference
 from sparta.nn.operator import KernelOperator, SampleInputs, as_optional_inputs, demand, need_tensors
 from sparta.specialize.kernel_spec import KernelSpec
-from sparta.specialize.moe import DenseMoEKernel, moe_spec
-from sparta.specialize.tuner import Problem
-from sparta.testing.references import moe_reference
+from sparta.specialize.moe.spec import DenseMoEKernel, moe_spec
+from sparta.specialize.tuning.select import Problem
 
 __all__ = ["DynamicSparseMoE"]
 

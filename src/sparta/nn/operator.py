@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.specialize.forgiving import ForgivingStore
 from sparta.specialize.implement import Kernel, search_space
 from sparta.specialize.kernel_spec import KernelSpec
-from sparta.specialize.store import TuningStore, key_of
-from sparta.specialize.tuner import Choice, Problem, build, choose, right_choice, tune_kernel
+from sparta.specialize.tuning.forgiving import ForgivingStore
+from sparta.specialize.tuning.select import Choice, Problem, build, choose, right_choice, tune_kernel
+from sparta.specialize.tuning.store import TuningStore, key_of
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.mask import as_mask
 
@@ -176,7 +176,8 @@ class KernelOperator(OperatorBase):
             Where results are looked up and kept: None for the user's store on disk, False for nowhere.
         options
             ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``progress``, see
-            :func:`sparta.specialize.tuner.tune_kernel`; and ``known``, a dict of what equal layers of this run chose.
+            :func:`sparta.specialize.tuning.select.tune_kernel`; and ``known``, a dict of what equal layers of this run
+            chose.
         """
         problem = self._problem(inputs, backward=backward)
         choice = self._measured(problem, store=store, **options)

@@ -1,7 +1,7 @@
 """SparseSoftmax: softmax over the kept elements of each row, whole or compressed.
 
-It stands between the product that makes masked scores and the one that uses them. The one idea to know: pruned elements
-take no part, not even in the maximum, so their values, NaN included, never matter.
+It stands between the product that makes masked scores and the one that uses them. Pruned elements take no part, not
+even in the maximum, so their values, NaN included, never matter.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from sparta.errors import ValueRangeError, message
+from sparta.measure.references import softmax_reference
 from sparta.nn.operator import KernelOperator, SampleInputs, as_inputs, checked_mask, need_tensors
+from sparta.specialize.blocks.tiled_matrix import any_group, own_block
 from sparta.specialize.kernel_spec import KernelSpec
-from sparta.specialize.softmax import DenseSoftmaxKernel, check_softmax, softmax_spec
-from sparta.specialize.tiled_matrix import any_group, own_block
-from sparta.specialize.tuner import Problem
+from sparta.specialize.softmax.spec import DenseSoftmaxKernel, check_softmax, softmax_spec
+from sparta.specialize.tuning.select import Problem
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.formats.functions import TeSAIndexes, get_bcs_function
-from sparta.testing.references import softmax_reference
 
 __all__ = ["SparseSoftmax"]
 

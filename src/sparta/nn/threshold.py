@@ -1,8 +1,8 @@
 """ThresholdLinear: a linear layer that treats small inputs as 0 and, for few tokens, does not read their weights.
 
-Decoding one token reads every weight once; where many activations are near 0, most of that reading changes little. The
-one idea to know: what is computed is ``linear(where(|x| > threshold, x, 0))`` on every device and for every size; only
-how much of the weight is read differs, and :meth:`ThresholdLinear.reason` says when nothing is skipped.
+Decoding one token reads every weight once; where many activations are near 0, most of that reading changes little. What
+is computed is ``linear(where(|x| > threshold, x, 0))`` on every device and for every size; only how much of the weight
+is read differs, and :meth:`ThresholdLinear.reason` says when nothing is skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.nn.operator import need_tensors
-from sparta.specialize.cuda.threshold import threshold_linear, threshold_obstacle
+from sparta.specialize.linear.threshold import threshold_linear, threshold_obstacle
 
 __all__ = ["ThresholdLinear"]
 

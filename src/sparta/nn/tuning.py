@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sparta.common.progress import many_view
 from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
 from sparta.nn.operator import OperatorBase
-from sparta.specialize.tuner import Choice
+from sparta.specialize.tuning.select import Choice
 
 __all__ = ["build", "operators_of", "tune"]
 

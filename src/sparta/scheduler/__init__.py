@@ -1,8 +1,8 @@
 """Schedulers: sparsity-aware training from a configuration.
 
-:func:`build_sparse_scheduler` makes a scheduler of a dictionary; `prepare_sparse_model`, `prune_model` after each
-step and `export_sparse_model` are then all that a training loop calls. The one idea to know: everything is checked
-before anything happens, and every scheduler's state can be saved and resumed exactly.
+:func:`build_sparse_scheduler` makes a scheduler of a dictionary; `prepare_sparse_model`, `prune_model` after each step
+and `export_sparse_model` are then all that a training loop calls. Everything is checked before anything happens, and
+every scheduler's state can be saved and resumed exactly.
 """
 
 from sparta.scheduler.admm import ADMMScheduler

@@ -1,8 +1,8 @@
 """ADMM: weights are drawn towards a sparse copy of themselves, then pruned to it and retrained.
 
 In the first part of the training a penalty ``rho/2 · ‖W - Z + U‖²`` reaches the gradient at every step, and at each
-epoch the copy Z and the dual U are updated; in the second the mask of Z is fixed. The one idea to know: the penalty's
-gradient is added by a hook before each optimizer step, so the training loop stays as it is.
+epoch the copy Z and the dual U are updated; in the second the mask of Z is fixed. The penalty's gradient is added by a
+hook before each optimizer step, so the training loop stays as it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The N:M scheduler: dense weights become 2:4 (or any N:M) once, and stay so through training.
 
-It wraps nothing: masks are computed when the optimizer is handed over and held after each of its steps. The one idea
-to know: the order of calls is `prepare_sparse_model`, `init_optimizer`, then plain training as it was.
+It wraps nothing: masks are computed when the optimizer is handed over and held after each of its steps. The order of
+calls is `prepare_sparse_model`, `init_optimizer`, then plain training as it was.
 """
 
 from __future__ import annotations

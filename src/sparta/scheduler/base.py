@@ -1,8 +1,8 @@
 """The base scheduler: fake sparsity in, plain sparse model out, and everything the other schedulers share.
 
 It prepares a model, measures it, exports it and resumes it; by itself it changes no mask, which is what learnt
-thresholds (STR) need. The one idea to know: a scheduler belongs to one model, from `prepare_sparse_model` to
-`export_sparse_model`, and all it knows is in its `state_dict`.
+thresholds (STR) need. A scheduler belongs to one model, from `prepare_sparse_model` to `export_sparse_model`, and all
+it knows is in its `state_dict`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Channels that go together: which weights must be permuted alike for a network to compute the same.
 
 The model is traced once; every value gets a *space* of channels (a concatenation several, side by side), and residual
-additions, norms and activations tie spaces together. The one idea to know: a space may be permuted when everything that
-makes or reads it is known, and is left alone when anything is not, so that the output never changes.
+additions, norms and activations tie spaces together. A space may be permuted when everything that makes or reads it is
+known, and is left alone when anything is not, so that the output never changes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Configurations: a dictionary in, a scheduler out, with everything checked before anything happens.
 
 The keys are those of the document: `mask_generator`, `fake_sparse` and `scheduler`, each a `type` with optional
-`kwargs`, and beside them `leaf_module`, `fuse_bn` and `sparsity`. The one idea to know: nothing is ignored; a key, a
-type or a keyword argument that is not known is an error that names the nearest one that is.
+`kwargs`, and beside them `leaf_module`, `fuse_bn` and `sparsity`. Nothing is ignored; a key, a type or a keyword
+argument that is not known is an error that names the nearest one that is.
 """
 
 from __future__ import annotations

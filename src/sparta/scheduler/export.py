@@ -1,7 +1,7 @@
 """Writing a pruned model as ONNX, for the tools that read it.
 
-The one idea to know: ONNX has no sparse weights that runtimes use, so the zeros are stored as zeros; what gains from
-them is the compiler that reads the file.
+ONNX has no sparse weights that runtimes use, so the zeros are stored as zeros; what gains from them is the compiler
+that reads the file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Fake sparsity: what the forward pass sees of a weight while it is trained.
 
-Each is a parametrization (:mod:`torch.nn.utils.parametrize`) of one weight: the stored weight stays dense and the
-layer computes with its sparse version. The one idea to know: masks are buffers that only a scheduler changes, flags
-are plain Python, so a training step is one graph for `torch.compile` and has no device synchronisation in it.
+Each is a parametrization (:mod:`torch.nn.utils.parametrize`) of one weight: the stored weight stays dense and the layer
+computes with its sparse version. Masks are buffers that only a scheduler changes, flags are plain Python, so a training
+step is one graph for `torch.compile` and has no device synchronisation in it.
 """
 
 from __future__ import annotations

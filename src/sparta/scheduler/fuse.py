@@ -1,8 +1,8 @@
 """Folding batch norms into the convolutions before them, in place.
 
-A configuration asks for it with `fuse_bn`, so that pruning sees the weights that will be deployed. The one idea to
-know: the model is traced only to *find* the pairs; it stays the same object with the same classes, and each folded
-batch norm becomes an identity.
+A configuration asks for it with `fuse_bn`, so that pruning sees the weights that will be deployed. The model is traced
+only to *find* the pairs; it stays the same object with the same classes, and each folded batch norm becomes an
+identity.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Mask generators: from a weight and a sparsity to a mask with an exact number of zeros.
 
-They are the `mask_generator` of a configuration. The one idea to know: a generator has no state of its own; which
-layer is how sparse, and when masks are made, is the scheduler's business.
+They are the `mask_generator` of a configuration. A generator has no state of its own; which layer is how sparse, and
+when masks are made, is the scheduler's business.
 """
 
 from __future__ import annotations

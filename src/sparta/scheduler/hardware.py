@@ -1,8 +1,8 @@
 """Hardware: what pays where, and up to which sparsity it can.
 
 Presets say which patterns and sizes gain on common hardware; a roofline says beyond which sparsity a layer waits for
-memory and more zeros gain nothing. The one idea to know: the table is yours to edit; a preset holds nominal peaks,
-and what really pays is measured by `sparta.compile`.
+memory and more zeros gain nothing. The table is yours to edit; a preset holds nominal peaks, and what really pays is
+measured by `sparta.compile`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The level table: how sparse each layer is at each level, decided once, before training, and kept in files.
 
-It is what the analysis of a level scheduler makes: JSON to read back, CSV for people, a plot to look at. The one idea
-to know: the table is plain data that can be edited and used again, and it is checked against the model when it is.
+It is what the analysis of a level scheduler makes: JSON to read back, CSV for people, a plot to look at. The table is
+plain data that can be edited and used again, and it is checked against the model when it is.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The level scheduler: one retraining in levels of rising sparsity, with the learning rate restarted at each.
 
 How sparse each layer is at each level is decided once, by an open criterion: every layer loses the same share of its
-energy (its sum of squares), less in early stages and in depthwise convolutions. The one idea to know: `prune_model`
-is called after each optimizer step with its number, and everything happens at level boundaries, ``n * total_iters //
-levels``.
+energy (its sum of squares), less in early stages and in depthwise convolutions. `prune_model` is called after each
+optimizer step with its number, and everything happens at level boundaries, ``n * total_iters // levels``.
 """
 
 from __future__ import annotations
@@ -276,14 +275,14 @@ class AmbaLevelPruneScheduler(BaseScheduler):
                 return
             text = f"the table in {self.output_dir} is of another model or other levels"
             warnings.warn(message(text, fix="it is made anew"), stacklevel=3)
-        self._table = self._analyse(sizes)
+        self._table = self._analyze(sizes)
         if self._verbose:
             _LOG.info("\n%s", self._table)
         if self.output_dir is not None and _is_main_process():
             self.output_dir.mkdir(parents=True, exist_ok=True)
             self._table.save(self.output_dir)
 
-    def _analyse(self, sizes: Mapping[str, int]) -> LevelTable:
+    def _analyze(self, sizes: Mapping[str, int]) -> LevelTable:
         total = sum(sizes.values())
         scores = {p.name: p.value.abs().flatten() for p in self._layers}
         columns, achieved = [], []

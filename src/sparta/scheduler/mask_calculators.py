@@ -1,8 +1,8 @@
 """Mask calculators: N:M masks in one dimension, and in two, where the transpose is N:M as well.
 
 Names are ``m4n2_1d``, ``m4n2_2d_best``, ``m4n2_2d_greedy``, and the same with other numbers: m in a group, n kept.
-The one idea to know: groups run along input channels, separately for each kernel position; two-dimensional masks also
-keep at most n of m along output channels, so that the gradient of the input can be sparse too.
+Groups run along input channels, separately for each kernel position; two-dimensional masks also keep at most n of m
+along output channels, so that the gradient of the input can be sparse too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Channel permutation: an order of input channels under which N:M keeps more magnitude.
 
-Channels can be reordered freely inside a network, and in a good order the large weights of a row spread over the
-groups instead of competing in one. The one idea to know: the search tries all ways to share the channels of two
-groups between them, takes the best pairs first, and never returns an order that keeps less than the one it was given.
+Channels can be reordered freely inside a network, and in a good order the large weights of a row spread over the groups
+instead of competing in one. The search tries all ways to share the channels of two groups between them, takes the best
+pairs first, and never returns an order that keeps less than the one it was given.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A prepared model: which weights a scheduler has parametrized, and how to make plain modules of them again.
 
-Every scheduler with fake sparsity works through it. The one idea to know: preparing adds a parametrization to each
-weight and keeps the very same Parameter objects, so optimizers built before stay valid, and exporting takes it away
-again, so that what is left is the plain model with zeros in it.
+Every scheduler with fake sparsity works through it. Preparing adds a parametrization to each weight and keeps the very
+same Parameter objects, so optimizers built before stay valid, and exporting takes it away again, so that what is left
+is the plain model with zeros in it.
 """
 
 from __future__ import annotations

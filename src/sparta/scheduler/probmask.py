@@ -1,8 +1,8 @@
 """ProbMask: every weight has a probability of being kept, learnt with the weights under one budget for the network.
 
-The probabilities are projected onto the budget after each step; samples sharpen as training goes on, and at the end
-the highest probabilities become a mask with exactly the budget's weights. The one idea to know: the budget is on the
-*sum of probabilities* over all layers, so that the layers themselves find out how sparse each should be.
+The probabilities are projected onto the budget after each step; samples sharpen as training goes on, and at the end the
+highest probabilities become a mask with exactly the budget's weights. The budget is on the *sum of probabilities* over
+all layers, so that the layers themselves find out how sparse each should be.
 """
 
 from __future__ import annotations

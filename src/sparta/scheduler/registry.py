@@ -1,8 +1,8 @@
 """Registries: the `type` names of a configuration, and how to add one's own.
 
-There is one registry for mask generators, one for fake-sparse modules and one for schedulers. The one idea to know: a
-configuration's ``kwargs`` are checked against the constructor's own signature and annotations, so a new type needs a
-class, a decorator and nothing else.
+There is one registry for mask generators, one for fake-sparse modules and one for schedulers. A configuration's
+``kwargs`` are checked against the constructor's own signature and annotations, so a new type needs a class, a decorator
+and nothing else.
 """
 
 from __future__ import annotations

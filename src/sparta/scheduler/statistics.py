@@ -1,7 +1,7 @@
 """Statistics of a model's layers: how much each computes and moves, and how deep in the network's strides it stands.
 
-One forward pass on an example input tells. The one idea to know: multiply-adds are for one example, and what remains
-of them after pruning is taken to go with the layer's density.
+One forward pass on an example input tells. Multiply-adds are for one example, and what remains of them after pruning is
+taken to go with the layer's density.
 """
 
 from __future__ import annotations

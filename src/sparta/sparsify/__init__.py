@@ -1,8 +1,8 @@
 """Sparsify: prune a model while it trains, or at once.
 
 A sparsifier is a *score* (what to prune first) × a *pattern* (where zeros may be) × an *allocation* (how much per
-layer) × a *schedule* (when). Schedulers and recipes are built on the same parts. The one idea to know: each part is
-small, separate and replaceable, and together they are :class:`Sparsifier`.
+layer) × a *schedule* (when). Schedulers and recipes are built on the same parts. Each part is small, separate and
+replaceable, and together they are :class:`Sparsifier`.
 """
 
 from sparta.sparsify.activations import ActivationWeighted

@@ -1,7 +1,7 @@
 """The activation-weighted score: a weight matters as much as it is large *and* its input is.
 
-It needs some data to run through the model, which :meth:`ActivationWeighted.watch` listens to. The one idea to know:
-only one number per input channel is kept (the sum of squares), whatever the amount of data.
+It needs some data to run through the model, which :meth:`ActivationWeighted.watch` listens to. Only one number per
+input channel is kept (the sum of squares), whatever the amount of data.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Allocation: how much of a budget each layer gives.
 
-An allocation turns one sparsity for the network into a number of units to prune in each layer. The one idea to know:
-the counts are exact. Where the units are single elements they sum to the rounded budget to the last element, and no
-layer is ever emptied unless everything is asked for.
+An allocation turns one sparsity for the network into a number of units to prune in each layer. The counts are exact.
+Where the units are single elements they sum to the rounded budget to the last element, and no layer is ever emptied
+unless everything is asked for.
 """
 
 from __future__ import annotations

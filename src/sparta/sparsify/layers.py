@@ -1,7 +1,7 @@
 """Layers: which parameters of a model can be pruned, under which names, along which axis N:M runs.
 
-Everything that prunes starts from this list. The one idea to know: a layer is one *parameter*, so a weight that two
-modules share appears once, and the names are those without what `torch.compile`, DDP, FSDP or checkpointing add.
+Everything that prunes starts from this list. A layer is one *parameter*, so a weight that two modules share appears
+once, and the names are those without what `torch.compile`, DDP, FSDP or checkpointing add.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Masks that hold: pruned weights are exactly zero after every optimizer step, whatever the optimizer does.
 
 A holder keeps one mask a layer and hangs on the optimizer's own step hooks, so momentum, weight decay, foreach and
-fused kernels, gradient accumulation and skipped steps of a gradient scaler need no special case. The one idea to
-know: the forward pass sees plain parameters with real zeros in them; nothing is wrapped, so `torch.compile` sees
-nothing new.
+fused kernels, gradient accumulation and skipped steps of a gradient scaler need no special case. The forward pass sees
+plain parameters with real zeros in them; nothing is wrapped, so `torch.compile` sees nothing new.
 """
 
 from __future__ import annotations

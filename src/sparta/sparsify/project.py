@@ -1,7 +1,7 @@
 """From scores and a budget to masks: the one place where score, pattern and allocation meet.
 
-:func:`make_masks` is what every sparsifier, scheduler and recipe calls at an event. The one idea to know: a mask is
-made from the whole weight, also when its rows are spread over processes, and is exact in either case.
+:func:`make_masks` is what every sparsifier, scheduler and recipe calls at an event. A mask is made from the whole
+weight, also when its rows are spread over processes, and is exact in either case.
 """
 
 from __future__ import annotations

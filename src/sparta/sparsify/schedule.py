@@ -1,8 +1,8 @@
 """Schedules: how sparse at which moment, and at which moments masks change.
 
 A schedule is a value: a pure function of the position (a step or an epoch, as the caller counts), so that resuming
-needs nothing but the position. The one idea to know: masks change only at *events*, and everything in between is
-plain training with fixed masks.
+needs nothing but the position. Masks change only at *events*, and everything in between is plain training with fixed
+masks.
 """
 
 from __future__ import annotations

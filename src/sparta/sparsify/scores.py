@@ -1,8 +1,8 @@
 """Scores: how much each weight matters. The lowest are pruned first.
 
-A score is a small object called with a :class:`~sparta.sparsify.layers.Layer`; those that learn from training see
-every optimizer step through :meth:`Score.observe`. The one idea to know: a score returns a tensor of the shape of
-what this process holds of the weight, and knows nothing of patterns, budgets or schedules.
+A score is a small object called with a :class:`~sparta.sparsify.layers.Layer`; those that learn from training see every
+optimizer step through :meth:`Score.observe`. A score returns a tensor of the shape of what this process holds of the
+weight, and knows nothing of patterns, budgets or schedules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sensitivity: what pruning one layer alone costs, measured.
 
 The curves feed the allocation :class:`~sparta.sparsify.allocation.Sensitivity`, and make a table worth reading by
-itself. The one idea to know: each layer is pruned alone, from the same weights, and put back bit for bit.
+itself. Each layer is pruned alone, from the same weights, and put back bit for bit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sharded parameters: what of a tensor is here, and choosing the lowest scores over all shards.
 
-FSDP2 keeps a parameter as a ``DTensor`` of which each process holds some rows. The one idea to know: the threshold is
-found by bisection on counts, one integer summed over the processes a round, so that no weight is ever gathered and
-the mask is bit for bit the one that a single process would make.
+FSDP2 keeps a parameter as a ``DTensor`` of which each process holds some rows. The threshold is found by bisection on
+counts, one integer summed over the processes a round, so that no weight is ever gathered and the mask is bit for bit
+the one that a single process would make.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The sparsifier: score × pattern × allocation × schedule, over the layers of one model, around any training loop.
 
-It makes masks at the schedule's events and lets :class:`~sparta.sparsify.masks.Masks` hold them in between. The one
-idea to know: call :meth:`Sparsifier.step` once after each optimizer step, as a learning-rate scheduler's; everything
-that a run depends on is then in :meth:`Sparsifier.state_dict`.
+It makes masks at the schedule's events and lets :class:`~sparta.sparsify.masks.Masks` hold them in between. Call
+:meth:`Sparsifier.step` once after each optimizer step, as a learning-rate scheduler's; everything that a run depends on
+is then in :meth:`Sparsifier.state_dict`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Units: what a pattern keeps or prunes as one, and the score of each.
 
 Allocation compares *units* across layers (elements, blocks, channels), so that a budget means the same for every
-pattern. The one idea to know: the score of a unit is the mean of its elements' scores, as the patterns have it.
+pattern. The score of a unit is the mean of its elements' scores, as the patterns have it.
 """
 
 from __future__ import annotations

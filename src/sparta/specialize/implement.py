@@ -1,8 +1,8 @@
 """Implements: the ways to run a kernel spec, and the one registry in which they stand side by side.
 
 Hand-written, library and generated kernels, and plain dense, are all an :class:`Implement` with a predicate, a search
-space and a builder. The one idea to know: an implement never decides that it is the best; it only says whether it can,
-and measurement chooses. A new one is one new file with ``@register`` above its class.
+space and a builder. An implement never decides that it is the best; it only says whether it can, and measurement
+chooses. A new one is one new file with ``@register`` above its class.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Kernel(ABC):
         del operand
         return packed
 
-    def bound(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
+    def fast_path(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
         """Return a short way to run with this packed weight and this bias again and again, where there is one.
 
         It takes x, of any leading dims where the operation takes rows, and a residual or nothing. It returns None for
@@ -199,7 +199,7 @@ def register(cls: _T) -> _T:
 
 def _registry() -> Mapping[tuple[str, str], Implement]:
     """Return the registry, with the package's own implements in it."""
-    import_module("sparta.specialize.implements")
+    import_module("sparta.specialize.builtin")
     return _REGISTRY
 
 

@@ -1,8 +1,8 @@
 """The kernel spec: what one fused operator needs, written down so that any implement can answer it.
 
-The compiler (or a sparse module) makes it, implements read it, the tuning store is keyed by it. The one idea to know:
-every operand is described by its :class:`~sparta.tesa.attribute.TeSA`, which already says shape, dynamic dims, bit
-format and sparsity, so a kernel spec adds only the operation, the epilogue and the device.
+The compiler (or a sparse module) makes it, implements read it, the tuning store is keyed by it. Every operand is
+described by its :class:`~sparta.tesa.attribute.TeSA`, which already says shape, dynamic dims, bit format and sparsity,
+so a kernel spec adds only the operation, the epilogue and the device.
 """
 
 from __future__ import annotations

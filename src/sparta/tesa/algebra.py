@@ -1,10 +1,10 @@
 """The algebra of TeSAs: joining and meeting what is known of the same tensor.
 
 Knowledge of one element is ordered ``live < constant c < dead``: a dead element may be taken for any constant, and a
-constant may be treated as if it were live. `join` is the least upper bound (all that either knows: union of the
-pruned, minimum of the bits), `meet` the greatest lower bound. Both are commutative, associative, idempotent and
-monotone, and they absorb each other: a lattice. The one idea to know: two *different* constants join to dead, because
-no run of the program can observe such an element; ask :func:`conflicts` first where that would be a mistake.
+constant may be treated as if it were live. `join` is the least upper bound (all that either knows: union of the pruned,
+minimum of the bits), `meet` the greatest lower bound. Both are commutative, associative, idempotent and monotone, and
+they absorb each other: a lattice. Two *different* constants join to dead, because no run of the program can observe
+such an element; ask :func:`conflicts` first where that would be a mistake.
 """
 
 from __future__ import annotations

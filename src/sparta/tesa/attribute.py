@@ -1,9 +1,9 @@
 """TeSA, the Tensor-with-Sparsity-Attribute: what is known of each element of a tensor before the program runs.
 
-Every element is *live* (nothing known), a *constant* c, or *dead* (never observed), and has a bit format. Each of
-these facts is stored as a :class:`~sparta.tesa.grid.Grid`, so the cost follows the knowledge. The one idea to know: a
-TeSA is immutable and describes a tensor without holding it; shape operations (`reshape`, `permute`, indexing ...)
-return the TeSA of the tensor that the same operation would return, exactly.
+Every element is *live* (nothing known), a *constant* c, or *dead* (never observed), and has a bit format. Each of these
+facts is stored as a :class:`~sparta.tesa.grid.Grid`, so the cost follows the knowledge. A TeSA is immutable and
+describes a tensor without holding it; shape operations (`reshape`, `permute`, indexing ...) return the TeSA of the
+tensor that the same operation would return, exactly.
 """
 
 from __future__ import annotations

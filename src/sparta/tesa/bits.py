@@ -1,8 +1,8 @@
 """Bit formats: how many bits a live element has, and what kind of number they are.
 
-The formats form one total order, fewest bits first, so that "the smaller of two formats" is always defined and does
-not depend on who asks. The one idea to know: the last entry, ``any``, means that nothing is known of the format; it
-loses against every other when two attributes are joined.
+The formats form one total order, fewest bits first, so that "the smaller of two formats" is always defined and does not
+depend on who asks. The last entry, ``any``, means that nothing is known of the format; it loses against every other
+when two attributes are joined.
 """
 
 from __future__ import annotations

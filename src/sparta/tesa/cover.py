@@ -1,10 +1,9 @@
 """Weighted block cover: write an irregular mask as a sum of block-regular ones, at the least cost.
 
-A kernel runs blocks of one size; a mask rarely fits one. :func:`block_cover` covers the live elements with
-blocks of several sizes, each with its measured cost, by the greedy rule for weighted set cover: always take
-the block with the least cost per newly covered element. The one idea to know: a block that beats every block
-it overlaps will be taken whatever happens elsewhere, so all such blocks are taken at once, and the result is
-still exactly the greedy one.
+A kernel runs blocks of one size; a mask rarely fits one. :func:`block_cover` covers the live elements with blocks of
+several sizes, each with its measured cost, by the greedy rule for weighted set cover: always take the block with the
+least cost per newly covered element. A block that beats every block it overlaps will be taken whatever happens
+elsewhere, so all such blocks are taken at once, and the result is still exactly the greedy one.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A grid of a tensor of `shape` has a `block` shape and ``ceil(shape[i] / block[i])`` cells along dim ``i``; all elements
 of a block share the value of its cell. A block as large as the dim means "uniform along it", a block of 1 means "per
 element", so channel, block and element knowledge share one representation and cost follows the knowledge, not the
-tensor. The one idea to know: every operation returns the *coarsest* grid that says the same (its canonical form), so
-two grids that say the same are equal cell by cell, and nothing grows without need.
+tensor. Every operation returns the *coarsest* grid that says the same (its canonical form), so two grids that say the
+same are equal cell by cell, and nothing grows without need.
 """
 
 from __future__ import annotations

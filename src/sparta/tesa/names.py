@@ -1,8 +1,8 @@
 """Tensor names: matching what a user writes with what a wrapped model calls its parameters.
 
 `torch.compile`, DDP, FSDP and activation checkpointing each add a component to a parameter's name; users should not
-need to know. The one idea to know: an exact match always wins, and only then are wrapper components looked through, so
-a model that really has a submodule called ``module`` keeps its own names.
+need to know. An exact match always wins, and only then are wrapper components looked through, so a model that really
+has a submodule called ``module`` keeps its own names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Bit rounding: bring a TeSA's bit formats to those that a device can compute with.
 
-A weight may mix formats element by element; a kernel runs one. Rounding up never loses a value, and a mixed tensor
-can also be split into a sum of tensors with one format each. The one idea to know: :func:`roundings` lists the
-alternatives (all int8, or int4 + int8, ...) and leaves the choice to measurement.
+A weight may mix formats element by element; a kernel runs one. Rounding up never loses a value, and a mixed tensor can
+also be split into a sum of tensors with one format each. :func:`roundings` lists the alternatives (all int8, or int4 +
+int8, ...) and leaves the choice to measurement.
 """
 
 from __future__ import annotations

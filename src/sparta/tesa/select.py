@@ -1,7 +1,7 @@
 """Exact selection: the elements with the smallest score, exactly as many as asked for.
 
 Every pattern prunes through this module, so the number of zeros is exact and ties are always broken the same way.
-The one idea to know is the *pruning order*: smaller score first and, among equal scores, lower row-major index
+All of it rests on the *pruning order*: smaller score first and, among equal scores, lower row-major index
 first. Nothing here depends on strides, device or thread count. The core is written once for two array libraries:
 numpy on a CPU, where it is several times faster at this than torch, and torch on any other device.
 """

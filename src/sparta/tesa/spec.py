@@ -1,8 +1,8 @@
 """The spec: which tensor of a model has which TeSA. What a user writes, and what propagation completes.
 
-A spec is an immutable mapping from tensor name to :class:`~sparta.tesa.attribute.TeSA`. The one idea to know: names
-are resolved against a model only when the spec meets one (`apply`, `check`, `resolve`), so that a spec may hold
-globs, and the same spec fits a model before and after DDP, FSDP or `torch.compile` wrapped it.
+A spec is an immutable mapping from tensor name to :class:`~sparta.tesa.attribute.TeSA`. Names are resolved against a
+model only when the spec meets one (`apply`, `check`, `resolve`), so that a spec may hold globs, and the same spec fits
+a model before and after DDP, FSDP or `torch.compile` wrapped it.
 """
 
 from __future__ import annotations

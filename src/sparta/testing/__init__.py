@@ -1,14 +1,13 @@
 """Helpers for tests, this package's and its users': masks, references, checks, timing, environment.
 
-Make a mask with :func:`block_mask`, compute the truth with a ``*_reference``, compare with :func:`check`,
-time with :func:`profile` or :func:`compare`. The one idea to know: nothing here needs a GPU, a compiler or an
-optional package, so the same test runs everywhere.
+Make a mask with :func:`block_mask`, compute the truth with a ``*_reference``, compare with :func:`check`, time with
+:func:`profile` or :func:`compare`. Nothing here needs a GPU, a compiler or an optional package, so the same test runs
+everywhere.
 """
 
-from sparta.testing.capabilities import Backend, Environment, environment
-from sparta.testing.checks import Agreement, check, tolerance
-from sparta.testing.masks import block_mask
-from sparta.testing.references import (
+from sparta.measure.capabilities import Backend, Environment, environment
+from sparta.measure.checks import Agreement, check, tolerance
+from sparta.measure.references import (
     attention_reference,
     conv_reference,
     linear_reference,
@@ -20,7 +19,8 @@ from sparta.testing.references import (
     sparse_softmax_backward_reference,
     sparse_softmax_forward_reference,
 )
-from sparta.testing.timing import Comparison, Timing, compare, profile
+from sparta.measure.timing import Comparison, Timing, compare, profile
+from sparta.testing.masks import block_mask
 
 __all__ = [
     "Agreement",

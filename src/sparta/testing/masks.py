@@ -1,8 +1,7 @@
 """Masks to test with: blocks of a given size, pruned to a given sparsity.
 
-:func:`block_mask` is what examples, tests and benchmarks use when the values do not matter but the pattern
-does. The one idea to know: the number of pruned blocks is exact, ``round(sparsity * number of blocks)``,
-never a matter of luck.
+:func:`block_mask` is what examples, tests and benchmarks use when the values do not matter but the pattern does. The
+number of pruned blocks is exact, ``round(sparsity * number of blocks)``, never a matter of luck.
 """
 
 from __future__ import annotations

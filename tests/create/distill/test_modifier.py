@@ -356,7 +356,7 @@ class TestTeacher:
         assert not torch.equal(model[0].weight, frozen[0].weight)
         assert manager.distillation_modifiers[0].idle() == ""
 
-    def test_the_copy_is_dense_though_pruning_begins_at_once_and_plain_though_the_student_is_quantised(self):
+    def test_the_copy_is_dense_though_pruning_begins_at_once_and_plain_though_the_student_is_quantized(self):
         model = student(0)
         dense = copy.deepcopy(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -368,12 +368,12 @@ class TestTeacher:
         teacher = entry._teacher.module
         assert (model[0].weight == 0).any()
         assert torch.equal(teacher[0].weight, dense[0].weight)
-        quantised = student(0)
-        quantize.prepare(quantised)
-        late, _ = distilled(quantised, "self")
-        backward(quantised, batch())
+        quantized = student(0)
+        quantize.prepare(quantized)
+        late, _ = distilled(quantized, "self")
+        backward(quantized, batch())
         assert not quantize.is_quantized(late.distillation_modifiers[0]._teacher.module)
-        assert quantize.is_quantized(quantised)
+        assert quantize.is_quantized(quantized)
 
     def test_the_teacher_is_never_trained(self):
         model, teacher = student(0), nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_fp16_with_a_scaler_trains_quantised_and_distilled(compiled):
+def test_fp16_with_a_scaler_trains_quantized_and_distilled(compiled):
     model = make_cnn().cuda()
     called = torch.compile(model) if compiled else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

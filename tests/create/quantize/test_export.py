@@ -38,7 +38,7 @@ def trained(net, scheme, frozen=False):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("weights", sorted(WEIGHTS))
-def test_the_plain_model_computes_what_the_quantised_one_does(net, weights, frozen):
+def test_the_plain_model_computes_what_the_quantized_one_does(net, weights, frozen):
     model, inputs = trained(net, {"weights": WEIGHTS[weights]}, frozen=frozen)
     plain, spec = quantize.export(model)
     assert torch.allclose(plain(inputs), model(inputs), atol=1e-5)
@@ -137,7 +137,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("ignore", [(), ("embed",)])
-def test_tied_weights_stay_tied_only_where_both_are_quantised_alike(ignore):
+def test_tied_weights_stay_tied_only_where_both_are_quantized_alike(ignore):
     model = Tied()
     quantize.prepare(model, "weights_only", ignore=ignore)
     plain, _ = quantize.export(model)

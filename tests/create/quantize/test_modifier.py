@@ -146,7 +146,7 @@ def test_resuming_before_and_after_the_start_is_exact(net, steps):
         assert torch.equal(found, expected), name
 
 
-def test_a_state_from_before_the_start_makes_a_quantised_model_plain_again():
+def test_a_state_from_before_the_start_makes_a_quantized_model_plain_again():
     model = make_cnn()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     manager = attached(model, optimizer, Quantization(start_epoch=1))
@@ -157,7 +157,7 @@ def test_a_state_from_before_the_start_makes_a_quantised_model_plain_again():
     assert not quantize.is_quantized(model)
 
 
-def test_a_model_that_is_quantised_already_is_taken_as_it_is():
+def test_a_model_that_is_quantized_already_is_taken_as_it_is():
     model = make_cnn()
     quantize.prepare(model, "tensorrt")
     entry = Quantization(start_epoch=0)

@@ -37,9 +37,9 @@ def test_the_forward_pass_changes_a_little_and_only_while_it_is_on(net):
     inputs = batch_of(4, 0)
     dense = model(inputs)
     quantize.prepare(model)
-    quantised = model(inputs)
-    assert not torch.equal(quantised, dense)
-    assert (quantised - dense).abs().max() < 0.1 * dense.abs().max()
+    quantized = model(inputs)
+    assert not torch.equal(quantized, dense)
+    assert (quantized - dense).abs().max() < 0.1 * dense.abs().max()
     quantize.restore(model)
     assert torch.equal(model(inputs), dense)
     assert not any(isinstance(module, QuantizedLayer | quantize.Quantizer) for module in model.modules())
@@ -52,9 +52,9 @@ def test_checkpoints_from_before_and_after_load_into_fresh_models_of_either_kind
     quantize.prepare(after)
     train(after, batch_of, torch.optim.SGD(after.parameters(), lr=0.1), 3)
     for source in (before, after):
-        plain, quantised = make(), make()
-        quantize.prepare(quantised)
-        for target in (plain, quantised):
+        plain, quantized = make(), make()
+        quantize.prepare(quantized)
+        for target in (plain, quantized):
             target.load_state_dict(source.state_dict())
             assert all(torch.equal(a, b) for a, b in zip(target.parameters(), source.parameters(), strict=True))
     fresh = make()
@@ -209,7 +209,7 @@ class TestChoosing:
         if "include" not in arguments:
             assert quantize.prepare(make_transformer(), **arguments, strict=False).layers
 
-    def test_what_cannot_be_quantised_is_left_with_a_reason(self):
+    def test_what_cannot_be_quantized_is_left_with_a_reason(self):
         class Own(nn.Linear):
             def forward(self, values):
                 return super().forward(values) + 1
@@ -228,7 +228,7 @@ class TestChoosing:
         assert set(report.left) == {"own", "norm", "sparse", "lstm"}
         assert "forward of its own" in report.left["own"]
 
-    def test_a_model_with_nothing_to_quantise_is_refused(self):
+    def test_a_model_with_nothing_to_quantize_is_refused(self):
         with pytest.raises(ValueRangeError, match="nothing to quantise"):
             quantize.prepare(nn.Sequential(nn.ReLU()))
         with pytest.raises(ValueRangeError, match="LSTM is not supported"):
@@ -298,7 +298,7 @@ def test_compiled_graphs_move_the_ranges():
     )
 
 
-def test_copies_and_pickles_are_quantised_and_independent(net):
+def test_copies_and_pickles_are_quantized_and_independent(net):
     make, batch_of = net
     model = make()
     quantize.prepare(model)

@@ -9,7 +9,7 @@ from sparta.errors import NameNotFoundError, ShapeError, SpartaError, ValueRange
 from sparta.specialize.cpu import candidates, default, runnable_isas
 from sparta.specialize.cpu.packing import pack_mask
 from sparta.specialize.cpu.tile import Tile
-from specialize.cpu.kernel_strategies import tiles, weight_masks
+from specialize.kernel_strategies import tiles, weight_masks
 
 ISAS = st.sampled_from(runnable_isas())
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparta.specialize.cpu import implement, toolchain
+from sparta.specialize.cpu import device, toolchain
 from sparta.specialize.cpu.flags import ISAS, MANIFEST, intact_library, manifest
-from sparta.specialize.cpu.implement import CpuLinear
-from sparta.specialize.linear import linear_spec
+from sparta.specialize.linear.cpu import CpuLinear
+from sparta.specialize.linear.spec import linear_spec
 from sparta.tesa.attribute import TeSA
 
 ROOT = Path(__file__).parents[3]
@@ -68,7 +68,7 @@ def test_a_wheel_carries_the_kernels(tree, compiler):
     libraries = [name for name in names if name.startswith("sparta/specialize/cpu/prebuilt/")]
     assert f"sparta/specialize/cpu/prebuilt/{MANIFEST}" in libraries
     assert "sparta/specialize/cpu/prebuilt/portable.so" in libraries
-    assert any(name.startswith("sparta/specialize/tables/") for name in names)
+    assert any(name.startswith("sparta/specialize/tuning/tables/") for name in names)
     zipfile.ZipFile(wheel).extractall(tree.parent / "site")
     folder = tree.parent / "site" / "sparta" / "specialize" / "cpu"
     assert intact_library(folder / "prebuilt", folder / "native", "portable") == folder / "prebuilt" / "portable.so"
@@ -109,7 +109,7 @@ def test_what_came_with_the_package_is_used_and_nothing_is_compiled(folder, monk
     assert toolchain.build("portable") == folder / "portable.so"
     spec = linear_spec(TeSA.from_mask(torch.eye(8, dtype=torch.bool)), 4, torch.float32)
     assert "came with the package" in CpuLinear().supports(spec).reason
-    assert not implement.compiles_here()
+    assert not device.compiles_here()
 
 
 def test_sanitizers_and_generated_sources_need_a_build_of_their_own(folder, monkeypatch):

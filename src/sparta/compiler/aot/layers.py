@@ -1,7 +1,7 @@
 """Layers of a package: sub-graphs as calls of our C++ operators, or of PyTorch's own.
 
-Each layer takes what its kernel module takes and holds all that the kernel reads as buffers. The one idea to know:
-numbers go to an operator as one list, in the order that ``native/ops.cpp`` reads them.
+Each layer takes what its kernel module takes and holds all that the kernel reads as buffers. Numbers go to an operator
+as one list, in the order that ``native/ops.cpp`` reads them.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from sparta.compiler.int8 import InputGrid, row_scales
-from sparta.specialize.cpu.conv import PackedConv
-from sparta.specialize.cpu.int8 import PackedInt8Linear
+from sparta.specialize.conv.cpu_packed import PackedConv
 from sparta.specialize.cpu.library import STREAM_FORMS, activation_code, fused_activation
-from sparta.specialize.cpu.linear import PackedLinear
-from sparta.specialize.int8 import requantisation
-from sparta.specialize.linear import apply_epilogue
+from sparta.specialize.int8_linear.cpu import PackedInt8Linear
+from sparta.specialize.int8_linear.quantization import InputGrid, row_scales
+from sparta.specialize.int8_linear.spec import requantization
+from sparta.specialize.linear.cpu_packed import PackedLinear
+from sparta.specialize.linear.spec import apply_epilogue
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sparta.compiler.kernels import KernelModule
+    from sparta.compiler.run.kernel_module import KernelModule
     from sparta.specialize.kernel_spec import Epilogue
 
 __all__ = ["ConvLayer", "DenseLayer", "Int8Layer", "PackedLayer"]
@@ -127,7 +127,7 @@ class Int8Layer(_Packed):
         output = InputGrid.of_output(fused.attributes)
         self._hold(("starts", "offsets", "rows", "costs"), layout.arrays)
         scale = 1.0 if output is None else output.scale
-        multiplier, offset = requantisation(
+        multiplier, offset = requantization(
             row_scales(fused.weight), self._grid.scale, bias=kernel.bias, output_scale=scale
         )
         for name, tensor in (("values", operands[0]), ("row_sums", operands[1]), ("multiplier", multiplier)):

@@ -1,7 +1,7 @@
 """The operator library: our CPU kernels registered with PyTorch's dispatcher, compiled on demand.
 
-It needs PyTorch's headers, so it is not part of the kernel library that modules load. The one idea to know: it is built
-once for a processor and a version of PyTorch, and a program loads it before the packaged model.
+It needs PyTorch's headers, so it is not part of the kernel library that modules load. It is built once for a processor
+and a version of PyTorch, and a program loads it before the packaged model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparta.specialize.cpu.toolchain import SOURCES, chosen_isa, isa_flags, sources
-from sparta.specialize.torch_library import operator_library
+from sparta.specialize.runtime.cpp_library import operator_library
 
 __all__ = ["library_path", "load_operators"]
 

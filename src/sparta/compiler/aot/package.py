@@ -1,8 +1,8 @@
 """Package: the combined graph of a compiled model, with kernels as C++ operators, through AOTInductor.
 
 A sub-graph that runs one of our CPU kernels becomes a call of the operator with its packed operands; any other chosen
-kernel is a thing of this Python process, so its sub-graph goes back to dense and the caller is told. The one idea to
-know: what is packaged is checked against the compiled model before it is written.
+kernel is a thing of this Python process, so its sub-graph goes back to dense and the caller is told. What is packaged
+is checked against the compiled model before it is written.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, fx, nn
 
 from sparta.compiler.aot.layers import DenseLayer, layer_for
 from sparta.compiler.aot.library import load_operators
-from sparta.compiler.int8 import OP, InputGrid
 from sparta.errors import ValueRangeError, message
+from sparta.specialize.int8_linear.quantization import OP, InputGrid
 
 if TYPE_CHECKING:
-    from sparta.compiler.kernels import KernelModule
-    from sparta.compiler.module import CompiledModel
+    from sparta.compiler.run.compiled_model import CompiledModel
+    from sparta.compiler.run.kernel_module import KernelModule
 
 __all__ = ["package"]
 
@@ -75,8 +75,8 @@ def package(
 
 def _with_operators(graph: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of the graph in which every kernel module is one that C++ can run."""
-    from sparta.compiler.kernels import KernelModule
-    from sparta.compiler.operators import without_operators
+    from sparta.compiler.run.kernel_module import KernelModule
+    from sparta.compiler.run.ops import without_operators
 
     copy = deepcopy(graph)
     without_operators(copy.graph)

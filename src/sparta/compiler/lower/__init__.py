@@ -5,7 +5,7 @@ from __future__ import annotations
 from sparta.compiler.lower.base import Anchor, Lowering
 from sparta.compiler.lower.conv import ConvLowering
 from sparta.compiler.lower.linear import LinearLowering
-from sparta.compiler.lower.quantised import QuantisedLinearLowering
+from sparta.compiler.lower.quantized_linear import QuantizedLinearLowering
 from sparta.errors import NameNotFoundError, did_you_mean
 
 __all__ = ["LOWERINGS", "Anchor", "Lowering", "lowering_of"]
@@ -14,7 +14,7 @@ LOWERINGS: tuple[Lowering, ...] = (
     LinearLowering(),
     ConvLowering("conv2d"),
     ConvLowering("conv1d"),
-    QuantisedLinearLowering(),
+    QuantizedLinearLowering(),
 )
 """What is recognised in a graph, in this order."""
 

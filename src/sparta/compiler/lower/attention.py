@@ -1,7 +1,6 @@
 """Attention under a fixed mask: ``scaled_dot_product_attention`` with a mask among the model's tensors.
 
-The one idea to know: masks are bool, or 0 and -inf; a mask of other numbers shifts scores, which kernels of kept pairs
-do not do.
+Masks are bool, or 0 and -inf; a mask of other numbers shifts scores, which kernels of kept pairs do not do.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from sparta.compiler.constants import kept_pairs
-from sparta.compiler.fold import arguments_of
-from sparta.compiler.lower.operator import Call
-from sparta.compiler.program import Program
+from sparta.compiler.graph.constants import kept_pairs
+from sparta.compiler.graph.fold import arguments_of
+from sparta.compiler.graph.program import Program
+from sparta.compiler.lower.call import Call
 from sparta.nn.attention import SparseAttention
-from sparta.specialize.tuner import Problem
+from sparta.specialize.tuning.select import Problem
 from sparta.tesa.attribute import TeSA
 
 __all__ = ["find_attention"]

@@ -1,8 +1,8 @@
 """Lowerings: how calls in a graph become the kernel specs of one operation, and how its kernels are called.
 
 A lowering recognises the call that an operation starts from and knows the operation's kernel spec, reference and
-calling convention; everything else in the compiler is the same for all operations. The one idea to know: a new
-operation is one new file with a :class:`Lowering` in it and one line in :data:`sparta.compiler.lower.LOWERINGS`.
+calling convention; everything else in the compiler is the same for all operations. A new operation is one new file with
+a :class:`Lowering` in it and one line in :data:`sparta.compiler.lower.LOWERINGS`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor, fx
 
 from sparta.specialize.implement import Kernel, present
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
-from sparta.specialize.linear import apply_epilogue
-from sparta.specialize.tuner import Problem
+from sparta.specialize.linear.spec import apply_epilogue
+from sparta.specialize.tuning.select import Problem
 from sparta.tesa.attribute import TeSA
 
 __all__ = ["Anchor", "Lowering"]
@@ -123,7 +123,7 @@ class Lowering(ABC):
         del attributes
         return self.result(kernel.run(packed, *self.inputs(x, bias, residual)), x)
 
-    def bound(
+    def fast_path(
         self, kernel: Kernel, packed: Sequence[Tensor], bias: Tensor | None
     ) -> Callable[..., Tensor | None] | None:
         """Return the kernel's short way for x and a residual, where that is all that :meth:`run` does; here, none."""

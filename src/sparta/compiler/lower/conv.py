@@ -1,7 +1,7 @@
 """Convolutions: ``aten.conv2d`` and ``aten.conv1d`` become the operations ``conv2d`` and ``conv1d``.
 
-Kernels take and return batches of images (B, C, ...), as the graph does. The one idea to know: geometry (stride,
-padding, dilation, groups) travels as the sub-graph's attributes, in the JSON form that kernel specs use.
+Kernels take and return batches of images (B, C, ...), as the graph does. Geometry (stride, padding, dilation, groups)
+travels as the sub-graph's attributes, in the JSON form that kernel specs use.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from sparta.compiler.fold import arguments_of
+from sparta.compiler.graph.fold import arguments_of
 from sparta.compiler.lower.base import Anchor, Lowering
-from sparta.specialize.conv import ConvGeometry, conv_spec, dense_conv
+from sparta.specialize.conv.spec import ConvGeometry, conv_spec, dense_conv
 from sparta.specialize.implement import Kernel
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.tesa.attribute import TeSA
@@ -84,11 +84,11 @@ class ConvLowering(Lowering):
         """Return the images as they are."""
         return y
 
-    def bound(
+    def fast_path(
         self, kernel: Kernel, packed: Sequence[Tensor], bias: Tensor | None
     ) -> Callable[..., Tensor | None] | None:
         """Return the kernel's own."""
-        return kernel.bound(packed, bias)
+        return kernel.fast_path(packed, bias)
 
     def flops(self, weight: TeSA, x: Tensor, attributes: Mapping[str, Any], *, live: bool) -> int:
         """Return two operations a weight and output position."""

@@ -1,8 +1,7 @@
 """Mixtures of experts: a :class:`sparta.nn.DynamicSparseMoE` in a model stays one call, with its own kernel.
 
 While a model is captured, such modules call one op instead of what their kernel is made of; the op's kernel is then
-chosen by measurement. The one idea to know: a loop over experts in plain PyTorch is not recognised; its layers are
-linear layers like others.
+chosen by measurement. A loop over experts in plain PyTorch is not recognised; its layers are linear layers like others.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from itertools import chain
 import torch
 from torch import Tensor, fx, nn
 
-from sparta.compiler.lower.operator import Call
-from sparta.compiler.operators import config_text
-from sparta.compiler.program import Program
+from sparta.compiler.graph.program import Program
+from sparta.compiler.lower.call import Call
+from sparta.compiler.run.ops import config_text
+from sparta.measure.references import moe_reference
 from sparta.nn.moe import DynamicSparseMoE
-from sparta.specialize.moe import moe_spec
-from sparta.specialize.tuner import DENSE, Problem
+from sparta.specialize.moe.spec import moe_spec
+from sparta.specialize.tuning.select import DENSE, Problem
 from sparta.tesa.attribute import TeSA
-from sparta.testing.references import moe_reference
 
 __all__ = ["find_experts", "opaque_experts"]
 

@@ -1,8 +1,7 @@
 """Linear layers: ``aten.linear`` and products with a fixed matrix become the operation ``linear``.
 
-The graph's activations have any number of dims; kernels take rows (M, K). The one idea to know: ``addmm`` and
-``matmul`` with a fixed second operand (K, N), as some language models write their layers, are the same operation with
-a transposed weight.
+The graph's activations have any number of dims; kernels take rows (M, K). ``addmm`` and ``matmul`` with a fixed second
+operand (K, N), as some language models write their layers, are the same operation with a transposed weight.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
-from sparta.compiler.fold import arguments_of
+from sparta.compiler.graph.fold import arguments_of
 from sparta.compiler.lower.base import Anchor, Lowering
 from sparta.specialize.implement import Kernel
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
-from sparta.specialize.linear import linear_spec
+from sparta.specialize.linear.spec import linear_spec
 from sparta.tesa.attribute import TeSA
 
 __all__ = ["LinearLowering"]
@@ -76,11 +75,11 @@ class LinearLowering(Lowering):
         """Return (..., N) as (M, N)."""
         return y if y.dim() == 2 else y.reshape(-1, y.shape[-1])
 
-    def bound(
+    def fast_path(
         self, kernel: Kernel, packed: Sequence[Tensor], bias: Tensor | None
     ) -> Callable[..., Tensor | None] | None:
         """Return the kernel's own."""
-        return kernel.bound(packed, bias)
+        return kernel.fast_path(packed, bias)
 
     def flops(self, weight: TeSA, x: Tensor, attributes: Mapping[str, Any], *, live: bool) -> int:
         """Return 2 M N K, or 2 M times the live weights."""

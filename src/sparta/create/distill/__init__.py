@@ -1,7 +1,7 @@
 """Distillation: a student learns from a teacher's outputs or features beside its own task.
 
-The one idea to know: a training script needs no change; forward passes are captured and the teacher's share is added
-to the gradient where it enters the student.
+A training script needs no change; forward passes are captured and the teacher's share is added to the gradient where it
+enters the student.
 """
 
 from sparta.create.distill.capture import Capture, Pass, Target

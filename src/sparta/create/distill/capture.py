@@ -1,10 +1,10 @@
 """Capturing a model's forward passes, and adding a second loss to the gradient of the first.
 
 The training script computes its loss and calls ``backward`` as it always did. A hook on each captured tensor sees the
-gradient that arrives there from the task, scales it, and adds the gradient of the second loss. The one idea to know:
-where the task's loss reaches the model only through those tensors, this is exactly the gradient of
-``task_weight · task + extra``. Where the sum can be had as a loss (the script asks for it with :meth:`Capture.blended`,
-or the model computes its own loss and returns it), that is done instead, and the hooks of that pass stand back.
+gradient that arrives there from the task, scales it, and adds the gradient of the second loss. Where the task's loss
+reaches the model only through those tensors, this is exactly the gradient of ``task_weight · task + extra``. Where the
+sum can be had as a loss (the script asks for it with :meth:`Capture.blended`, or the model computes its own loss and
+returns it), that is done instead, and the hooks of that pass stand back.
 """
 
 from __future__ import annotations

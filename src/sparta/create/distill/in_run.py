@@ -1,8 +1,7 @@
 """Distillation inside a run: which teacher it has, what the loss is multiplied by, why nothing happened.
 
-Shared by the modifiers that distil outputs and features. The one idea to know: the automatic way never sees the
-script's loss, so whatever the script multiplies it by (a loss scale, the share of an accumulation) has to come from
-the run.
+Shared by the modifiers that distil outputs and features. The automatic way never sees the script's loss, so whatever
+the script multiplies it by (a loss scale, the share of an accumulation) has to come from the run.
 """
 
 from __future__ import annotations

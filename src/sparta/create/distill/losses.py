@@ -1,8 +1,8 @@
 """What a student is asked to imitate: the distributions of a teacher's outputs, or its features.
 
 Each loss comes with its gradient in closed form, because the automatic way of distilling adds the gradient to the one
-that comes from the task and never builds a graph. The one idea to know: an output may be a tensor, a mapping or a
-sequence; :func:`heads_of` makes it a plain list of named tensors, the same for student and teacher.
+that comes from the task and never builds a graph. An output may be a tensor, a mapping or a sequence; :func:`heads_of`
+makes it a plain list of named tensors, the same for student and teacher.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The teacher: a frozen model that runs beside the student, or a frozen copy of the student itself.
 
-It is never trained, always in eval mode, and follows the student to its device when it is first asked. The one idea
-to know: a student that teaches itself is copied when distillation begins, so that it imitates what it was before it
-was pruned further or quantised.
+It is never trained, always in eval mode, and follows the student to its device when it is first asked. A student that
+teaches itself is copied when distillation begins, so that it imitates what it was before it was pruned further or
+quantised.
 """
 
 from __future__ import annotations

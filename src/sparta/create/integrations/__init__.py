@@ -1,7 +1,7 @@
 """Integrations: the same call inside other people's training loops.
 
-Each file is about one optional package and imports it only when it is used. The one idea to know: a loop of one's own
-needs none of them; they only know *when* to call :func:`sparta.create.initialize` and where to keep its state.
+Each file is about one optional package and imports it only when it is used. A loop of one's own needs none of them;
+they only know *when* to call :func:`sparta.create.initialize` and where to keep its state.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Sparse training inside Lightning's Trainer.
 
 :func:`lightning_callback` returns a callback that initializes when training starts, whose state Lightning keeps in its
-checkpoints, and that finalizes at the end. The one idea to know: the Trainer decides how long to train, so
-``num_epochs`` of the recipe follows ``max_epochs``, and the learning rate stays with the module unless ``lr=`` is
-given.
+checkpoints, and that finalizes at the end. The Trainer decides how long to train, so ``num_epochs`` of the recipe
+follows ``max_epochs``, and the learning rate stays with the module unless ``lr=`` is given.
 """
 
 from __future__ import annotations

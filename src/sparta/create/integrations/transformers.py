@@ -1,9 +1,8 @@
 """Sparse training inside the Trainer of Hugging Face transformers.
 
 :func:`trainer_callback` returns a callback that initializes when training begins, keeps the manager's state in every
-checkpoint, takes it back when the Trainer resumes, and finalizes at the end. The one idea to know: the Trainer decides
-how long to train, so ``num_epochs`` of the recipe follows it, and the learning rate stays with the Trainer unless
-``lr=`` is given.
+checkpoint, takes it back when the Trainer resumes, and finalizes at the end. The Trainer decides how long to train, so
+``num_epochs`` of the recipe follows it, and the learning rate stays with the Trainer unless ``lr=`` is given.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The modifiers that a recipe is made of, one file a family.
 
-Importing this package makes them all known by name. The one idea to know: a new modifier is one class with the
+Importing this package makes them all known by name. A new modifier is one class with the
 :func:`~sparta.create.modifiers.base.modifier` decorator, in a file named here.
 """
 

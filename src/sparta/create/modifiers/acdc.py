@@ -1,7 +1,7 @@
 """AC/DC: alternating compressed and dense phases, so that a network finds its mask while it learns.
 
-Phases of `update_frequency` epochs take turns, dense first; the last one is compressed. The one idea to know: weights
-come back at zero when a dense phase begins, and the optimizer forgets what it knew of them.
+Phases of `update_frequency` epochs take turns, dense first; the last one is compressed. Weights come back at zero when
+a dense phase begins, and the optimizer forgets what it knew of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What every modifier is: some fields of a recipe, a window of epochs, and a life cycle inside a training run.
 
-A recipe is a list of modifiers; the manager calls each at its moments of every optimizer step. The one idea to know:
-a modifier's *fields* say what it does and never change, everything it learns lives in private attributes and is in its
-state, and a :class:`Run` is all of the outside world it may see and touch.
+A recipe is a list of modifiers; the manager calls each at its moments of every optimizer step. A modifier's *fields*
+say what it does and never change, everything it learns lives in private attributes and is in its state, and a
+:class:`Run` is all of the outside world it may see and touch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Constant pruning: zeros that are there stay, as in sparse transfer learning.
 
-The one idea to know: the mask is taken once, when the window begins, so that a weight which happens to pass through
-zero later is not lost.
+The mask is taken once, when the window begins, so that a weight which happens to pass through zero later is not lost.
 """
 
 from __future__ import annotations

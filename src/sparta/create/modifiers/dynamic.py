@@ -1,7 +1,7 @@
 """Dynamic sparse training: sparse from the first step, with masks that move while the network learns.
 
 RigL drops small weights and grows those with large gradients; Top-KAST computes with few weights and trains some more.
-The one idea to know: the sparsity is constant, only the places change.
+The sparsity is constant, only the places change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The range of epochs of a recipe: how long to train.
 
-It does nothing by itself; the manager's `max_epochs` comes from it and from the windows of all others. The one idea to
-know: a script asks the manager how long to train, and nothing stops a script that trains longer.
+It does nothing by itself; the manager's `max_epochs` comes from it and from the windows of all others. A script asks
+the manager how long to train, and nothing stops a script that trains longer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The modifier that draws a student's features, layer by layer, to its teacher's.
 
-``loss = task + gain · Σ MSE(student's feature, teacher's feature)``. The one idea to know: as with the distillation of
-outputs the script stays as it is; each layer's share enters the gradient at that layer's output.
+``loss = task + gain · Σ MSE(student's feature, teacher's feature)``. As with the distillation of outputs the script
+stays as it is; each layer's share enters the gradient at that layer's output.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Curvature from gradients: how much the loss rises when a weight goes, and how the others make up for it.
 
 Both estimates stand for the empirical Fisher matrix ``F = damp·I + mean(g gᵀ)``, block by block of consecutive weights:
-one holds the blocks, the other holds only the gradients and never forms a matrix of the size of a block. The one idea
-to know: a pruned set Q is compensated by all survivors S of its block *jointly*, ``ΔW_S = F_SS⁻¹ F_SQ W_Q``, not one
-pruned weight after the other.
+one holds the blocks, the other holds only the gradients and never forms a matrix of the size of a block. A pruned set Q
+is compensated by all survivors S of its block *jointly*, ``ΔW_S = F_SS⁻¹ F_SQ W_Q``, not one pruned weight after the
+other.
 """
 
 from __future__ import annotations

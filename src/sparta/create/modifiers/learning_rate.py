@@ -1,8 +1,8 @@
 """Learning rates: closed forms of the epoch, written to the optimizer's parameter groups before every step.
 
-A schedule is a pure function of time, so that resuming, accumulation and skipped steps need nothing special. The one
-idea to know: two writers of one learning rate cannot both be right, so a rate that someone else has changed since the
-last step is warned of.
+A schedule is a pure function of time, so that resuming, accumulation and skipped steps need nothing special. Two
+writers of one learning rate cannot both be right, so a rate that someone else has changed since the last step is warned
+of.
 """
 
 from __future__ import annotations

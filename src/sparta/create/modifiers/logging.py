@@ -1,6 +1,6 @@
 """Logging what is pruned: one number a layer, at regular epochs.
 
-The one idea to know: it measures the zeros that are in the weights, not what a mask claims.
+It measures the zeros that are in the weights, not what a mask claims.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What all pruning modifiers share: layers, a pattern, and masks that hold.
 
-The masks are :class:`sparta.sparsify.Masks`, the holder of every other way to prune in this package. The one idea to
-know: masks are attached to the optimizer at the start of the run, hold nothing until one is set, and change only at an
-event of the modifier's window.
+The masks are :class:`sparta.sparsify.Masks`, the holder of every other way to prune in this package. Masks are attached
+to the optimizer at the start of the run, hold nothing until one is set, and change only at an event of the modifier's
+window.
 """
 
 from __future__ import annotations

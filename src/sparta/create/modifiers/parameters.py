@@ -1,8 +1,7 @@
 """Which parameters a modifier means: the `params` field of a recipe, matched with a model.
 
-Entries are exact names, globs, ``re:`` patterns, ``__ALL__`` and ``__ALL_PRUNABLE__``. The one idea to know: names are
-those of the bare model, whatever DDP, FSDP or `torch.compile` put before them, and an entry that matches nothing is an
-error.
+Entries are exact names, globs, ``re:`` patterns, ``__ALL__`` and ``__ALL_PRUNABLE__``. Names are those of the bare
+model, whatever DDP, FSDP or `torch.compile` put before them, and an entry that matches nothing is an error.
 """
 
 from __future__ import annotations

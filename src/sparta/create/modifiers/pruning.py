@@ -1,7 +1,7 @@
 """Gradual pruning: from one sparsity to another over a window, by magnitude or movement, of layers or the network.
 
-The family of GMP. The one idea to know: the sparsity at an update is the closed form of the epoch, exact to the last
-element at both ends, and a floor keeps a global threshold from emptying a layer.
+The family of GMP. The sparsity at an update is the closed form of the epoch, exact to the last element at both ends,
+and a floor keeps a global threshold from emptying a layer.
 """
 
 from __future__ import annotations

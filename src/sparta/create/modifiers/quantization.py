@@ -1,8 +1,8 @@
 """The modifier that switches quantization-aware training on, and later holds ranges and batch norms still.
 
-Everything it does is in :mod:`sparta.create.quantize`; this file says when. The one idea to know: it needs nothing
-from the training script, and mixed precision may stay on (the rounding is done in float32), though a script that
-wants to switch it off finds the moment in ``start_epoch``.
+Everything it does is in :mod:`sparta.create.quantize`; this file says when. It needs nothing from the training script,
+and mixed precision may stay on (the rounding is done in float32), though a script that wants to switch it off finds the
+moment in ``start_epoch``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Second-order pruning: what to prune, and how the rest makes up for it, from the curvature of the loss.
 
 OBS holds blocks of the empirical Fisher matrix and samples fresh gradients for them; M-FAC works from a few gradients
-alone, sampled or taken from the training itself. The one idea to know: after such an event the surviving weights have
-moved, by the step that the estimate of the curvature says repairs the damage.
+alone, sampled or taken from the training itself. After such an event the surviving weights have moved, by the step that
+the estimate of the curvature says repairs the damage.
 """
 
 from __future__ import annotations

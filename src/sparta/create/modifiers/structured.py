@@ -1,8 +1,8 @@
 """Structured pruning: whole filters or input channels, by their norms, and whole layers.
 
 What it prunes can be cut out of the model afterwards (`sparta.compact`), so that the model is smaller with ordinary
-dense layers. The one idea to know: layers that must lose the same channels are named as one group, scored by the sum of
-their norms and given one and the same choice.
+dense layers. Layers that must lose the same channels are named as one group, scored by the sum of their norms and given
+one and the same choice.
 """
 
 from __future__ import annotations

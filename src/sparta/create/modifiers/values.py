@@ -1,7 +1,6 @@
 """Plain values written while training: weight decay, which parameters learn, and parameters themselves.
 
-Small things that recipes have always had. The one idea to know: what is taken away for a window is given back at its
-end as it was.
+Small things that recipes have always had. What is taken away for a window is given back at its end as it was.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Quantization-aware training of our own, on torch's core operators alone.
 
 Prepare a model and train on: weights and activations are rounded in the forward pass and learn to live with it; then
-export it with integer weights. The one idea to know: pruned weights are exactly zero on every grid, so sparsity and
-quantization compose.
+export it with integer weights. Pruned weights are exactly zero on every grid, so sparsity and quantization compose.
 """
 
 from sparta.create.quantize.export import ActivationGrid, Exported, IntegerWeight, export, load_exported

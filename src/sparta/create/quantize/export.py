@@ -1,8 +1,8 @@
 """Export: a quantised model becomes a plain one, its integer weights beside it and their grids in a spec.
 
 Batch norms are folded into the convolutions before them, exactly: integers stay what they were and only scales and
-biases change. The one idea to know: the weights of the exported model are ``(integer - zero_point) * scale`` to the
-last bit, so integers, spec and model are three views of one thing.
+biases change. The weights of the exported model are ``(integer - zero_point) * scale`` to the last bit, so integers,
+spec and model are three views of one thing.
 """
 
 from __future__ import annotations
@@ -297,6 +297,6 @@ def _write_weights(model: nn.Module, weights: Mapping[str, IntegerWeight]) -> No
 
 
 def _spec_of(model: nn.Module, weights: Mapping[str, IntegerWeight]) -> Spec:
-    quantised = {name: weight.tesa() for name, weight in weights.items()}
-    others = {name: tesa for name, tesa in Spec.from_zeros(model).items() if name not in quantised}
-    return Spec({**others, **quantised})
+    quantized = {name: weight.tesa() for name, weight in weights.items()}
+    others = {name: tesa for name, tesa in Spec.from_zeros(model).items() if name not in quantized}
+    return Spec({**others, **quantized})

@@ -1,9 +1,9 @@
 """The quantizer: watches the range of a tensor and rounds it to the integer grid of that range, still as floats.
 
-One small module does it for weights and activations alike; its range lives in buffers that never enter a state dict,
-so a model has the same keys before and after quantization. The one idea to know: everything is computed in float32
-and without a host-device wait, whatever dtype or autocast context the tensor comes from, and gradients pass straight
-through wherever a value lies inside the range.
+One small module does it for weights and activations alike; its range lives in buffers that never enter a state dict, so
+a model has the same keys before and after quantization. Everything is computed in float32 and without a host-device
+wait, whatever dtype or autocast context the tensor comes from, and gradients pass straight through wherever a value
+lies inside the range.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Batch norms under quantization: which follow a convolution, how they fold into it, how their statistics freeze.
 
-A deployed network has no batch norms; each is part of the convolution before it. The one idea to know: with one scale
-for each output channel the fold only multiplies those scales, so training needs nothing special; with one scale for
-the whole weight the quantizer must see the folded weight already while training, and it does.
+A deployed network has no batch norms; each is part of the convolution before it. With one scale for each output channel
+the fold only multiplies those scales, so training needs nothing special; with one scale for the whole weight the
+quantizer must see the folded weight already while training, and it does.
 """
 
 from __future__ import annotations

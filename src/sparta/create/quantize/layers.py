@@ -1,8 +1,8 @@
 """Quantised layers: the layer you have, whose forward sees rounded weights and rounded inputs.
 
-Switching on changes a module's class, in place, to a subclass that quantises; switching off changes it back. The one
-idea to know: parameters stay the same objects under the same names (an optimizer, a mask, a checkpoint notice
-nothing), because the rounded weight exists only while the layer's forward runs.
+Switching on changes a module's class, in place, to a subclass that quantises; switching off changes it back. Parameters
+stay the same objects under the same names (an optimizer, a mask, a checkpoint notice nothing), because the rounded
+weight exists only while the layer's forward runs.
 """
 
 from __future__ import annotations

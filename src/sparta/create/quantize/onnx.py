@@ -1,7 +1,7 @@
 """ONNX: a quantised model as a graph of integer weights, QuantizeLinear and DequantizeLinear.
 
-Runtimes recognise these pairs and replace them and the operator between by one integer kernel. The one idea to know:
-the same quantised layers are used, with quantizers that write the two ONNX operators in place of rounding.
+Runtimes recognise these pairs and replace them and the operator between by one integer kernel. The same quantised
+layers are used, with quantizers that write the two ONNX operators in place of rounding.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Switching quantization-aware training on and off in a model, in place, and running it: calibrate, freeze, state.
 
-The one idea to know: nothing about the model's state dict changes. Ranges are kept in :func:`quantization_state`
-(which the manager saves with everything else), so a checkpoint of the model from before or after the start loads into
-a fresh model, quantised or not.
+Nothing about the model's state dict changes. Ranges are kept in :func:`quantization_state` (which the manager saves
+with everything else), so a checkpoint of the model from before or after the start loads into a fresh model, quantised
+or not.
 """
 
 from __future__ import annotations

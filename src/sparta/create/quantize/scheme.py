@@ -1,8 +1,8 @@
 """Schemes: how many bits a tensor gets, and how a number becomes an integer.
 
 A :class:`Scheme` says it for the three tensors of a layer (weights, inputs, outputs), each by a
-:class:`QuantizationArgs` or not at all. The one idea to know: zero is always an exact point of the grid (symmetric
-grids have no zero point, the others a whole one), so whatever pruning made zero stays zero.
+:class:`QuantizationArgs` or not at all. Zero is always an exact point of the grid (symmetric grids have no zero point,
+the others a whole one), so whatever pruning made zero stays zero.
 """
 
 from __future__ import annotations

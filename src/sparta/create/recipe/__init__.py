@@ -1,8 +1,8 @@
 """The recipe language: YAML with named modifiers, variables, and expressions that are parsed and never run.
 
 :class:`Recipe` reads, prints, overrides and works out recipes, :func:`compose` puts one behind another, and
-:func:`dry_run` tells what one would do to a model. The one idea to know: everything stays symbolic until the modifiers
-are asked for, so one variable rescales a whole recipe.
+:func:`dry_run` tells what one would do to a model. Everything stays symbolic until the modifiers are asked for, so one
+variable rescales a whole recipe.
 """
 
 from sparta.create.recipe.dry_run import DryRun, LayerForecast, ModifierForecast, dry_run

@@ -1,8 +1,8 @@
 """A dry run: what a recipe would do to a model, told before a single step is taken.
 
 Every modifier is worked out and its parameters are matched, so that a typo, a mask that does not fit or a window past
-the end shows in a second and not after a day. The one idea to know: sparsities are predicted from the weights as they
-are now, so those of a global ranking are a forecast, the others exact.
+the end shows in a second and not after a day. Sparsities are predicted from the weights as they are now, so those of a
+global ranking are a forecast, the others exact.
 """
 
 from __future__ import annotations

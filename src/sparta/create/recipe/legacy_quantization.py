@@ -1,8 +1,8 @@
 """Old quantization fields: what SparseML and llm-compressor called them, as fields of our ``Quantization``.
 
-It is the part of :mod:`sparta.create.recipe.legacy` where names differ most. The one idea to know: whatever changes
-the numbers is converted or refused; what only said *how* a model was rewritten (which modules to fuse, to wrap) has no
-counterpart and is dropped with a warning.
+It is the part of :mod:`sparta.create.recipe.legacy` where names differ most. Whatever changes the numbers is converted
+or refused; what only said *how* a model was rewritten (which modules to fuse, to wrap) has no counterpart and is
+dropped with a warning.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The recipe: named modifiers with their fields, variables, and the expressions between them, kept as written.
 
 A recipe is a value: reading, overriding and composing return new ones, and nothing is worked out until
-:meth:`Recipe.modifiers` is asked for. The one idea to know: what you read back from :meth:`Recipe.to_yaml` is the
-same recipe, expressions and all, so a saved recipe can still be rescaled by changing one variable.
+:meth:`Recipe.modifiers` is asked for. What you read back from :meth:`Recipe.to_yaml` is the same recipe, expressions
+and all, so a saved recipe can still be rescaled by changing one variable.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stages: one recipe after another.
 
 :func:`compose` puts two recipes behind each other, and :func:`lined_up` gives the modifiers of stages their place in
-time. The one idea to know: a stage that comes ``after`` another counts its epochs from where that one ends, so changing
-the length of the first stage moves all that come after.
+time. A stage that comes ``after`` another counts its epochs from where that one ends, so changing the length of the
+first stage moves all that come after.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which tiles are worth timing for a layer: a handful, by the number of tokens and the pattern of the mask.
 
-:func:`candidates` lists them, the best guess first; :func:`default` is that guess. The one idea to know: blocks pay
-only along output channels, so a mask is seen by the height of its blocks, and a 1xB pattern is unstructured here.
+:func:`candidates` lists them, the best guess first; :func:`default` is that guess. Blocks pay only along output
+channels, so a mask is seen by the height of its blocks, and a 1xB pattern is unstructured here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the C++ kernels are compiled with, for each instruction set, and what tells one build from another.
 
-Both the package's build (``setup.py``, where there is no torch) and the toolchain at run time read it. The one idea to
-know: it imports the standard library alone and is also loaded by path, so it must stay on its own.
+Both the package's build (``setup.py``, where there is no torch) and the toolchain at run time read it. It imports the
+standard library alone and is also loaded by path, so it must stay on its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FLAGS = {
 ISAS = tuple(NEEDS)
 COMPILERS = ("g++", "clang++", "c++")
 MANIFEST = "manifest.json"
-_OPTIMISED = ("-O3",)
+_OPTIMIZED = ("-O3",)
 # Errors end the process at once, so that a test cannot pass over them. Below -O2, a * b + c is rounded twice.
 _SANITIZED = ("-O2", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 _COMMON = (
@@ -43,7 +43,7 @@ def compiler_flags(isa: str, *, sanitize: bool = False) -> tuple[str, ...]:
     >>> "-O3" in compiler_flags("portable"), "-O3" in compiler_flags("portable", sanitize=True)
     (True, False)
     """
-    return (*_COMMON, *(_SANITIZED if sanitize else _OPTIMISED), *_FLAGS[isa])
+    return (*_COMMON, *(_SANITIZED if sanitize else _OPTIMIZED), *_FLAGS[isa])
 
 
 def source_files(folder: Path) -> tuple[Path, ...]:

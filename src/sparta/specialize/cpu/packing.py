@@ -1,7 +1,7 @@
 """Pack a mask: the index arrays that a kernel reads, and where in the dense weight each stored value comes from.
 
-One function for each form, vectorised in numpy, which is faster here than torch on a busy machine. The one idea to
-know: a layout depends on the mask only, so new values for the same mask are one gather (:meth:`Layout.values`).
+One function for each form, vectorised in numpy, which is faster here than torch on a busy machine. A layout depends on
+the mask only, so new values for the same mask are one gather (:meth:`Layout.values`).
 """
 
 from __future__ import annotations

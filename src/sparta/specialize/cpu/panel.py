@@ -1,7 +1,7 @@
 """Activations in the panel layout, which neighbouring sparse layers can hand to each other as they are.
 
-A panel is [tiles, channels, T]: tokens in tiles of T, and inside a tile one row of T tokens for each channel. The one
-idea to know: T must be the same for both neighbours; it is ``mv`` times the floats in one vector.
+A panel is [tiles, channels, T]: tokens in tiles of T, and inside a tile one row of T tokens for each channel. T must be
+the same for both neighbours; it is ``mv`` times the floats in one vector.
 """
 
 from __future__ import annotations

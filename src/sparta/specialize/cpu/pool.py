@@ -1,7 +1,7 @@
 """Max pooling on the CPU: the same values as PyTorch's, without the indices that only a backward pass needs.
 
-:func:`max_pool2d` stands in for ``torch.nn.functional.max_pool2d`` between sparse convolutions. The one idea to know:
-whatever the C++ kernel does not take, and every machine without it, goes to PyTorch.
+:func:`max_pool2d` stands in for ``torch.nn.functional.max_pool2d`` between sparse convolutions. Whatever the C++ kernel
+does not take, and every machine without it, goes to PyTorch.
 """
 
 from __future__ import annotations

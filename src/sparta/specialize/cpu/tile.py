@@ -1,7 +1,7 @@
 """The tile: how a packed weight is laid out and how its kernel walks over it.
 
-A :class:`Tile` is all that is tuned in a CPU kernel. The one idea to know: a tile changes the speed, never the result
-(beyond the order in which sums are rounded).
+A :class:`Tile` is all that is tuned in a CPU kernel. A tile changes the speed, never the result (beyond the order in
+which sums are rounded).
 """
 
 from __future__ import annotations

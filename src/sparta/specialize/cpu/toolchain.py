@@ -32,8 +32,8 @@ from sparta.errors import (
     message,
 )
 from sparta.files import private_folder, write_atomic
+from sparta.measure.machine import Compiler, probe_compiler, probe_cpu
 from sparta.specialize.cpu.flags import ISAS, NEEDS, compiler_flags, intact_library, source_files
-from sparta.testing.machine import Compiler, probe_compiler, probe_cpu
 
 __all__ = ["ISAS", "build", "isa_flags", "prebuilt", "prebuilt_state", "runnable_isas"]
 

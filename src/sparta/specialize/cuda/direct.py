@@ -1,9 +1,9 @@
 """Starting a compiled Triton kernel by the driver, without the launcher that Triton made for it.
 
 Triton's launcher looks at every argument anew at every call, asks the driver about every pointer and encodes every
-tensor map, which takes the host longer than to start the kernel. The one idea to know: what a kernel takes is a few
-numbers at known places, so they are written there and the kernel is started; where the driver says that a kernel's
-parameters are not laid out as we think, there is no :class:`DirectKernel`, and Triton starts it as ever.
+tensor map, which takes the host longer than to start the kernel. What a kernel takes is a few numbers at known places,
+so they are written there and the kernel is started; where the driver says that a kernel's parameters are not laid out
+as we think, there is no :class:`DirectKernel`, and Triton starts it as ever.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The second binding of our CUDA C++ kernels: an operator of PyTorch's dispatcher, written in C++.
 
 Kernels are compiled by NVRTC and started through ctypes unless :func:`load_extension` was called; then they are started
-by ``sparta_cuda::launch``, which `torch.export` records and a program without Python can call. The one idea to know:
-both bindings start the same machine code with the same argument, on PyTorch's current stream.
+by ``sparta_cuda::launch``, which `torch.export` records and a program without Python can call. Both bindings start the
+same machine code with the same argument, on PyTorch's current stream.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparta.specialize.torch_library import operator_library
+from sparta.specialize.runtime.cpp_library import operator_library
 
 __all__ = ["extension_loaded", "launch", "load_extension", "without_extension"]
 

@@ -1,7 +1,7 @@
 """What the kernels in CUDA C++ for few tokens share: which numbers they compute, what x must be, how they are loaded.
 
-``cuda-24`` and ``cuda-bitmap`` differ in how a weight is stored; their device code shares ``native/few_tokens.cuh``.
-The one idea to know: a kernel reads x in pieces of 16 bytes, so rows of x begin at multiples of them or are copied.
+``cuda-24`` and ``cuda-bitmap`` differ in how a weight is stored; their device code shares ``native/few_tokens.cuh``. A
+kernel reads x in pieces of 16 bytes, so rows of x begin at multiples of them or are copied.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.specialize.cuda.number_line import NumberLine
 from sparta.specialize.cuda.nvrtc import Function, compile_native, load_function, nvrtc_obstacle
+from sparta.specialize.cuda.text_tile import TextTile
 
 __all__ = ["FORMATS", "PIECE", "SHARED_BYTES", "addressable", "cuda_obstacle", "fitting_residual", "load_tile"]
 
@@ -58,7 +58,7 @@ def fitting_residual(residual: Tensor | None, tokens: int, outputs: int) -> Tens
 
 
 def load_tile(
-    name: str, tile: NumberLine, spec: tuple[torch.dtype, str | None], block: tuple[int, int], device: torch.device
+    name: str, tile: TextTile, spec: tuple[torch.dtype, str | None], block: tuple[int, int], device: torch.device
 ) -> Function:
     """Compile ``native/<name>.cu`` for a tile and load it.
 

@@ -1,8 +1,8 @@
 """Run-time compilation of CUDA C++: source and numbers in, a function that can be launched out.
 
 NVRTC, which comes with every CUDA build of PyTorch, compiles; the driver loads; both are called through ctypes, so
-nothing is built when the package is installed. The one idea to know: machine code is cached by the hash of all it
-depends on, in a folder that only the user can write to, and is loaded only if it is what was written there.
+nothing is built when the package is installed. Machine code is cached by the hash of all it depends on, in a folder
+that only the user can write to, and is loaded only if it is what was written there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Storage formats: how the live values of a matrix are kept, packed and unpacked.
 
-A TeSA says which elements matter; a format says where their values lie in memory, which is what kernels and
-files read. The one idea to know: :func:`pack` and :func:`unpack` are exact inverses on live elements, and
-what is not live comes back as 0.
+A TeSA says which elements matter; a format says where their values lie in memory, which is what kernels and files read.
+:func:`pack` and :func:`unpack` are exact inverses on live elements, and what is not live comes back as 0.
 """
 
 from sparta.tesa.formats.base import Packed, format_named, known_formats, pack, register_format, unpack

@@ -1,8 +1,8 @@
 """A packed matrix: live values and an index, in place of a dense tensor.
 
-Every storage format derives from :class:`Packed` and registers its name, so that files, kernels and
-:func:`pack` find it. The one idea to know: the index describes one (rows, cols) matrix and the values may
-have batch dimensions in front, ``(*batch, ...)``: many matrices with the same zeros share one index.
+Every storage format derives from :class:`Packed` and registers its name, so that files, kernels and :func:`pack` find
+it. The index describes one (rows, cols) matrix and the values may have batch dimensions in front, ``(*batch, ...)``:
+many matrices with the same zeros share one index.
 """
 
 from __future__ import annotations

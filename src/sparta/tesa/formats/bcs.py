@@ -1,8 +1,7 @@
 """Block compressed storage: BCSR (row by row), BCSC (column by column), BCSRC (both, over one value array).
 
-The formats of the block-sparse kernels; any block size, any shape. The one idea to know: a kept block is
-stored whole, h x w, with zeros where an element is dead or outside the matrix, so a kernel needs no mask
-inside a block.
+The formats of the block-sparse kernels; any block size, any shape. A kept block is stored whole, h x w, with zeros
+where an element is dead or outside the matrix, so a kernel needs no mask inside a block.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which blocks of a matrix are kept, in row order and in column order.
 
-The index of every block format (BCSR, BCSC, BCSRC) and of the kernels that read them. The one idea to know:
-it is built from a block mask alone and always sorted, so the same mask gives the same index, and the same
-order of summation, on every device and every run.
+The index of every block format (BCSR, BCSC, BCSRC) and of the kernels that read them. It is built from a block mask
+alone and always sorted, so the same mask gives the same index, and the same order of summation, on every device and
+every run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Moving blocks between a dense matrix and a value array: gather, scatter, sum.
 
-The arithmetic shared by the BCS formats and by the original's functions. The one idea to know: a matrix is
-*viewed* as (grid rows, grid cols, h, w), which costs nothing for any strides, and one indexing operation
-moves all kept blocks; all is plain PyTorch, so autograd follows.
+The arithmetic shared by the BCS formats and by the original's functions. A matrix is *viewed* as (grid rows, grid cols,
+h, w), which costs nothing for any strides, and one indexing operation moves all kept blocks; all is plain PyTorch, so
+autograd follows.
 """
 
 from __future__ import annotations

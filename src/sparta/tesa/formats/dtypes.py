@@ -1,8 +1,8 @@
 """How the packed formats treat dtypes: how to move any of them, and what their sums are made of.
 
-PyTorch has kernels that gather and scatter the common dtypes only; fp8 and the wide unsigned integers lack
-some. The one idea to know: packing never computes with values, so such tensors travel as integers of the same
-width (:func:`as_movable`) and come back by a view.
+PyTorch has kernels that gather and scatter the common dtypes only; fp8 and the wide unsigned integers lack some.
+Packing never computes with values, so such tensors travel as integers of the same width (:func:`as_movable`) and come
+back by a view.
 """
 
 from __future__ import annotations

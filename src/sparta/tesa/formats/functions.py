@@ -1,9 +1,8 @@
 """The block-index functions under the names of the original SparTA: ``get_bcs_function`` and what it returns.
 
-A thin face over :class:`~.block_index.BlockIndex`, for code written against the original and for kernels that
-want flat values ``(*batch, kept * h * w)``. The one idea to know: these work on whole blocks, so
-``inverse(convert(x))`` equals ``x`` where :meth:`TeSAIndexes.get_mask` is True; pass the element mask to
-``convert`` when it is finer than the block.
+A thin face over :class:`~.block_index.BlockIndex`, for code written against the original and for kernels that want flat
+values ``(*batch, kept * h * w)``. These work on whole blocks, so ``inverse(convert(x))`` equals ``x`` where
+:meth:`TeSAIndexes.get_mask` is True; pass the element mask to ``convert`` when it is finer than the block.
 """
 
 from __future__ import annotations

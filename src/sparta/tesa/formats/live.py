@@ -1,8 +1,7 @@
 """Where packing learns which elements are live: from a TeSA, or from a mask tensor.
 
-Every ``pack`` takes either through the functions below, so the formats never ask which one they were given.
-The one idea to know: a TeSA is recognised by what it can do (:class:`LiveSource`), so this package needs
-nothing above it.
+Every ``pack`` takes either through the functions below, so the formats never ask which one they were given. A TeSA is
+recognised by what it can do (:class:`LiveSource`), so this package needs nothing above it.
 """
 
 from __future__ import annotations

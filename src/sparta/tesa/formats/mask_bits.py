@@ -1,7 +1,7 @@
 """Masks at one bit an element: eight columns to a byte, lowest column first, rows padded to whole bytes.
 
-Used by the bitmap format and wherever a mask is kept or saved. The one idea to know: column c of a row is bit
-``c % 8`` of byte ``c // 8``, and the padding bits are zero.
+Used by the bitmap format and wherever a mask is kept or saved. Column c of a row is bit ``c % 8`` of byte ``c // 8``,
+and the padding bits are zero.
 """
 
 from __future__ import annotations

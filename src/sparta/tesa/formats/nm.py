@@ -1,8 +1,8 @@
 """N:M storage: of every m neighbours in a row, n values and where in the group they stood.
 
-For masks of the pattern NM(n, m), groups along the last axis (input channels), never crossing a row. The one
-idea to know: every group stores exactly n values at n distinct ascending positions; a group with fewer live
-elements is filled up with zeros at its lowest free positions, so kernels need no counts.
+For masks of the pattern NM(n, m), groups along the last axis (input channels), never crossing a row. Every group stores
+exactly n values at n distinct ascending positions; a group with fewer live elements is filled up with zeros at its
+lowest free positions, so kernels need no counts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reading a packed matrix back from a file: every number is checked before it is used as an index.
 
-:meth:`~.base.Packed.state` gives named tensors and JSON metadata; :class:`StateReader` hands them out again
-one by one and refuses what does not fit. The one idea to know: a kernel trusts its index blindly, so an
-edited or truncated file must fail here, with a sentence that says what is wrong.
+:meth:`~.base.Packed.state` gives named tensors and JSON metadata; :class:`StateReader` hands them out again one by one
+and refuses what does not fit. A kernel trusts its index blindly, so an edited or truncated file must fail here, with a
+sentence that says what is wrong.
 """
 
 from __future__ import annotations

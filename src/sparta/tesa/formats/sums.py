@@ -1,9 +1,8 @@
 """Row and column sums of packed values, the same on every run.
 
-Scatter-add on a GPU sums in whatever order the threads come; the functions here sum in index order instead:
-within the segments of a sorted index (:func:`segment_sum`), or over slabs of rows (:func:`slab_sum`). The one
-idea to know: long sums are carried in 64 bits and only the result is rounded, so half precision does not
-overflow half-way.
+Scatter-add on a GPU sums in whatever order the threads come; the functions here sum in index order instead: within the
+segments of a sorted index (:func:`segment_sum`), or over slabs of rows (:func:`slab_sum`). Long sums are carried in 64
+bits and only the result is rounded, so half precision does not overflow half-way.
 """
 
 from __future__ import annotations

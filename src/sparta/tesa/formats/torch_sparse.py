@@ -1,8 +1,7 @@
 """To and from PyTorch's own sparse tensors: BSR, BSC and CSR.
 
-For handing a packed matrix to library kernels and for reading what other code made. The one idea to know:
-PyTorch's block layouts need a shape that the block divides, while CSR takes any shape; stored zeros stay
-stored.
+For handing a packed matrix to library kernels and for reading what other code made. PyTorch's block layouts need a
+shape that the block divides, while CSR takes any shape; stored zeros stay stored.
 """
 
 from __future__ import annotations

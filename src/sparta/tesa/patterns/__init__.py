@@ -1,9 +1,9 @@
 """Patterns: where the zeros of a mask may be, and how a score becomes a mask that obeys.
 
 A pattern projects a score to a mask with an exact number of zeros, validates a mask, and says its own parameters;
-:func:`detect` goes the other way, from a mask to the most regular pattern that holds. The one idea to know: all
-patterns prune in one order, smaller score first and lower index first among equals (see :mod:`sparta.tesa.select`).
-A new pattern is one new file with a ``@register``-ed frozen dataclass, imported here.
+:func:`detect` goes the other way, from a mask to the most regular pattern that holds. All patterns prune in one order,
+smaller score first and lower index first among equals (see :mod:`sparta.tesa.select`). A new pattern is one new file
+with a ``@register``-ed frozen dataclass, imported here.
 """
 
 from sparta.tesa.patterns.base import Pattern, parse_pattern

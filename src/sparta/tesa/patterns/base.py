@@ -1,8 +1,8 @@
 """What every pattern is: a frozen dataclass that projects, validates, prints and (de)serialises itself.
 
-The base class does everything that is common (checking scores, masks and fields, wording errors, dictionaries and
-text forms); a concrete pattern only says how it selects and what it forbids. The one idea to know: a pattern sees
-a tensor as *units* (blocks, groups, slices), and a mask is valid when no unit is broken.
+The base class does everything that is common (checking scores, masks and fields, wording errors, dictionaries and text
+forms); a concrete pattern only says how it selects and what it forbids. A pattern sees a tensor as *units* (blocks,
+groups, slices), and a mask is valid when no unit is broken.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Block sparsity: zeros come as whole h × w blocks over two axes.
 
 It is the pattern most kernels like, for weights (blocks over output and input channels, separately for each kernel
-position of a convolution) and for attention masks (blocks over the last two axes). The one idea to know: blocks
-tile the tensor from its origin, and those at a ragged edge are smaller blocks that count like any other.
+position of a convolution) and for attention masks (blocks over the last two axes). Blocks tile the tensor from its
+origin, and those at a ragged edge are smaller blocks that count like any other.
 """
 
 from __future__ import annotations

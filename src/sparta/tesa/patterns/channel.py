@@ -1,7 +1,7 @@
 """Channel sparsity: zeros come as whole slices along one axis.
 
-Output channels of a weight are axis 0, input channels axis 1; channel patterns are the ones that can shrink a
-model with ordinary dense layers. The one idea to know: a slice is everything at one position of the axis.
+Output channels of a weight are axis 0, input channels axis 1; channel patterns are the ones that can shrink a model
+with ordinary dense layers. A slice is everything at one position of the axis.
 """
 
 from __future__ import annotations

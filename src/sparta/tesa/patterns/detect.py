@@ -1,6 +1,6 @@
 """From a mask back to its pattern: the most regular one that holds, and how dense the mask is inside it.
 
-This is how zeros that are already in a checkpoint get a name. The one idea to know is the order of questions, from
+This is how zeros that are already in a checkpoint get a name. What matters is the order of questions, from
 what says most to what says least: dense, channels, blocks, V:N:M, N:M, unstructured; the first that holds is the
 answer. N:M must also say something: that no group of a sparse random mask happens to be overfull is no pattern.
 """

@@ -1,7 +1,7 @@
 """Runs of consecutive elements along an axis: reduce them, spread them, and keep the best of each.
 
 Blocks, N:M groups and V:N:M tiles are all cut out of a tensor by such runs, and all share the same treatment of a
-ragged tail: the last run is shorter, never padded and never merged. The one idea to know is :class:`GroupQuota`,
+ragged tail: the last run is shorter, never padded and never merged. It rests on :class:`GroupQuota`,
 the common half of N:M and V:N:M: the full mask first, then pruning less (gradual) or more than it on request.
 """
 

@@ -1,8 +1,8 @@
 """N:M sparsity: n kept of every m consecutive elements along one axis.
 
-2:4 is what sparse tensor cores run; any other pair is allowed. The one idea to know: groups run along the input
-channels (axis 1 of a Linear or Conv weight; give axis 0 for a transposed convolution) and never cross a row, so a
-row that is no multiple of m ends in a shorter group that keeps at most n.
+2:4 is what sparse tensor cores run; any other pair is allowed. Groups run along the input channels (axis 1 of a Linear
+or Conv weight; give axis 0 for a transposed convolution) and never cross a row, so a row that is no multiple of m ends
+in a shorter group that keeps at most n.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The pattern without structure: any element may be zero.
 
-It is the loosest pattern, and what a mask is said to have when nothing more regular holds. The one idea to know:
-its units are single elements, so its count of zeros is the exact rounding of sparsity times elements.
+It is the loosest pattern, and what a mask is said to have when nothing more regular holds. Its units are single
+elements, so its count of zeros is the exact rounding of sparsity times elements.
 """
 
 from __future__ import annotations

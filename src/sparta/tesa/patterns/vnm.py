@@ -1,8 +1,8 @@
 """V:N:M sparsity (VENOM): blocks of v rows agree on 2n columns of every m, and each row keeps n of those.
 
 It lets hardware that only knows N:2N (2:4) run at sparsities above one half: the agreed columns are gathered, and
-inside them the block is plain N:2N. The one idea to know: two levels, first columns by summed score over the v
-rows, then elements by their own score, so the full mask has exactly the zeros of the N:M with the same n and m.
+inside them the block is plain N:2N. Two levels, first columns by summed score over the v rows, then elements by their
+own score, so the full mask has exactly the zeros of the N:M with the same n and m.
 """
 
 from __future__ import annotations

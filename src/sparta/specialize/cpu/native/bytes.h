@@ -1,5 +1,5 @@
 // Panels of 8-bit integers: four neighbouring channels of a token are the bytes of one 32-bit place, so that a panel of
-// bytes is moved and transposed as one of floats with a quarter of the channels. The one idea to know: bytes are rounded
+// bytes is moved and transposed as one of floats with a quarter of the channels. Bytes are rounded
 // and joined with the saturating instructions that halve numbers, 32 bits to 16 to 8, which also cut them to their range.
 #pragma once
 

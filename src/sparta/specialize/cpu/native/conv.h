@@ -1,6 +1,6 @@
 // Convolutions: the kernels of spmm.h with another table of offsets. An image is a flat row of tokens, its output pixels
 // row by row with gaps where rows are padded; a weight's offset leads from a token to the input value that it multiplies,
-// in a padded copy of a band of tokens (or in the input itself, where nothing is to be padded). The one idea to know: a
+// in a padded copy of a band of tokens (or in the input itself, where nothing is to be padded). A
 // band is copied to `slots`, one for each way to shift the image that offsets alone cannot do: the phases of a stride,
 // and, where the caller wants aligned loads or no gaps, the shifts of the taps as well.
 #pragma once

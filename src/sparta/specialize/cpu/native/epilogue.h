@@ -1,5 +1,5 @@
 // What happens to a sum before it is stored: y = activation(sum + bias) + residual, or relu(sum + bias + residual), on
-// data that is still in the cache. The one idea to know: the activation is a template parameter, chosen once a block of
+// data that is still in the cache. The activation is a template parameter, chosen once a block of
 // rows, so inner loops have no branches for it; where it stands is part of it: kReluLast comes after the residual.
 #pragma once
 

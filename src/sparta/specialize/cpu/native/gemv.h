@@ -2,7 +2,7 @@
 // of 4, 8 or 16 output channels with one index each; for single weights (AVX-512) a permuted compact form, which holds
 // 16 rows in the lanes of a vector and picks the inputs with a permutation instead of a gather, and a bitmap, which has
 // fewer bytes where a fifth of the weights or more are live; and plain row lists.
-// The one idea to know: every form is one straight stream through memory, prefetched a few kilobytes ahead.
+// Every form is one straight stream through memory, prefetched a few kilobytes ahead.
 #pragma once
 
 #include "epilogue.h"

@@ -1,5 +1,5 @@
 // What generated kernels share: they bring functions for groups of rows, with all indices in the instructions; here
-// tokens are packed, the functions are called, and results go through the epilogue. The one idea to know: a generated
+// tokens are packed, the functions are called, and results go through the epilogue. A generated
 // function reads one vector of tokens for each input channel and writes one for each of its rows.
 #pragma once
 

@@ -1,6 +1,6 @@
 // y = x W^T of 8-bit integers for many tokens, requantised on the way out. As in spmm.h, vectors run along tokens and
 // weights are broadcast; the unit is four neighbouring input channels, the bytes of one 32-bit lane, which one
-// instruction multiplies and adds (AVX-512 VNNI; elsewhere two or four do). The one idea to know: sums are exact 32-bit
+// instruction multiplies and adds (AVX-512 VNNI; elsewhere two or four do). Sums are exact 32-bit
 // integers in every build and are requantised in registers; four channels of a token leave as the bytes of one lane, so
 // that the output of a layer is a panel as the next one reads it, with a quarter of the memory that fp32 takes.
 #pragma once

@@ -1,5 +1,5 @@
 // The panel layout: tokens in tiles of T, and inside a tile one row of T tokens for each channel, [tiles][channels][T].
-// A kernel that vectorises over tokens then loads whole vectors for any channel. The one idea to know: token-major data
+// A kernel that vectorises over tokens then loads whole vectors for any channel. Token-major data
 // is transposed in registers, kLanes x kLanes at a time, while it is in the cache for the multiplication anyway.
 #pragma once
 

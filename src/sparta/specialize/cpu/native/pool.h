@@ -1,5 +1,5 @@
 // The largest value of every window of an image, for the dense neighbours of sparse layers: without having to say where
-// the value was, as training needs it, this is quick. The one idea to know: a window is first reduced over its rows,
+// the value was, as training needs it, this is quick. A window is first reduced over its rows,
 // then over its columns, in whole vectors; only picking every stride-th result goes value by value.
 #pragma once
 

@@ -1,5 +1,5 @@
 // Threads: OpenMP, so that a process that has loaded torch first shares one pool with it. Work is cut by cost, not by
-// count, because the rows of a trained mask differ. The one idea to know: every thread finds its own share from the
+// count, because the rows of a trained mask differ. Every thread finds its own share from the
 // running sum of costs, without talking to the others, and the cut never changes a result.
 #pragma once
 

@@ -1,0 +1,71 @@
+"""The console: the ``sparta`` command itself, and what its commands share.
+
+An error the user can cause is one line on stderr and exit status 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from sparta.errors import SpartaError
+from sparta.version import __version__
+
+__all__ = ["AsJson", "app", "main", "user_errors"]
+
+app = typer.Typer(
+    help="Model sparsity for PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def main() -> None:
+    """Run the command line; the entry point of the installed ``sparta`` command."""
+    app(prog_name="sparta")
+
+
+def _print_version(*, wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sparta {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version and exit.",
+            is_eager=True,
+            callback=lambda value: _print_version(wanted=value),
+        ),
+    ] = False,
+) -> None:
+    """Model sparsity for PyTorch."""
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turn an error the user caused into one line on stderr and exit status 2, and a warning into one line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            yield
+        except SpartaError as error:
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(2) from error
+        finally:
+            for entry in caught:
+                typer.echo(f"warning: {' '.join(str(entry.message).split())}", err=True)

@@ -1,0 +1,225 @@
+"""Choose, layer by layer: every sub-graph's candidates are timed, dense among them; the fastest that is right stays.
+
+The specialiser's tuner does the measuring, on the activations that the layer really gets. Layers of one kernel-spec
+bucket cost alike, so they are measured once and share the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from sparta.compiler.graph.program import Program
+from sparta.compiler.lower.subgraph import SubGraph
+from sparta.compiler.plan import LayerPlan
+from sparta.compiler.session import Session
+from sparta.errors import SpartaError
+from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.tuning.select import DENSE, Choice, Problem, choose, tune_kernel
+from sparta.specialize.tuning.store import key_of
+
+__all__ = ["TOO_DENSE", "SizeSample", "best_ratio", "choice_for", "choose_layers", "size_samples"]
+
+TOO_DENSE = 0.98
+_EFFORT: Mapping[str, tuple[int, float]] = {"quick": (12, 3.0), "full": (60, 20.0)}
+
+
+@dataclass(frozen=True)
+class SizeSample:
+    """The activations of every sub-graph at one size of the model's inputs: x, and the residual or None."""
+
+    values: Mapping[SubGraph, tuple[Tensor, Tensor | None]]
+
+
+def size_samples(program: Program, subgraphs: Sequence[SubGraph], sizes: Sequence[Sequence[Any]]) -> list[SizeSample]:
+    """Run the program once for each list of flat inputs and keep what the sub-graphs see."""
+    wanted: set[fx.Node] = {subgraph.anchor.x for subgraph in subgraphs}
+    wanted |= {subgraph.residual for subgraph in subgraphs if subgraph.residual is not None}
+    samples = []
+    for inputs in sizes:
+        seen = program.values(inputs, wanted)
+        pairs = {g: (seen[g.anchor.x], None if g.residual is None else seen[g.residual]) for g in subgraphs}
+        samples.append(SizeSample(pairs))
+    return samples
+
+
+def choose_layers(subgraphs: Sequence[SubGraph], samples: Sequence[SizeSample], session: Session) -> list[LayerPlan]:
+    """Return the plan of every sub-graph, each the best on its own.
+
+    Never raises for what a candidate does; an interrupt or a spent budget leaves the rest dense, or as stored.
+    """
+    chosen = _chosen(subgraphs, samples, session)
+    plans = []
+    for subgraph in subgraphs:
+        x, _ = samples[0].values[subgraph]
+        weight, attributes = subgraph.tesa, subgraph.anchor.attributes
+        plans.append(
+            LayerPlan(
+                name=subgraph.name,
+                op=subgraph.lowering.op,
+                pattern=weight.describe_pattern(),
+                density=weight.density,
+                shape=weight.shape,
+                choices=chosen[subgraph],
+                flops=subgraph.lowering.flops(weight, x, attributes, live=False),
+                live_flops=subgraph.lowering.flops(weight, x, attributes, live=True),
+                best_ratio=best_ratio(next(iter(chosen[subgraph].values()))),
+            )
+        )
+    return plans
+
+
+def _chosen(
+    subgraphs: Sequence[SubGraph], samples: Sequence[SizeSample], session: Session
+) -> dict[SubGraph, dict[int, Choice]]:
+    """Return what runs every sub-graph, by size.
+
+    The dearest kinds are measured first: what one overruns its share by is then at the cost of those that matter least.
+    Those whose time was up have a second turn if others have left some.
+    """
+    kinds = _kinds(subgraphs, samples)
+    first = {kind: place for place, kind in reversed(kinds.items())}
+    costs = dict.fromkeys(first, 0)
+    for (subgraph, at), kind in kinds.items():
+        x, attributes = samples[at].values[subgraph][0], subgraph.anchor.attributes
+        costs[kind] += subgraph.lowering.flops(subgraph.tesa, x, attributes, live=False)
+    known: dict[str, Choice] = {}
+
+    def measure(kind: str, number: int) -> None:
+        subgraph, at = first[kind]
+        x, residual = samples[at].values[subgraph]
+        size = subgraph.lowering.size(x)
+        pattern = subgraph.tesa.describe_pattern()
+        session.show(f"kind of layer {number + 1}/{len(first)}: {subgraph.name} ({pattern}), size {size}")
+        _choice(subgraph, x, residual, known, session, share=_share(kind, costs, known))
+
+    dearest = sorted(first, key=lambda kind: -costs[kind])
+    for number, kind in enumerate(dearest):
+        measure(kind, number)
+    for number, kind in enumerate(dearest):
+        if _hurried(known[kind]) and session.left_for_layers > 0:
+            del known[kind]
+            measure(kind, number)
+
+    chosen: dict[SubGraph, dict[int, Choice]] = {subgraph: {} for subgraph in subgraphs}
+    for subgraph in subgraphs:
+        for at, sample in enumerate(samples):
+            size = subgraph.lowering.size(sample.values[subgraph][0])
+            choice = known[kinds[subgraph, at]] if (subgraph, at) in kinds else _not_measured(subgraph)
+            chosen[subgraph].setdefault(size, choice)
+    return chosen
+
+
+def _hurried(choice: Choice) -> bool:
+    """Whether a layer stays dense only because its time was up."""
+    return choice.implement == DENSE and choice.entry is None and choice.result is not None
+
+
+def _kinds(subgraphs: Sequence[SubGraph], samples: Sequence[SizeSample]) -> dict[tuple[SubGraph, int], str]:
+    """Return the key that layers which cost alike share, by layer and point, for those that are worth measuring.
+
+    Beside sparse layers those are depthwise ones, in models that are sparse elsewhere: most of such a layer, seen as a
+    convolution of all channels, is zero by its nature.
+    """
+    sparse = {subgraph for subgraph in subgraphs if subgraph.tesa.density < TOO_DENSE or subgraph.scales is not None}
+    measured = [subgraph for subgraph in subgraphs if subgraph in sparse or (sparse and _depthwise(subgraph))]
+    return {(g, at): key_of(g.spec(sample.values[g][0])) for g in measured for at, sample in enumerate(samples)}
+
+
+def _depthwise(subgraph: SubGraph) -> bool:
+    return subgraph.anchor.attributes.get("groups", 1) > 1 and subgraph.tesa.shape[1] == 1
+
+
+def _share(key: str, costs: Mapping[str, int], known: Mapping[str, Choice]) -> float:
+    """Return the share of the time that is left for one kind: by its cost, and half as much as all alike at least."""
+    left = {other: cost for other, cost in costs.items() if other not in known or other == key}
+    return max(costs.get(key, 0) / max(1, sum(left.values())), 0.5 / max(1, len(left)))
+
+
+def _not_measured(subgraph: SubGraph) -> Choice:
+    zeros = subgraph.tesa.sparsity
+    why = "the weight has no zeros" if not zeros else f"only {zeros:.1%} of the weight is zero"
+    return Choice(DENSE, {}, f"dense: {why}")
+
+
+def _choice(
+    subgraph: SubGraph, x: Tensor, residual: Tensor | None, known: dict[str, Choice], session: Session, *, share: float
+) -> Choice:
+    spec = subgraph.spec(x)
+
+    def problem() -> Problem:
+        return subgraph.lowering.problem(spec, subgraph.weight, x, subgraph.bias, residual)
+
+    return choice_for(spec, problem, known, session, share=share)
+
+
+def choice_for(
+    spec: KernelSpec, problem: Callable[[], Problem], known: dict[str, Choice], session: Session, *, share: float
+) -> Choice:
+    """Return what runs a kernel spec: as another of its kind, as stored, or as measured now; dense if all fails.
+
+    Parameters
+    ----------
+    problem
+        Called where something is measured.
+    known
+        Choices of this compilation, by the key of their kind; the new one is added.
+    share
+        Of the time that is left for layers.
+    """
+    key = key_of(spec)
+    if key in known:
+        return known[key]
+    try:
+        choice = _measured(spec, problem, session, share)
+    except KeyboardInterrupt:
+        session.interrupted = True
+        choice = Choice(DENSE, {}, "dense: interrupted")
+    except (SpartaError, RuntimeError, ValueError, TypeError) as error:
+        # A layer that cannot be measured must not end the compilation of the model.
+        choice = Choice(DENSE, {}, f"dense: measuring failed ({type(error).__name__}: {str(error).splitlines()[0]})")
+    known[key] = choice
+    return choice
+
+
+def _measured(spec: KernelSpec, problem: Callable[[], Problem], session: Session, share: float) -> Choice:
+    stored = choose(spec, session.store)
+    if stored.entry is not None:
+        lost = stored.implement == DENSE
+        return replace(stored, reason="dense: nothing was faster (stored)") if lost else stored
+    if session.tune == "off" and stored.implement != DENSE:
+        return stored  # of the table that comes with the package
+    if session.tune == "off":
+        return Choice(DENSE, {}, "dense: not tuned, and no stored result", None, stored.refused)
+    if session.left_for_layers <= 0:
+        why = "interrupted" if session.interrupted else "the budget was spent before this layer"
+        return Choice(DENSE, {}, f"dense: {why}", None, stored.refused)
+    trials, most = _EFFORT[session.tune]
+    seconds = max(0.05, session.share(share, most))
+    with torch.no_grad(), session.step(seconds):
+        begin, given = session.elapsed, problem()
+        choice = tune_kernel(
+            given,
+            max_trials=trials,
+            max_seconds=max(0.01, seconds - (session.elapsed - begin)),  # the reference takes time as well
+            seed=session.seed,
+            store=session.store,
+            in_graphs=session.in_graphs,
+        )
+    if choice.result is not None and choice.result.interrupted:
+        session.interrupted = True
+    return choice
+
+
+def best_ratio(choice: Choice) -> float | None:
+    """Return the time of the best candidate over dense's, where one was timed."""
+    if choice.implement != DENSE and choice.entry is not None:
+        return 1.0 / choice.entry.speedup
+    if choice.result is None:
+        return None
+    tried = [t.value for t in choice.result.trials if t.value is not None and t.params.get("_name") != DENSE]
+    return min(tried, default=None)

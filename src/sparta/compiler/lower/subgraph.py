@@ -1,0 +1,77 @@
+"""The sub-graph: the calls of a program that one fused kernel stands for, with their tensors.
+
+Partition makes them, choosing measures them, and kernel modules run them; so what they are stands apart from
+how they are found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, fx
+
+from sparta.compiler.lower.base import Anchor, Lowering
+from sparta.specialize.kernel_spec import Epilogue, KernelSpec
+from sparta.tesa.attribute import TeSA
+
+__all__ = ["SubGraph"]
+
+
+@dataclass(frozen=True, eq=False)
+class SubGraph:
+    """One fused sub-graph: ``activation(layer(x) + bias) + residual``, or ``relu(layer(x) + bias + residual)``.
+
+    Parameters
+    ----------
+    name
+        The layer's name in the model.
+    lowering
+        The operation.
+    anchor
+        The layer's call, as the lowering read it.
+    nodes
+        The calls that the kernel stands for, in order; the last one's value is the result.
+    residual
+        The node that is added, or None.
+    epilogue
+        Bias, activation and residual.
+    weight, bias
+        The tensors, the weight as the operation takes it.
+    scales
+        (N,), of the rows of a weight that lies on an int8 grid; None for one that does not.
+    """
+
+    name: str
+    lowering: Lowering
+    anchor: Anchor
+    nodes: tuple[fx.Node, ...]
+    residual: fx.Node | None
+    epilogue: Epilogue
+    weight: Tensor
+    bias: Tensor | None
+    scales: Tensor | None = None
+
+    @cached_property
+    def tesa(self) -> TeSA:
+        """What is known of the weight: its zeros are pruned, and its grid if it has one."""
+        known = TeSA.from_zeros(self.weight)
+        return known if self.scales is None else known.with_format("int8", scale=self.scales)
+
+    def spec(self, x: Tensor) -> KernelSpec:
+        """Return the kernel spec for an activation of this shape and dtype."""
+        return self.lowering.spec(self.tesa, x, self.anchor.attributes, self.epilogue, device=self.weight.device.type)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the sub-graph is, as JSON values, without its tensors."""
+        return {
+            "name": self.name,
+            "op": self.lowering.op,
+            "calls": [str(node.target) for node in self.nodes],
+            "epilogue": vars(self.epilogue).copy(),
+            "attributes": dict(self.anchor.attributes),
+            "weight": self.anchor.weight,
+            "bias": self.anchor.bias,
+            "transposed": self.anchor.transposed,
+        }

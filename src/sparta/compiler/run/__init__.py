@@ -1,0 +1,1 @@
+"""What runs a compiled model; it imports nothing of what searches (``compiler.choose``)."""

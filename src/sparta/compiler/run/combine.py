@@ -1,0 +1,46 @@
+"""Combine: a program and the kernels chosen for some of its sub-graphs become one runnable graph.
+
+A sub-graph that runs dense keeps its own ATen calls, untouched; only where a sparse kernel was chosen does a call of a
+kernel module take their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx, nn
+
+from sparta.compiler.graph.program import Program, assemble, drop_unused
+from sparta.compiler.lower.subgraph import SubGraph
+from sparta.compiler.run.int8_links import link_layers
+
+__all__ = ["combined", "module_name"]
+
+
+def combined(program: Program, kernels: Mapping[SubGraph, nn.Module]) -> fx.GraphModule:
+    """Return the program with kernel modules in the places of these sub-graphs."""
+    graph, copies = program.copy()
+    modules: dict[str, nn.Module] = {}
+    for subgraph, module in kernels.items():
+        name = module_name(subgraph)
+        modules[name] = module
+        last = copies[subgraph.nodes[-1]]
+        arguments = [copies[subgraph.anchor.x]]
+        if subgraph.residual is not None:
+            arguments.append(copies[subgraph.residual])
+        with graph.inserting_before(last):
+            call = graph.create_node("call_module", name, tuple(arguments))
+        last.replace_all_uses_with(call)
+        for node in reversed(subgraph.nodes):
+            graph.erase_node(copies[node])
+        copies[subgraph.nodes[-1]] = call  # what the next sub-graph may start from or add
+    link_layers(graph, modules)
+    drop_unused(graph)
+    graph.lint()
+    return assemble(graph, program.tensors, modules)
+
+
+def module_name(subgraph: SubGraph) -> str:
+    """Return the name of a sub-graph's kernel module, next to where its weight was."""
+    number = subgraph.name.partition("#")[2]
+    return f"{subgraph.anchor.weight}_kernel" + (f"_{number}" if number else "")

@@ -1,0 +1,246 @@
+"""Kernel modules: one fused sub-graph at run time, with its live weights and the kernels that run it.
+
+A :class:`KernelModule` stands in the compiled graph where the calls of a sub-graph stood. Its state is the live values
+of the weight (nothing is stored for pruned ones) and the bias; the kernels' own layouts are derived from it whenever it
+changes. Whatever happens to the module (another device, another dtype, a state dict of other values), it packs anew,
+and where a chosen kernel does not fit any more, dense runs and says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from sparta.compiler.lower import Lowering, lowering_of
+from sparta.compiler.lower.subgraph import SubGraph
+from sparta.errors import ShapeError, SpartaError, message
+from sparta.specialize.implement import Kernel
+from sparta.specialize.kernel_spec import Epilogue, KernelSpec
+from sparta.specialize.tuning.select import DENSE, Choice, build
+from sparta.tesa.attribute import TeSA
+
+__all__ = ["Fused", "KernelModule", "fused_of", "subgraph"]
+
+_handles = itertools.count(1)
+_modules: weakref.WeakValueDictionary[int, KernelModule] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What a kernel module computes: the operation, what is known of its weight, and the epilogue."""
+
+    op: str
+    weight: TeSA
+    attributes: Mapping[str, Any]
+    epilogue: Epilogue
+
+    @property
+    def lowering(self) -> Lowering:
+        """The operation's lowering."""
+        return lowering_of(self.op)
+
+
+def fused_of(subgraph: SubGraph) -> Fused:
+    """Return what a sub-graph computes."""
+    return Fused(subgraph.lowering.op, subgraph.tesa, dict(subgraph.anchor.attributes), subgraph.epilogue)
+
+
+class KernelModule(nn.Module):
+    """A fused sub-graph, run by the kernel that was chosen for the size of its input.
+
+    Parameters
+    ----------
+    fused
+        What it computes.
+    live
+        The live values of the weight, in the order of its mask.
+    bias
+        One value an output channel, or None.
+    choices
+        By size, with the kernel spec that each was made for.
+    """
+
+    live: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self, fused: Fused, live: Tensor, bias: Tensor | None, choices: Mapping[int, tuple[KernelSpec, Choice]]
+    ) -> None:
+        super().__init__()
+        self.fused = fused
+        self.register_buffer("live", live)
+        self.register_buffer("bias", bias)
+        self.choices = dict(choices)
+        self.notes: list[str] = []
+        self.handle = next(_handles)
+        _modules[self.handle] = self
+        self._built: list[tuple[int, Kernel, Sequence[Tensor]]] = []
+        self._others: dict[str, KernelModule] = {}
+        self.rebuild()
+
+    @classmethod
+    def of(cls, subgraph: SubGraph, choices: Mapping[int, tuple[KernelSpec, Choice]]) -> KernelModule:
+        """Return the module of a sub-graph."""
+        mask = subgraph.tesa.mask(subgraph.weight.device)
+        bias = None if subgraph.bias is None else subgraph.bias.clone()
+        return cls(fused_of(subgraph), subgraph.weight[mask].clone(), bias, choices)
+
+    def with_attributes(self, more: Mapping[str, Any]) -> KernelModule:
+        """Return this layer with more attributes, with the same tensors; made once for the same ones."""
+        key = repr(sorted(more.items()))
+        if key not in self._others:
+            attributes = {**self.fused.attributes, **more}
+            specs = {size: (replace(s, attributes=attributes), choice) for size, (s, choice) in self.choices.items()}
+            self._others[key] = KernelModule(replace(self.fused, attributes=attributes), self.live, self.bias, specs)
+        return self._others[key]
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return ``activation(layer(x) + bias) + residual``."""
+        if torch.compiler.is_compiling():
+            return cast("Tensor", torch.ops.sparta.subgraph(x, residual, self.handle))
+        return self.run(x, residual)
+
+    def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Run the kernel for this size."""
+        lowering = self.fused.lowering
+        kernel, packed = self.kernel_for(lowering.size(x)) if len(self._built) > 1 else self._built[0][1:]
+        return lowering.run(kernel, packed, x, self.bias, residual, self.fused.attributes)
+
+    def fast_path(self) -> Callable[..., Tensor] | None:
+        """Return a function like :meth:`forward` that holds the kernel as it is now, with little Python around it.
+
+        None where sizes have kernels of their own, or the kernel has no such way.
+        """
+        _, kernel, packed = self._built[0]
+        fast_path = self.fused.lowering.fast_path(kernel, packed, self.bias) if len(self._built) == 1 else None
+        if fast_path is None:
+            return None
+        bound, run = fast_path, self.run
+
+        def call(x: Tensor, residual: Tensor | None = None) -> Tensor:
+            y = bound(x, residual)
+            return run(x, residual) if y is None else y
+
+        return call
+
+    def weight(self) -> Tensor:
+        """Return the weight, dense."""
+        mask = self.fused.weight.mask(self.live.device)
+        dense = torch.zeros(mask.shape, dtype=self.live.dtype, device=self.live.device)
+        dense[mask] = self.live
+        return dense
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the kernel for the first size holds: packed values, and indices where it tells."""
+        _, kernel, packed = self._built[0]
+        layout = kernel.layout()
+        return sum(t.numel() * t.element_size() for t in packed) if layout is None else layout.nbytes
+
+    def built(self, size: int) -> tuple[Kernel, Sequence[Tensor]]:
+        """Return the kernel of a measured size and its packed weight."""
+        return next((kernel, packed) for at, kernel, packed in self._built if at == size)
+
+    def kernel_for(self, size: int) -> tuple[Kernel, Sequence[Tensor]]:
+        """Return the kernel that runs activations of a size, and its packed weight."""
+        return self._nearest(size)[1:]
+
+    def rebuild(self) -> None:
+        """Build and pack all kernels for the present values, device and dtype."""
+        weight = self.weight()
+        built: list[tuple[int, Kernel, Sequence[Tensor]]] = []
+        for size, (spec, choice) in self.choices.items():
+            wanted = _moved(spec, self.live)
+            try:
+                kernel = build(wanted, choice.config)
+                packed = kernel.pack(weight)
+            except SpartaError as error:
+                note = f"{choice.implement} does not run on {self.live.device.type} in {self.live.dtype}: {error}"
+                self.notes.append(note)
+                warnings.warn(f"{note} Dense runs instead.", stacklevel=3)
+                kernel = build(wanted, {"_name": DENSE})
+                packed = kernel.pack(weight)
+            built.append((size, kernel, packed))
+        self._built = built
+
+    def choice_for(self, x: Tensor) -> Choice:
+        """Return what was chosen for an activation of this size."""
+        return self.choices[self._nearest(self.fused.lowering.size(x))[0]][1]
+
+    def _nearest(self, size: int) -> tuple[int, Kernel, Sequence[Tensor]]:
+        """Return the kernel of the nearest size that was measured; sizes are compared by their ratio."""
+        size = max(1, size)
+        return min(self._built, key=lambda each: max(each[0], size) / max(1, min(each[0], size)))
+
+    # ------------------------------------------------------------------ nn.Module's ways to change it
+
+    def _apply(self, fn: Any, recurse: bool = True) -> KernelModule:  # noqa: FBT001, FBT002 - PyTorch's protocol
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.rebuild()
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        given = state_dict.get(f"{prefix}live")
+        if given is not None and given.shape != self.live.shape:
+            raise ShapeError(
+                message(
+                    f"{prefix}live of {given.numel()} values",
+                    f"{self.live.numel()}, as the mask that was compiled has",
+                    "compile a model with another mask anew",
+                )
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.rebuild()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KernelModule:
+        bias = None if self.bias is None else self.bias.clone()
+        copy = KernelModule(self.fused, self.live.clone(), bias, self.choices)
+        memo[id(self)] = copy
+        return copy
+
+    def extra_repr(self) -> str:
+        """Say what runs."""
+        runs = ", ".join(f"{size}: {choice}" for size, (_, choice) in self.choices.items())
+        return f"{self.fused.op}, density {self.fused.weight.density:.3g}, {self.fused.epilogue}, {runs}"
+
+
+def _moved(spec: KernelSpec, like: Tensor) -> KernelSpec:
+    """Return a kernel spec for the device and dtype of a tensor."""
+    now = str(spec["input"].format)
+    if spec.device == like.device.type and now == str(TeSA.dense((1,), format=like.dtype).format):
+        return spec
+    # A weight in another format than the activations, such as int8, keeps it.
+    operands = {
+        name: tesa.with_format(like.dtype) if str(tesa.format) == now else tesa for name, tesa in spec.operands.items()
+    }
+    return KernelSpec(spec.op, operands, spec.epilogue, spec.attributes, like.device.type)
+
+
+def _module(handle: int) -> KernelModule:
+    found = _modules.get(handle)
+    if found is None:
+        raise SpartaError(message(f"the kernel behind handle {handle} is gone", fix="keep the compiled model"))
+    return found
+
+
+@torch.library.custom_op("sparta::subgraph", mutates_args=())
+def subgraph(x: Tensor, residual: Tensor | None, handle: int) -> Tensor:
+    """Return what the kernel module behind `handle` makes of x; how `torch.compile` reaches a kernel."""
+    return _module(handle).run(x, residual)
+
+
+@subgraph.register_fake
+def _(x: Tensor, residual: Tensor | None, handle: int) -> Tensor:
+    del residual
+    module = _module(handle)
+    fused, dtype = module.fused, module.live.dtype
+    weight = torch.empty(fused.weight.shape, dtype=dtype, device=x.device)
+    result = fused.lowering.dense(weight, x.to(dtype), None, fused.attributes)
+    return result.new_empty(result.shape, dtype=fused.lowering.result_dtype(dtype, fused.attributes))

@@ -1,0 +1,124 @@
+"""The session of one compilation: how much to measure, until when, and where results are kept and shown.
+
+One :class:`Session` goes through all steps. The budget is one for the whole compilation; a step asks
+:attr:`Session.left`, from which what verification will take and what steps take beyond their share is already taken
+off, and does less when little is left. An interrupt only sets a flag that ends the measuring.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
+from sparta.specialize.tuning.forgiving import ForgivingStore
+
+__all__ = ["ForgivingStore", "Session", "Show", "Tune"]
+
+Tune = Literal["quick", "full", "off"]
+Show = Callable[[str], None]
+_TUNES = ("quick", "full", "off")
+_FOR_LAYERS = 0.6  # of the budget
+_NOTHING = 0.02
+
+
+@dataclass
+class Session:
+    """One compilation under way.
+
+    Parameters
+    ----------
+    tune
+        How much to measure.
+    budget_s
+        Seconds for the whole compilation; None sets no limit.
+    show
+        Called with a line about what is being tried.
+    reserve
+        Seconds of the budget that are kept for what comes after measuring.
+    in_graphs
+        Whether the model may be replayed from a CUDA graph, so that the host's time does not count.
+    """
+
+    tune: Tune = "quick"
+    budget_s: float | None = None
+    show: Show = lambda _line: None
+    seed: int = 0
+    store: ForgivingStore = field(default_factory=ForgivingStore)
+    interrupted: bool = False
+    notes: list[str] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+    reserve: float = 0.0
+    in_graphs: bool = False
+    _beyond: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.tune not in _TUNES:
+            raise NameNotFoundError(did_you_mean(str(self.tune), _TUNES, "tune"))
+        if self.budget_s is not None and not self.budget_s > 0:
+            raise ValueRangeError(message(f"budget_s={self.budget_s}", "seconds above 0, or None for no limit"))
+
+    def use_graphs(self) -> None:
+        """Let the host's time not count: kernels are timed as CUDA graphs replay them, and kept apart from others."""
+        self.in_graphs = True
+        self.store = ForgivingStore("graphs")
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.started
+
+    @property
+    def left(self) -> float:
+        """Seconds that measuring may still take; 0 after an interrupt."""
+        if self.interrupted:
+            return 0.0
+        if self.budget_s is None:
+            return float("inf")
+        # The first step may compile the kernels' library, which comes once; the least overrun is what all others have.
+        overrun = min(self._beyond[1:], default=0.0)
+        return max(0.0, self.budget_s - self.elapsed - self.reserve - overrun)
+
+    @property
+    def left_for_layers(self) -> float:
+        """Seconds that measuring layers one by one may still take, so that the whole can be measured after them."""
+        return self.left if self.budget_s is None else min(self.left, _FOR_LAYERS * self.budget_s - self.elapsed)
+
+    @contextmanager
+    def step(self, seconds: float) -> Iterator[None]:
+        """Run one step that was given `seconds`, and learn what it takes beyond them."""
+        before = self.elapsed
+        try:
+            yield
+        finally:
+            self._beyond.append(max(0.0, self.elapsed - before - seconds))
+
+    def share(self, share: float, most: float) -> float:
+        """Return the seconds for a layer that gets a share of what is left for layers."""
+        return min(most, self.left_for_layers * share)
+
+    def affords(self, seconds: float) -> bool:
+        """Whether a step can be paid for: by what is left, or because next to the budget it is nothing."""
+        small = self.budget_s is not None and seconds < _NOTHING * self.budget_s
+        return not self.interrupted and (seconds < self.left or small)
+
+    def note(self, text: str) -> None:
+        """Keep a line for the report, once."""
+        if text and text not in self.notes:
+            self.notes.append(text)
+
+
+def shown(progress: Show | bool | None) -> Show:  # noqa: FBT001 - as people pass it
+    """Return what shows progress: the given callable, lines on a terminal's stderr, or nothing.
+
+    >>> shown(None if not sys.stderr.isatty() else False)("trying ...")
+    """
+    if callable(progress):
+        return progress
+    if progress or (progress is None and sys.stderr.isatty()):
+        return lambda line: print(f"sparta: {line}", file=sys.stderr, flush=True)  # noqa: T201 - what progress is for
+    return lambda _line: None

@@ -1,0 +1,33 @@
+"""Rules that come with the package, one file a family of ops; importing this package registers them all."""
+
+from sparta.propagation.rules import (
+    attention,
+    bits,
+    convolution,
+    elementwise,
+    embedding,
+    experts,
+    indexing,
+    linear,
+    norms,
+    quantize,
+    reductions,
+    shapes,
+    slicing,
+)
+
+__all__ = [
+    "attention",
+    "bits",
+    "convolution",
+    "elementwise",
+    "embedding",
+    "experts",
+    "indexing",
+    "linear",
+    "norms",
+    "quantize",
+    "reductions",
+    "shapes",
+    "slicing",
+]

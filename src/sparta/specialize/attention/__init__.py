@@ -1,0 +1,1 @@
+"""The operation ``attention``: its spec and dense kernel, its op, and one file for each implement."""

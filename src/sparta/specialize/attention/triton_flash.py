@@ -1,0 +1,237 @@
+"""The fused Triton attention as implements: ``triton-flash`` for masks and for sequences of several lengths.
+
+Both walk tiles of queries and keys with a running softmax and store no scores. Heads that share keys and have few
+queries each are put below each other, so that keys and values are read once for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparta.common.tuning import TunableItemCfg
+from sparta.specialize.attention.op import flash_attention
+from sparta.specialize.attention.spec import AttentionKernel
+from sparta.specialize.attention.tile import AttentionTile
+from sparta.specialize.blocks.attention_lists import AttentionLists, attention_lists
+from sparta.specialize.blocks.batches import broadcast
+from sparta.specialize.cuda.device import need_triton, obstacle
+from sparta.specialize.implement import Implement, Params, Support, present, register
+from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.seqlen_attention.spec import SeqlenAttentionKernel
+from sparta.tesa.attribute import TeSA
+
+__all__ = ["TritonFlash", "TritonFlashSeqlen"]
+
+_ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+_WIDEST = 256  # of heads: wider ones do not fit on chip
+_HOPPER = (9, 0)
+_FOLDED_ROWS = 64  # so many queries of several heads are put into one tile
+_TRIED = 6
+
+# Tiles and their speed on full tiles, relative to each other, by bytes of a row of keys; few queries have their own.
+_MANY_QUERIES = {
+    128: (((128, 64, 2, 4), 1.0), ((128, 128, 2, 8), 0.95), ((64, 64, 3, 4), 0.8), ((32, 32, 3, 4), 0.35)),
+    256: (((128, 64, 2, 4), 1.0), ((64, 64, 3, 4), 0.95), ((128, 64, 3, 8), 0.93), ((32, 32, 3, 4), 0.4),
+          ((16, 32, 3, 2), 0.2)),
+    512: (((128, 64, 2, 8), 1.0), ((64, 64, 2, 4), 0.8), ((64, 32, 2, 4), 0.6), ((32, 32, 2, 4), 0.35)),
+}  # fmt: skip
+# Float32 is multiplied without the matrix units, in unrolled code that must stay short.
+_MANY_FLOAT32 = {
+    256: (((64, 32, 1, 4), 1.0), ((32, 32, 1, 4), 0.8), ((16, 16, 1, 4), 0.5)),
+    512: (((32, 32, 1, 4), 1.0), ((16, 16, 1, 4), 0.6)),
+    1024: (((16, 32, 1, 4), 1.0), ((16, 16, 1, 4), 0.8)),
+}
+_FEW_QUERIES = ((64, 3, 4), (128, 2, 4), (32, 4, 2), (16, 4, 2))
+
+
+class _FlashKernel(AttentionKernel):
+    """Sums in float32 over the tiles of a list in one fixed order: equal inputs give equal bits."""
+
+    def __init__(self, spec: KernelSpec, tile: AttentionTile) -> None:
+        need_triton()
+        self._mask, self._tile = spec["mask"], tile
+        self._mask_lead = tuple(self._mask.shape[:-2])
+        self._fold = _folded(spec)
+        self._lists = {self._fold: self._made(self._fold)}
+        self._groups: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.to(operand.device) for tensor in self._lists[self._fold].tensors)
+
+    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
+        q, k, v = present(*inputs)
+        lead = broadcast(q=tuple(q.shape[:-2]), mask=self._mask_lead)
+        heads, kv_heads = (lead or (1,))[-1], k.shape[-3] if k.dim() > 2 else 1
+        whole = lead[:-1]
+        q, k, v = (
+            x.expand(*whole, count, *x.shape[-2:]).reshape(math.prod(whole), count, *x.shape[-2:])
+            for x, count in ((q, heads), (k, kv_heads), (v, kv_heads))
+        )
+        fold = self._fold if kv_heads and heads // kv_heads % self._fold == 0 else 1
+        if fold not in self._lists:
+            self._lists[fold] = self._made(fold)
+        lists = self._lists[fold]
+        tensors = list(packed) if fold == self._fold else [tensor.to(q.device) for tensor in lists.tensors]
+        batches, _, queries, width = q.shape
+        q = q.reshape(batches, heads // fold, fold * queries, width)
+        groups = self._group_table((*whole, heads // fold), q.device)
+        o, _ = flash_attention(q, k, v, tensors, groups, str(self._tile), lists.unclean, lists.longest)
+        attended: Tensor = o.reshape(*lead, queries, v.shape[-1])
+        return attended
+
+    def _made(self, fold: int) -> AttentionLists:
+        mask = self._mask.mask()
+        mask = mask.reshape(math.prod(self._mask_lead), *mask.shape[-2:]).repeat(1, fold, 1)
+        return attention_lists(mask, (self._tile.queries, self._tile.keys))
+
+    def _group_table(self, lead: tuple[int, ...], device: torch.device) -> Tensor:
+        """Return which mask each head of each batch has: int32 (B * H,)."""
+        key = (lead, device)
+        if key not in self._groups:
+            numbers = torch.arange(math.prod(self._mask_lead), dtype=torch.int32).reshape(self._mask_lead)
+            # Made on the CPU: the copy is done when it returns, so that any stream may read the table.
+            self._groups[key] = numbers.expand(lead).reshape(-1).contiguous().to(device)
+        return self._groups[key]
+
+
+@register
+class TritonFlash(Implement):
+    """Fused attention in Triton over the tiles that a mask keeps, with gradients; any mask, GQA, any length."""
+
+    name = "triton-flash"
+    op = "attention"
+    first_run_compiles = True
+
+    def supports(self, spec: KernelSpec) -> Support:
+        """Fp32, bf16 and fp16 on CUDA, heads up to 256 wide, masks that prune something."""
+        reason = _refusal(spec)
+        if reason:
+            return Support.no(reason)
+        if spec["mask"].density == 1.0:
+            return Support.no("its mask prunes nothing")
+        return Support.yes("fused attention over kept tiles")
+
+    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
+        """Return the tiles that are worth timing."""
+        return {"tile": TunableItemCfg("choice", _value=[str(tile) for tile in _tiles(spec)])}
+
+    def default(self, spec: KernelSpec) -> dict[str, Any]:
+        """Return the best guess."""
+        return {"tile": str(_tiles(spec)[0])}
+
+    def build(self, spec: KernelSpec, params: Params) -> AttentionKernel:
+        """Make the lists; kernels are compiled at their first run."""
+        return _FlashKernel(spec, AttentionTile.parse(params["tile"]))
+
+
+class _FlashSeqlenKernel(SeqlenAttentionKernel):
+    """Tiles beyond the length of a sequence are never visited; lengths are read on the device."""
+
+    def __init__(self, tile: AttentionTile) -> None:
+        need_triton()
+        self._tile = str(tile)
+
+    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
+        del packed
+        q, k, v, lengths = present(*inputs)
+        where = lengths.to(device=q.device, dtype=torch.int32, non_blocking=True)
+        o: Tensor = flash_attention(q, k, v, [], where, self._tile, 0, 0)[0]
+        return o
+
+
+@register
+class TritonFlashSeqlen(Implement):
+    """Fused attention in Triton that skips padding, with gradients."""
+
+    name = "triton-flash"
+    op = "seqlen_attention"
+    first_run_compiles = True
+
+    def supports(self, spec: KernelSpec) -> Support:
+        """Fp32, bf16 and fp16 on CUDA, heads up to 256 wide."""
+        reason = _refusal(spec)
+        return Support.no(reason) if reason else Support.yes("fused attention that skips padding")
+
+    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
+        """Return the tiles that are worth timing."""
+        return {"tile": TunableItemCfg("choice", _value=[str(tile) for tile in _seqlen_tiles(spec)])}
+
+    def default(self, spec: KernelSpec) -> dict[str, Any]:
+        """Return the best guess."""
+        return {"tile": str(_seqlen_tiles(spec)[0])}
+
+    def build(self, spec: KernelSpec, params: Params) -> SeqlenAttentionKernel:
+        """Return the kernel; it is compiled at its first run."""
+        del spec
+        return _FlashSeqlenKernel(AttentionTile.parse(params["tile"]))
+
+
+# ---------------------------------------------------------------------- what can run here
+
+
+def _refusal(spec: KernelSpec) -> str:
+    """Return why these inputs cannot run; empty when they can."""
+    formats = {str(spec[name].format) for name in ("q", "k", "v")}
+    widths = [spec[name].shape[-1] for name in ("q", "v")]
+    if spec.device != "cuda":
+        return f"it runs on CUDA, not on {spec.device}"
+    if not all(1 <= width <= _WIDEST for width in widths):
+        return f"heads are {widths[0]} and {widths[1]} wide; it takes 1 to {_WIDEST}"
+    if len(formats) > 1 or not formats <= set(_ITEMSIZE):
+        return f"it computes q, k and v all in one of {', '.join(_ITEMSIZE)}, not in {', '.join(sorted(formats))}"
+    return obstacle()
+
+
+# ---------------------------------------------------------------------- choosing tiles
+
+
+def _folded(spec: KernelSpec) -> int:
+    """Return how many heads with the same mask and keys are put below each other."""
+    q, k, mask = spec["q"], spec["k"], spec["mask"]
+    ratio = q.shape[-3] // max(1, k.shape[-3]) if len(q.shape) > 2 else 1
+    own_masks = len(mask.shape) > 2 and mask.shape[-3] != 1
+    return ratio if ratio > 1 and ratio * q.shape[-2] <= _FOLDED_ROWS and not own_masks else 1
+
+
+def _table(spec: KernelSpec) -> tuple[tuple[tuple[int, int, int, int], float], ...]:
+    """Return the tiles for many queries, and their speeds, by dtype and the bytes of a row of keys or values."""
+    table = _MANY_FLOAT32 if str(spec["q"].format) == "fp32" else _MANY_QUERIES
+    return next(tiles for size, tiles in table.items() if _row_bytes(spec) <= size)
+
+
+def _row_bytes(spec: KernelSpec) -> int:
+    return max(spec["q"].shape[-1], spec["v"].shape[-1]) * _ITEMSIZE[str(spec["q"].format)]
+
+
+def _tiles(spec: KernelSpec) -> list[AttentionTile]:
+    """Return the tiles worth timing under a mask, the best guess first."""
+    mask, rows, tma = spec["mask"], spec["mask"].shape[-2] * _folded(spec), int(_bulk_copies())
+    few = 16 if rows <= 16 else 32 if rows <= 32 else None
+    if few is not None:
+        own = [AttentionTile(few, keys, stages, warps, tma) for keys, stages, warps in _FEW_QUERIES]
+        fits = [tile for tile in own if tile.keys * _row_bytes(spec) <= 128 * 256]
+        return sorted(fits, key=lambda tile: _covered(mask, tile) * (1 + 8 / tile.keys))
+    cost = {AttentionTile(*cut, tma): _covered(mask, AttentionTile(*cut)) / speed for cut, speed in _table(spec)}
+    return sorted(cost, key=lambda tile: cost[tile])[:_TRIED]
+
+
+def _seqlen_tiles(spec: KernelSpec) -> list[AttentionTile]:
+    tma = int(_bulk_copies())
+    return [AttentionTile(*cut, tma) for cut, _ in _table(spec)][:_TRIED]
+
+
+def _covered(mask: TeSA, tile: AttentionTile) -> float:
+    rows, columns = mask.shape[-2:]
+    block = (min(tile.queries, max(1, rows)), min(tile.keys, max(1, columns)))
+    kept = mask.kept_blocks((*[1] * (len(mask.shape) - 2), *block))
+    return float(kept.float().mean()) if kept.numel() else 0.0
+
+
+def _bulk_copies() -> bool:
+    """Return whether the device has the bulk copy engine."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= _HOPPER

@@ -1,0 +1,1 @@
+"""What several operations share: batches with masks, block rows, tiles of a sparse matrix."""

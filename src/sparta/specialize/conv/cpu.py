@@ -1,0 +1,150 @@
+"""The C++ kernels as implements of convolutions: ``cpu`` for any sparse conv2d and conv1d on the CPU.
+
+What is tuned is the tile, as for a linear layer over the pixels, and the layout of the image's copy. An implement only
+offers both; which pays depends on the image and the mask, and measurement tells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from sparta.common.tuning import TunableItemCfg
+from sparta.specialize.conv.cpu_image import IMAGES
+from sparta.specialize.conv.cpu_packed import PackedConv
+from sparta.specialize.conv.spec import ConvGeometry, ConvKernel
+from sparta.specialize.cpu.candidates import candidates
+from sparta.specialize.cpu.device import layout_of, runs_here
+from sparta.specialize.cpu.library import fused_activation
+from sparta.specialize.cpu.tile import Tile
+from sparta.specialize.implement import Implement, KernelLayout, Params, Support, register
+from sparta.specialize.kernel_spec import KernelSpec
+
+__all__ = ["CpuConv1d", "CpuConv2d", "conv_images", "conv_tiles"]
+
+_VECTOR_BYTES = 64
+_NEAR_BYTES = 32 * 1024  # of the first level of caches, for the input
+_ENTRIES_AHEAD = 4
+
+
+class _CpuConvKernel(ConvKernel):
+    def __init__(self, spec: KernelSpec, tile: Tile, image: str) -> None:
+        geometry = ConvGeometry.from_dict(spec.attributes)
+        self._packed = PackedConv(None, spec["weight"].mask("cpu"), geometry, image=image, **tile.to_dict())
+        self._activation = fused_activation(spec.epilogue)
+
+    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
+        return (self._packed.pack(operand.detach()),)
+
+    def layout(self) -> KernelLayout:
+        return layout_of(self._packed.layout, self._packed.tile, self._packed.library)
+
+    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
+        x, bias, residual = inputs
+        assert x is not None  # noqa: S101 - the operation's convention
+        return self._packed(x, bias, self._activation, residual, values=packed[0])
+
+    def fast_path(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
+        return self._packed.fast_path(packed[0], bias, self._activation)
+
+
+class _CpuConv(Implement):
+    """Hand-written C++ kernels, compiled for this machine at their first use."""
+
+    name = "cpu"
+    version = 2
+    every_epilogue = True
+
+    def supports(self, spec: KernelSpec) -> Support:
+        """Any mask and geometry on the CPU in fp32, bf16 and fp16, where there is a compiler."""
+        return runs_here(spec)
+
+    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
+        """Return the tiles and image layouts that are worth timing."""
+        return {
+            "tile": TunableItemCfg("choice", _value=[str(tile) for tile in conv_tiles(spec)]),
+            "image": TunableItemCfg("choice", _value=list(conv_images(spec))),
+        }
+
+    def default(self, spec: KernelSpec) -> dict[str, Any]:
+        """Return the best guess."""
+        return {"tile": str(conv_tiles(spec)[0]), "image": conv_images(spec)[0]}
+
+    def build(self, spec: KernelSpec, params: Params) -> ConvKernel:
+        """Compile the library if it is not there yet, and pack the mask."""
+        return _CpuConvKernel(spec, Tile.parse(params["tile"]), params["image"])
+
+
+@register
+class CpuConv2d(_CpuConv):
+    """Hand-written C++ kernels for conv2d."""
+
+    op = "conv2d"
+
+
+@register
+class CpuConv1d(_CpuConv):
+    """Hand-written C++ kernels for conv1d."""
+
+    op = "conv1d"
+
+
+def conv_tiles(spec: KernelSpec) -> list[Tile]:
+    """Return the tiles worth timing, the best guess first: wide ones, of a linear layer over the output's pixels."""
+    weight = spec["weight"]
+    geometry = ConvGeometry.from_dict(spec.attributes)
+    pixels = math.prod(geometry.output_size(spec["input"].shape[2:], weight.shape[2:]))
+    outputs, reduction = weight.shape[0], math.prod(weight.shape[1:])
+    height = math.gcd(weight.state.block[0], outputs // geometry.groups)
+    found = candidates(max(pixels, 2), outputs, reduction, weight.density, (max(height, 1), 1))
+    panels = [replace(tile, k_chunk=0, prefetch=0) for tile in (Tile(**each) for each in found) if tile.form == "panel"]
+    # A tile with fewer than half the sums of the largest loads too much for what it multiplies.
+    most = max(tile.block * tile.mv for tile in panels)
+    wide = [tile for tile in dict.fromkeys(panels) if 2 * tile.block * tile.mv >= most]
+    tiles = _unstructured_tiles(wide, weight.shape) if wide[0].block == 1 else _block_tiles(wide, weight.shape)
+    return list(dict.fromkeys(tiles))
+
+
+def _unstructured_tiles(wide: Sequence[Tile], shape: Sequence[int]) -> list[Tile]:
+    """Return tiles with all channels at once, then in chunks: smaller ones for rows that are computed one by one.
+
+    The last is the plainest, which any configuration may name.
+    """
+    near = {1: _NEAR_BYTES, 2: 2 * _NEAR_BYTES}
+    chunked = [_in_chunks(tile, shape, near[tile.interleave]) for tile in wide if tile.interleave in near]
+    return [*wide, *chunked, Tile()]
+
+
+def _block_tiles(wide: Sequence[Tile], shape: Sequence[int]) -> list[Tile]:
+    """Return tiles that ask for their inputs ahead: blocks multiply what they load so often that there is time to."""
+    tallest = sorted(wide, key=lambda tile: (-tile.block * tile.mv, -tile.block))
+    ahead = [replace(tile, prefetch=_ENTRIES_AHEAD) for tile in tallest]
+    chunked = [_in_chunks(tile, shape, 4 * _NEAR_BYTES) for tile in ahead if tile.block == tallest[0].block]
+    return [*ahead, *chunked[:2], tallest[0]]
+
+
+def _in_chunks(tile: Tile, shape: Sequence[int], nbytes: int) -> Tile:
+    """Return a tile with chunks of channels, all alike, of which all rows read no more than so many bytes."""
+    channels, taps = shape[1], math.prod(shape[2:])
+    # A run for each row of taps, not aligned; with one tap, its vectors.
+    window = math.prod(shape[2:-1]) * (tile.mv + (2 if taps > 1 else 0)) * _VECTOR_BYTES
+    together = max(1, nbytes // window)
+    if together >= channels:
+        return tile
+    return replace(tile, k_chunk=-(-channels // -(-channels // together)) * taps)
+
+
+def conv_images(spec: KernelSpec) -> tuple[str, ...]:
+    """Return the layouts worth timing, the best guess first.
+
+    An unstructured weight loads a vector for every multiplication and gains by aligned ones; blocks use what they load
+    several times. With one tap, rows need no other alignment than pixels.
+    """
+    weight = spec["weight"]
+    if math.prod(weight.shape[2:]) == 1:
+        return ("flat", "taps")
+    return ("rows", "taps", "flat") if weight.state.block[0] % 4 else IMAGES

@@ -1,0 +1,1 @@
+"""The operation ``linear``: spec, dense, op, and one file or folder for each implement."""

@@ -1,0 +1,238 @@
+"""``cuda-24``: 2:4 weights for few tokens, streamed once through the sparse matrix unit.
+
+The kernel is CUDA C++ (``native/stream24.cu``), compiled at run time for one tile. With few tokens a linear layer takes
+as long as its weight takes to read, and a 2:4 weight is 0.56 of the bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparta.common.tuning import TunableItemCfg
+from sparta.errors import ValueRangeError, message
+from sparta.specialize.cuda.extension import extension_loaded, launch
+from sparta.specialize.cuda.few_tokens import (
+    FORMATS,
+    PIECE,
+    SHARED_BYTES,
+    addressable,
+    cuda_obstacle,
+    fitting_residual,
+    load_tile,
+)
+from sparta.specialize.cuda.nvrtc import Function
+from sparta.specialize.cuda.text_tile import TextTile
+from sparta.specialize.implement import Implement, Params, Support, register
+from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.linear.cuda_24_layout import CHUNK, SLAB, StreamLayout
+from sparta.specialize.linear.spec import LinearKernel
+from sparta.tesa.attribute import TeSA
+
+__all__ = ["StreamTile", "TwoFour", "is_two_four"]
+
+_TOKENS = (8, 16, 32, 64)
+_MOST_TOKENS = 64  # above it the matrix unit, as a warp alone can use it, is what bounds the time
+# slabs, warps_n, warps_k, cluster, stages: what was among the fastest somewhere on an H200.
+_FEW = ((2, 1, 8, 1, 2), (1, 1, 16, 1, 2), (2, 1, 16, 1, 2), (2, 2, 4, 1, 2), (1, 1, 8, 1, 3), (2, 1, 8, 1, 3))
+_SOME = ((2, 2, 4, 1, 2), (2, 2, 4, 2, 2), (2, 4, 2, 2, 2), (1, 4, 2, 2, 2))
+_AMPERE, _HOPPER = (8, 0), (9, 0)
+
+
+@dataclass(frozen=True)
+class StreamTile(TextTile):
+    """How one block of threads cuts its work; it changes the speed, and of the result only how sums are rounded.
+
+    Parameters
+    ----------
+    tokens
+        Rows of x that a block multiplies.
+    slabs
+        Slabs of 16 outputs that a warp multiplies; x is read once for all of them.
+    warps_n, warps_k
+        Warps side by side along the outputs, which share x; and along the input channels, which share the work.
+    cluster
+        Blocks that share the input channels of the same outputs (Hopper and later).
+    stages
+        Chunks of 128 input channels that are on their way at once.
+
+    Examples
+    --------
+    >>> StreamTile.parse(str(StreamTile(8, slabs=2))) == StreamTile(8, slabs=2)
+    True
+    """
+
+    tokens: int = 16
+    slabs: int = 1
+    warps_n: int = 1
+    warps_k: int = 8
+    cluster: int = 1
+    stages: int = 2
+
+    def __post_init__(self) -> None:
+        least = min(self.slabs, self.warps_n, self.warps_k, self.cluster, self.stages)
+        if self.tokens not in _TOKENS or least < 1 or self.warps_n * self.warps_k > 32 or self.cluster > 8:
+            allowed = f"tokens of {', '.join(map(str, _TOKENS))}, at most 32 warps, clusters of at most 8"
+            raise ValueRangeError(message(f"the tile {self}", allowed))
+
+    @property
+    def rows(self) -> int:
+        """Outputs of a block."""
+        return self.warps_n * self.slabs * SLAB
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: the ring of x, later the partial sums."""
+        ring = self.warps_k * self.stages * self.tokens * CHUNK * 2
+        return max(ring, self.warps_k * self.tokens * (self.rows + 4) * 4)
+
+
+class _Call(ctypes.Structure):
+    """The argument of the kernel; see ``native/stream24.cu``."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("selectors", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("x_stride", ctypes.c_longlong),
+        ("tokens", ctypes.c_int),
+        ("outputs", ctypes.c_int),
+        ("inputs", ctypes.c_int),
+        ("chunks", ctypes.c_int),
+    )
+
+
+class _StreamKernel(LinearKernel):
+    """Sums in float32 in one fixed order: equal inputs give equal bits."""
+
+    def __init__(self, spec: KernelSpec, tile: StreamTile) -> None:
+        self._layout = StreamLayout(spec["weight"])
+        self._tile, self._activation = tile, spec.epilogue.activation
+        self._dtype = FORMATS[str(spec["input"].format)]
+        self._functions: dict[torch.device, Function] = {}
+        # What a call needs is worked out here: the host must keep up with a kernel of a few microseconds.
+        self._outputs, self._inputs = spec["weight"].shape
+        self._padded_inputs, self._chunks = -(-self._inputs // PIECE) * PIECE, self._layout.grid[1]
+        self._blocks = -(-self._outputs // tile.rows) * tile.cluster
+
+    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
+        return self._layout.pack(operand)
+
+    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
+        x, bias, residual = inputs
+        assert x is not None  # noqa: S101 - the operation's convention
+        values, selectors = packed
+        x = addressable(x, self._inputs, values.dtype)
+        tokens, outputs, device = x.shape[0], self._outputs, x.device
+        residual = fitting_residual(residual, tokens, outputs)
+        bias = None if bias is None else bias.contiguous()
+        if not tokens:
+            return x.new_empty(tokens, outputs)
+        function = self._functions.get(device) or self._load(device)
+        grid, stride = (self._blocks, -(-tokens // self._tile.tokens)), x.stride(0)
+        sizes = (tokens, outputs, self._padded_inputs, self._chunks)
+        if extension_loaded():
+            tensors, given = [x, values, selectors], 0b100111
+            if bias is not None:
+                tensors.append(bias)
+                given |= 0b1000
+            if residual is not None:
+                tensors.append(residual)
+                given |= 0b10000
+            return launch(
+                function.code, function.name, tensors,
+                (*grid, function.block, function.shared, given, stride, *sizes),
+            )  # fmt: skip
+        y = x.new_empty(tokens, outputs)
+        call = _Call(
+            x.data_ptr(), values.data_ptr(), selectors.data_ptr(), None if bias is None else bias.data_ptr(),
+            None if residual is None else residual.data_ptr(), y.data_ptr(), stride, *sizes,
+        )  # fmt: skip
+        function.launch(grid, call, device)
+        return y
+
+    def _load(self, device: torch.device) -> Function:
+        tile = self._tile
+        block = (tile.warps_n * tile.warps_k * 32, tile.shared_bytes)
+        self._functions[device] = load_tile("stream24", tile, (self._dtype, self._activation), block, device)
+        return self._functions[device]
+
+
+@register
+class TwoFour(Implement):
+    """CUDA C++ on 2:4 weights, for up to a few hundred tokens."""
+
+    name = "cuda-24"
+    op = "linear"
+    first_run_compiles = True
+
+    def supports(self, spec: KernelSpec) -> Support:
+        """Bf16 and fp16 on CUDA, weights of at most 2 live elements in every 4, few tokens."""
+        if spec.device != "cuda":
+            return Support.no(f"it runs on CUDA, not on {spec.device}")
+        if str(spec["input"].format) not in FORMATS:
+            return Support.no(f"it computes {', '.join(FORMATS)}, not {spec['input'].format}")
+        if min(spec["weight"].shape) < 1:
+            return Support.no("the weight is empty")
+        if spec["input"].shape[0] > _MOST_TOKENS:
+            return Support.no(f"{spec['input'].shape[0]} tokens; it streams the weight for at most {_MOST_TOKENS}")
+        if not is_two_four(spec["weight"]):
+            return Support.no("more than 2 of some 4 neighbouring inputs are live")
+        reason = _obstacle()
+        return Support.no(reason) if reason else Support.yes("the 2:4 weight is streamed once")
+
+    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
+        """Return the tiles that are worth timing for this layer."""
+        return {"tile": TunableItemCfg("choice", _value=[str(tile) for tile in _tiles(spec)])}
+
+    def default(self, spec: KernelSpec) -> dict[str, Any]:
+        """Return the best guess."""
+        return {"tile": str(_tiles(spec)[0])}
+
+    def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
+        """Lay out the weight; the kernel is compiled at its first run."""
+        return _StreamKernel(spec, StreamTile.parse(params["tile"]))
+
+
+def _tiles(spec: KernelSpec) -> list[StreamTile]:
+    """Return tiles, the best guess first: enough warps in flight to hide the memory's latency, x read seldom."""
+    rows = spec["input"].shape[0]
+    tokens = next((each for each in _TOKENS if each >= rows), _TOKENS[-1])
+    shapes = _FEW if tokens <= 32 else _SOME
+    tiles = [StreamTile(tokens, *shape) for shape in shapes]
+    clusters = _capability() >= _HOPPER
+    return [tile for tile in tiles if tile.shared_bytes <= SHARED_BYTES and (clusters or tile.cluster == 1)]
+
+
+def is_two_four(weight: TeSA) -> bool:
+    """Return whether of every 4 neighbouring inputs of a weight (N, K) at most 2 are live.
+
+    >>> is_two_four(TeSA.from_mask(torch.tensor([[True, False, True, False, True]])))
+    True
+    """
+    if weight.count("live") > -(-weight.shape[1] // 4) * 2 * weight.shape[0]:
+        return False
+    padded = functional.pad(weight.mask(), (0, -weight.shape[1] % 4)).contiguous()
+    # Four flags are the bytes of one number; the product sums them up in its highest byte.
+    return not bool(((padded.view(torch.int32) * 0x01010101) >> 24 > 2).any())
+
+
+@functools.cache
+def _capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+@functools.cache
+def _obstacle() -> str:
+    """Return why the kernel cannot run here; empty when it can."""
+    return cuda_obstacle(_AMPERE)

@@ -1,0 +1,149 @@
+"""Run-time ops: how PyTorch reaches a built kernel, in eager mode, under autograd and under `torch.compile`.
+
+``sparta::linear`` takes plain tensors and the handle of a :class:`LinearState`, which holds the chosen kernels. The
+weight stays one dense parameter that any optimizer may own; its live values are packed inside the op, once per change
+of the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparta.specialize.linear.spec import LinearKernel
+from sparta.specialize.runtime.handles import KernelState, state_of
+from sparta.tesa.attribute import TeSA
+
+__all__ = ["LinearState", "linear", "run_linear"]
+
+FastPath = Callable[[Tensor, Tensor | None, Tensor | None], Tensor | None]
+
+
+class LinearState(KernelState):
+    """The kernels of one linear operator, and the packed weight of its last call.
+
+    Parameters
+    ----------
+    weight
+        TeSA of the weight (N, K).
+    forward
+        Kernel for ``x W^T + bias``.
+    backward
+        Kernel for ``grad W``, which is the linear operator of the transposed weight; None multiplies densely.
+    """
+
+    forward: LinearKernel
+
+    def __init__(self, weight: TeSA, forward: LinearKernel, backward: LinearKernel | None = None) -> None:
+        super().__init__(weight, forward)
+        self.backward = backward
+
+    def _enter(self) -> None:
+        super()._enter()
+        self.fast_path: FastPath | None = None
+        self._bound: tuple[Any, ...] = (None, None, 0)
+
+    def forget(self) -> None:
+        """Pack the weight in the next call, whatever its version counter says."""
+        super().forget()
+        self.fast_path, self._bound = None, (None, None, 0)
+
+    def bind(self, weight: Tensor, bias: Tensor | None, packed: Sequence[Tensor]) -> None:
+        """Keep a short way to run again with this packed weight and bias, if the kernel has one, in `fast_path`."""
+        of, by, at = self._bound
+        place = 0 if bias is None else bias.data_ptr()
+        if of is packed and by is bias and at == place:
+            return
+        self._bound = (packed, bias, place)
+        run = None if weight.is_inference() else self.forward.fast_path(packed, bias)
+        self.fast_path = None if run is None else _fast_path(weight, bias, run)
+
+
+def _fast_path(weight: Tensor, bias: Tensor | None, run: Callable[[Tensor], Tensor | None]) -> FastPath:
+    """Return a call that gives None where `run` is not of the present weight and bias, or where gradients are asked."""
+    version, storage = weight._version, weight.untyped_storage()  # which keeps the address from being given away
+    address, place = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+    recording, capturing = torch.is_grad_enabled, torch.cuda.is_current_stream_capturing
+
+    def fast_path(x: Tensor, now: Tensor | None, bias_now: Tensor | None, _storage: Any = storage) -> Tensor | None:
+        if (
+            now is not weight
+            or bias_now is not bias
+            or type(x) is not Tensor
+            or weight._version != version
+            or weight.data_ptr() != address
+            or (x.is_cuda and capturing())  # a graph must be given what it reads
+            or (bias is not None and bias.data_ptr() != place)
+            or (recording() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)))
+        ):
+            return None
+        return run(x)
+
+    return fast_path
+
+
+@torch.library.custom_op("sparta::linear", mutates_args=())
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, handle: int, keep: bool) -> Tensor:  # noqa: FBT001 - an op schema
+    """Return ``x W^T + bias`` for x (M, K) and the masked weight (N, K), by the kernel behind `handle`."""
+    state = state_of(handle, LinearState)
+    return state.forward.run(state.packed(weight, keep=keep), x, bias, None)
+
+
+@linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, handle: int, keep: bool) -> Tensor:  # noqa: FBT001
+    del bias, handle, keep
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def run_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearState, *, keep: bool) -> Tensor:
+    """Return ``x W^T + bias`` as :func:`linear` does; the op is left out where nothing needs it.
+
+    Going through the dispatcher costs the host more than a small kernel takes, and is of use only to autograd and to
+    whoever traces.
+    """
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    if recorded or type(x) is not Tensor or torch.compiler.is_compiling():
+        y: Tensor = torch.ops.sparta.linear(x, weight, bias, state.handle, keep)
+        return y
+    packed = state.packed(weight, keep=keep)
+    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        state.bind(weight, bias, packed)
+    return state.forward.run(packed, x, bias, None)
+
+
+@torch.library.custom_op("sparta::linear_backward", mutates_args=())
+def linear_backward(grad: Tensor, x: Tensor, weight: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the weight; the latter is exactly 0 where the weight is pruned."""
+    state = state_of(handle, LinearState)
+    if weight.requires_grad:
+        state.forget()
+    mask = state.mask(weight.device)
+    grad_weight = torch.where(mask, grad.t() @ x, torch.zeros((), dtype=grad.dtype, device=grad.device))
+    if state.backward is None:
+        return grad @ state.weight.apply(weight), grad_weight
+    return state.backward.run(state.backward.pack(weight.t()), grad.contiguous(), None, None), grad_weight
+
+
+@linear_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+    del grad, handle
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    x, weight, bias, ctx.handle, _ = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    grad_x, grad_weight = torch.ops.sparta.linear_backward(grad.contiguous(), x, weight, ctx.handle)
+    return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None, None, None
+
+
+linear.register_autograd(_backward, setup_context=_setup_context)

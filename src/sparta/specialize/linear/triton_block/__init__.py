@@ -1,0 +1,1 @@
+"""``triton-block``, the Triton kernel for weights pruned in blocks, and what belongs to it."""

@@ -1,0 +1,106 @@
+"""The Triton kernel as an implement: ``triton-block`` for linear operators whose weight is pruned in blocks."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparta.common.tuning import TunableItemCfg
+from sparta.errors import MissingPackageError, message
+from sparta.specialize.implement import Implement, Params, Support, register
+from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.linear.spec import LinearKernel
+from sparta.specialize.linear.triton_block.candidates import candidates, coverage
+from sparta.specialize.linear.triton_block.layout import BlockLayout
+from sparta.specialize.linear.triton_block.tile import BlockTile
+
+__all__ = ["TritonBlock"]
+
+_ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+_MOST_COVERED = 0.7  # above it no tile was ever faster than dense
+_AMPERE, _HOPPER = (8, 0), (9, 0)
+
+
+class _BlockKernel(LinearKernel):
+    """Sums in float32 over the kept blocks of a row in one fixed order: equal inputs give equal bits."""
+
+    def __init__(self, spec: KernelSpec, tile: BlockTile) -> None:
+        if importlib.util.find_spec("triton") is None:
+            raise MissingPackageError(message("Triton is not installed", fix="pip install triton"))
+        from sparta.specialize.linear.triton_block.launch import BlockLinearLauncher
+
+        n, k = spec["weight"].shape
+        self._layout = BlockLayout(spec["weight"], tile)
+        self._launch = BlockLinearLauncher((n, k), tile, spec.epilogue.activation, whole=self._layout.whole)
+
+    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
+        index = self._layout.index(operand.device)
+        return self._layout.values(operand), index.columns, index.schedule
+
+    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
+        x, bias, residual = inputs
+        assert x is not None  # noqa: S101 - the operation's convention
+        return self._launch(packed, x, bias, residual)
+
+
+@register
+class TritonBlock(Implement):
+    """Triton kernels on kept blocks of 16×16 to 128×128, for any mask that such blocks cover well."""
+
+    name = "triton-block"
+    op = "linear"
+    first_run_compiles = True
+
+    def supports(self, spec: KernelSpec) -> Support:
+        """Fp32, bf16 and fp16 on CUDA, where kept blocks leave enough out."""
+        if spec.device != "cuda":
+            return Support.no(f"it runs on CUDA, not on {spec.device}")
+        if str(spec["input"].format) not in _ITEMSIZE:
+            return Support.no(f"it computes {', '.join(_ITEMSIZE)}, not {spec['input'].format}")
+        if min(spec["weight"].shape) < 1:
+            return Support.no("the weight is empty")
+        covered = coverage(spec["weight"], [(16, 16)])[16, 16]
+        if covered > _MOST_COVERED:
+            return Support.no(
+                f"blocks of 16×16 with a live weight cover {covered:.2f} of the matrix; at most {_MOST_COVERED} pays"
+            )
+        reason = _obstacle()
+        return Support.no(reason) if reason else Support.yes("Triton kernels on kept blocks")
+
+    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
+        """Return the tiles that are worth timing for this layer."""
+        return {"tile": TunableItemCfg("choice", _value=[str(tile) for tile in _tiles(spec)])}
+
+    def default(self, spec: KernelSpec) -> dict[str, Any]:
+        """Return the best guess."""
+        return {"tile": str(_tiles(spec)[0])}
+
+    def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
+        """Lay out the kept blocks; the kernel is compiled at its first run."""
+        return _BlockKernel(spec, BlockTile.parse(params["tile"]))
+
+
+def _tiles(spec: KernelSpec) -> list[BlockTile]:
+    weight, itemsize = spec["weight"], _ITEMSIZE[str(spec["input"].format)]
+    tma = _bulk_copies() and weight.shape[1] * itemsize % 16 == 0
+    return candidates(weight, spec["input"].shape[0], itemsize, tma=tma)
+
+
+@functools.cache
+def _obstacle() -> str:
+    """Return why no Triton kernel can run here; empty when one can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install triton"
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    return "" if torch.cuda.get_device_capability() >= _AMPERE else "it needs a GPU of compute capability 8.0 or more"
+
+
+def _bulk_copies() -> bool:
+    """Return whether the device has the bulk copy engine."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= _HOPPER

@@ -1,0 +1,241 @@
+"""Run-time ops of batched products with one sparse matrix: how PyTorch reaches the kernels, eager or compiled.
+
+``sparta::sparse_product`` multiplies a sparse matrix with a dense one; ``sparta::sampled_product`` multiplies two dense
+ones and keeps what a mask keeps. The gradients of each are the other or itself, so two kernels serve training, and
+gradients have gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparta.errors import ValueRangeError, message
+from sparta.specialize.blocks.sparse_plan import ProductTile, SparsePlan, parsed_plan
+
+__all__ = ["FLIPPED", "TURNED", "on_device", "sampled_product", "sparse_product", "start", "strides_of"]
+
+TURNED = 1
+"""The sparse matrix is transposed before the product."""
+FLIPPED = 2
+"""The product is transposed."""
+
+
+@torch.library.custom_op("sparta::sparse_product", mutates_args=())
+def sparse_product(
+    sparse: Tensor,
+    dense: Tensor,
+    bias: Tensor | None,
+    lists: Sequence[Tensor],
+    groups: Tensor | None,
+    plan: str,
+    way: int,
+) -> Tensor:
+    """Return ``S dense + bias``, (B, P, F), or flipped its transpose (B, F, P).
+
+    Parameters
+    ----------
+    sparse
+        (B, rows, cols), or (B, values) of kept blocks; pruned elements are taken as 0, whatever they are.
+    dense
+        (B, Q, F), with any strides.
+    bias
+        One number for each of the last dim of the result.
+    lists
+        The tensors of :class:`~sparta.specialize.blocks.tile_lists.TileLists`.
+    groups
+        int32 (B,): the mask of each batch; None where all have one.
+    plan
+        The text of a :class:`~sparta.specialize.blocks.sparse_plan.SparsePlan` and a
+        :class:`~sparta.specialize.blocks.sparse_plan.ProductTile`, joined by a semicolon.
+    way
+        The sum of :data:`TURNED` and :data:`FLIPPED`, as they apply.
+    """
+    from sparta.specialize.matmul import triton_kernels as kernels
+
+    (matrix, text), turned, flipped = parsed_plan(plan), bool(way & TURNED), bool(way & FLIPPED)
+    own, met = (matrix.cols, matrix.rows) if turned else (matrix.rows, matrix.cols)
+    batches, free = dense.shape[0], dense.shape[2]
+    out = dense.new_empty((batches, free, own) if flipped else (batches, own, free))
+    if not out.numel():
+        return out
+    cut, sparse = _tile(text), _addressable(sparse, matrix)
+    bounds, entries = (lists[2], lists[3]) if turned else (lists[0], lists[1])
+    o_b, o_p, o_f = (out.stride(0), 1, own) if flipped else (out.stride(0), free, 1)
+    own_tiles, free_tiles = matrix.tiles(turned=turned), -(-free // cut.free)
+    with on_device(dense):
+        start(
+            kernels.sparse_product, (batches * own_tiles * free_tiles,), cut,
+            sparse, dense, None if bias is None else bias.contiguous(), out, bounds, entries, lists[4], lists[6],
+            groups, own_tiles, free_tiles, own, met, free, *strides_of(sparse, matrix), *dense.stride(), o_b, o_p, o_f,
+            matrix.table_columns, cut.height, cut.width, cut.free, matrix.block_height, matrix.block_width,
+            matrix.address, turned, groups is not None, 0 if bias is None else 2 if flipped else 1, _precision(dense),
+            kernels.INTERPRETED,
+        )  # fmt: skip
+    return out
+
+
+@sparse_product.register_fake
+def _(
+    sparse: Tensor,
+    dense: Tensor,
+    bias: Tensor | None,
+    lists: Sequence[Tensor],
+    groups: Tensor | None,
+    plan: str,
+    way: int,
+) -> Tensor:
+    del sparse, bias, lists, groups
+    matrix = parsed_plan(plan)[0]
+    own = matrix.cols if way & TURNED else matrix.rows
+    return dense.new_empty(
+        (dense.shape[0], dense.shape[2], own) if way & FLIPPED else (dense.shape[0], own, dense.shape[2])
+    )
+
+
+@torch.library.custom_op("sparta::sampled_product", mutates_args=())
+def sampled_product(
+    left: Tensor,
+    right: Tensor,
+    bias: Tensor | None,
+    lists: Sequence[Tensor],
+    groups: Tensor | None,
+    plan: str,
+) -> Tensor:
+    """Return ``left right + bias`` where a mask keeps it, as it is stored: (B, rows, cols) or (B, values).
+
+    Parameters
+    ----------
+    left, right
+        (B, M, K) and (B, K, N), with any strides.
+    bias
+        (N,).
+    lists, groups, plan
+        As in :func:`sparse_product`.
+    """
+    from sparta.specialize.matmul import triton_kernels as kernels
+
+    matrix, text = parsed_plan(plan)
+    shape = (left.shape[0], *matrix.stored_shape)
+    out = left.new_empty(shape) if matrix.complete else left.new_zeros(shape)
+    if not (out.numel() and matrix.most):
+        return out
+    cut = _tile(text)
+    with on_device(left):
+        start(
+            kernels.sampled_product, (left.shape[0] * matrix.most,), cut,
+            left, right, None if bias is None else bias.contiguous(), out, lists[1], lists[4], lists[5], lists[6],
+            groups, matrix.most, matrix.rows, matrix.cols, left.shape[2], *left.stride(), *right.stride(),
+            *strides_of(out, matrix), matrix.table_columns, cut.height, cut.width, cut.depth, matrix.block_height,
+            matrix.block_width, matrix.address, groups is not None, bias is not None, _precision(left),
+            kernels.INTERPRETED,
+        )  # fmt: skip
+    return out
+
+
+@sampled_product.register_fake
+def _(
+    left: Tensor,
+    right: Tensor,
+    bias: Tensor | None,
+    lists: Sequence[Tensor],
+    groups: Tensor | None,
+    plan: str,
+) -> Tensor:
+    del right, bias, lists, groups
+    return left.new_empty((left.shape[0], *parsed_plan(plan)[0].stored_shape))
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    first, second, _, lists, groups, ctx.plan, *way = inputs
+    ctx.way, ctx.lists = way[0] if way else 0, len(lists)
+    ctx.save_for_backward(first, second, groups, *lists)
+
+
+def _sparse_product_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    sparse, dense, groups, *lists = ctx.saved_tensors
+    known = (lists, groups, ctx.plan)
+    for_sparse = for_dense = for_bias = None
+    if ctx.needs_input_grad[2]:
+        for_bias = grad.sum((0, 1))
+    grad = grad.mT if ctx.way & FLIPPED else grad  # (B, P, F)
+    if ctx.needs_input_grad[0]:
+        left, right = (dense, grad) if ctx.way & TURNED else (grad, dense)
+        for_sparse = sampled_product(left, right.mT, None, *known)
+    if ctx.needs_input_grad[1]:
+        for_dense = sparse_product(sparse, grad, None, *known, TURNED - (ctx.way & TURNED))
+    return for_sparse, for_dense, for_bias, [None] * ctx.lists, None, None, None
+
+
+def _sampled_product_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    left, right, groups, *lists = ctx.saved_tensors
+    known = (lists, groups, ctx.plan)
+    for_left = for_right = for_bias = None
+    if ctx.needs_input_grad[0]:
+        for_left = sparse_product(grad, right.mT, None, *known, 0)
+    if ctx.needs_input_grad[1]:
+        for_right = sparse_product(grad, left, None, *known, TURNED + FLIPPED)
+    if ctx.needs_input_grad[2]:  # the sums of the kept elements of each column are a product with ones
+        ones = left.new_ones(()).expand(left.shape[0], left.shape[1], 1)
+        for_bias = sparse_product(grad, ones, None, *known, TURNED).sum((0, 2))
+    return for_left, for_right, for_bias, [None] * ctx.lists, None, None
+
+
+sparse_product.register_autograd(_sparse_product_backward, setup_context=_keep)
+sampled_product.register_autograd(_sampled_product_backward, setup_context=_keep)
+
+
+# ---------------------------------------------------------------------- launching
+
+
+@functools.lru_cache(maxsize=256)
+def _tile(text: str) -> ProductTile:
+    return ProductTile.parse(text)
+
+
+def start(kernel: Any, grid: tuple[int], tile: Any, *arguments: Any) -> None:
+    """Start a kernel; a tile that does not fit is an error of ours.
+
+    >>> start(None, (1,), ProductTile())  # doctest: +SKIP
+    """
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        kernel[grid](*arguments, num_warps=tile.warps, num_stages=getattr(tile, "stages", 1))
+    except OutOfResources as error:
+        raise ValueRangeError(message(f"{tile} needs more than the GPU has: {error}")) from error
+
+
+def on_device(x: Tensor) -> torch.cuda.device:
+    """Return a context in which the device of x is current; nothing on the CPU.
+
+    >>> with on_device(torch.zeros(1)):
+    ...     pass
+    """
+    return torch.cuda.device(x.device if x.is_cuda else -1)
+
+
+def strides_of(stored: Tensor, plan: SparsePlan) -> tuple[int, int, int]:
+    """Return the strides of batches, rows and columns; compressed values have the latter two in the plan.
+
+    >>> strides_of(torch.zeros(2, 8, 4), SparsePlan(8, 4, 0, 0, 0, 16, 16, 1, 1, 1))
+    (32, 4, 1)
+    """
+    return (stored.stride(0), 0, 0) if plan.compressed else (stored.stride(0), stored.stride(1), stored.stride(2))
+
+
+def _addressable(stored: Tensor, plan: SparsePlan) -> Tensor:
+    """Return compressed values side by side; whole matrices may have any strides."""
+    return stored.contiguous() if plan.compressed and stored.stride(-1) != 1 else stored
+
+
+def _precision(x: Tensor) -> str:
+    return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"

@@ -1,0 +1,113 @@
+"""The ragged Triton product as an implement: ``triton-ragged`` for mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparta.common.tuning import TunableItemCfg
+from sparta.errors import ValueRangeError, message
+from sparta.specialize.cuda.device import need_triton, obstacle
+from sparta.specialize.implement import Implement, Params, Support, present, register
+from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.moe.op import ragged_forward, ragged_linear
+from sparta.specialize.moe.spec import MoEKernel
+from sparta.specialize.moe.tile import RaggedTile
+
+__all__ = ["TritonRagged"]
+
+_FORMATS = ("fp32", "bf16", "fp16")
+_MOST_EXPERTS = 1024
+_HOPPER = (9, 0)
+
+
+class _RaggedKernel(MoEKernel):
+    """Rows are sorted by expert in their own order and summed in float32: equal inputs give equal bits."""
+
+    def __init__(self, tile: RaggedTile) -> None:
+        need_triton()
+        self._tile = str(tile)
+
+    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
+        del packed
+        (tokens, ids), gates, parameters = present(*inputs[:2]), inputs[2], inputs[3:]
+        weights, given = present(*parameters[::2]), parameters[1::2]
+        biases = _biases(given, weights[0])
+        if tokens.dtype != weights[0].dtype:
+            raise ValueRangeError(message(f"tokens in {tokens.dtype}", f"{weights[0].dtype}, as the weights", "cast"))
+        learning = torch.is_grad_enabled() and any(
+            tensor is not None and tensor.requires_grad for tensor in (tokens, gates, *parameters)
+        )
+        # The op's own bookkeeping over so many tensors takes longer than the kernels of a small batch.
+        call = ragged_linear if learning or torch.compiler.is_compiling() else ragged_forward
+        y: Tensor = call(tokens, ids.contiguous(), gates, list(weights), biases, self._tile)
+        return y
+
+
+def _biases(given: Sequence[Tensor | None], weight: Tensor) -> list[Tensor]:
+    """Return a bias for each expert, or none at all where no expert has one."""
+    if all(bias is None for bias in given):
+        return []
+    zero = weight.new_zeros(weight.shape[0]) if any(bias is None for bias in given) else weight
+    return [zero if bias is None else bias.contiguous() for bias in given]
+
+
+@register
+class TritonRagged(Implement):
+    """One Triton kernel for the products of all experts, any number of tokens each, with gradients."""
+
+    name = "triton-ragged"
+    op = "moe"
+    first_run_compiles = True
+
+    def supports(self, spec: KernelSpec) -> Support:
+        """Fp32, bf16 and fp16 on CUDA, two experts or more."""
+        weight, tokens = spec["weight"], spec["tokens"]
+        if spec.device != "cuda":
+            return Support.no(f"it runs on CUDA, not on {spec.device}")
+        if str(tokens.format) not in _FORMATS or str(weight.format) != str(tokens.format):
+            given = f"tokens in {tokens.format} and weights in {weight.format}"
+            return Support.no(f"it computes both in one of {', '.join(_FORMATS)}, not {given}")
+        if not 1 < weight.shape[0] <= _MOST_EXPERTS or min(weight.shape) < 1:
+            return Support.no(f"weights of shape {weight.shape}; it takes 2 to {_MOST_EXPERTS} experts, none empty")
+        reason = obstacle()
+        return Support.no(reason) if reason else Support.yes("one ragged product for all experts")
+
+    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
+        """Return the tiles that are worth timing."""
+        return {"tile": TunableItemCfg("choice", _value=[str(tile) for tile in _tiles(spec)])}
+
+    def default(self, spec: KernelSpec) -> dict[str, Any]:
+        """Return the best guess."""
+        return {"tile": str(_tiles(spec)[0])}
+
+    def build(self, spec: KernelSpec, params: Params) -> MoEKernel:
+        """Return the kernel; it is compiled at its first run."""
+        del spec
+        return _RaggedKernel(RaggedTile.parse(params["tile"]))
+
+
+def _tiles(spec: KernelSpec) -> list[RaggedTile]:
+    """Return the tiles worth timing, the best guess first: by how many rows an expert has on average."""
+    rows = spec["tokens"].shape[0] * spec.attributes["top_k"] / spec["weight"].shape[0]
+    tma = int(torch.cuda.is_available() and torch.cuda.get_device_capability() >= _HOPPER)
+    if str(spec["tokens"].format) == "fp32":
+        return [RaggedTile(64, 64, 32, 2, 4, 2), RaggedTile(32, 64, 32, 2, 4, 2), RaggedTile(16, 32, 32, 2, 4, 4)]
+    if rows <= 16:
+        return [
+            RaggedTile(16, 64, 128, 4, 4, 4),
+            RaggedTile(16, 32, 128, 4, 4, 4),
+            RaggedTile(16, 128, 64, 4, 4, 4, tma),
+        ]
+    if rows <= 64:
+        return [RaggedTile(64, 64, 64, 4, 4, 3, tma), RaggedTile(64, 128, 64, 4, 4, 2, tma), RaggedTile(32, 128, 64, 4, 4, 3, tma)]  # fmt: skip  # noqa: E501
+    return [
+        RaggedTile(128, 256, 64, 3, 8, 0, tma, 1),
+        RaggedTile(128, 128, 64, 3, 4, 2, tma, 1, tma),
+        RaggedTile(128, 256, 64, 4, 8, 0, tma, 0, tma),
+        RaggedTile(128, 256, 64, 4, 8, 0, tma, 1),
+        RaggedTile(128, 128, 64, 3, 4, 0, tma, 1),
+    ]

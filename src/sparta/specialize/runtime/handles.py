@@ -1,0 +1,116 @@
+"""KernelState: the built kernels of one sparse module, and the packed weight of its last call.
+
+Run-time ops take plain tensors and the number of a state, because op schemas know no Python objects. States are found
+by number as long as their module lives, and a weight is packed again only when it has changed, in training as well.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparta.errors import SpartaError, message
+from sparta.specialize.cuda.graphs import keep as keep_in_graph
+from sparta.specialize.cuda.nvrtc import raw_stream
+from sparta.specialize.implement import Kernel
+from sparta.tesa.attribute import TeSA
+
+__all__ = ["KernelState", "state_of"]
+
+_handles = itertools.count(1)
+_states: weakref.WeakValueDictionary[int, KernelState] = weakref.WeakValueDictionary()
+S = TypeVar("S", bound="KernelState")
+
+
+class KernelState:
+    """What the op of one operation finds behind a handle; operations add what else they need.
+
+    Parameters
+    ----------
+    weight
+        TeSA of the weight; its mask is what gradients of the weight are masked with.
+    forward
+        The kernel that packs the weight and runs.
+    """
+
+    def __init__(self, weight: TeSA, forward: Kernel) -> None:
+        self.weight, self.forward = weight, forward
+        self._enter()
+
+    def _enter(self) -> None:
+        """Take a handle of its own, with nothing packed yet."""
+        self.handle = next(_handles)
+        _states[self.handle] = self
+        self._packed: tuple[Any, ...] | None = None
+        self._mask: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # Kernels are immutable and shared; the copy's weight is another tensor, so it packs anew.
+        made = copy.copy(self)
+        made._enter()
+        return made
+
+    def packed(self, weight: Tensor, *, keep: bool) -> Sequence[Tensor]:
+        """Return the packed weight: the one of the last call if the weight has not changed since.
+
+        Parameters
+        ----------
+        keep
+            Whether the weight is used as it is, and not trained. What that decides is a CUDA graph that is recorded
+            now: it holds the packed weight of this moment, or packs the weight in every replay. In training, each
+            stream packs for itself.
+        """
+        on_cuda = weight.is_cuda
+        recording = on_cuda and torch.cuda.is_current_stream_capturing()
+        if weight.is_inference() or (recording and not keep):
+            return self.forward.pack(weight)
+        stream = raw_stream(weight.device) if on_cuda and not (keep or recording) else 0
+        key = (weight.data_ptr(), weight._version, weight.dtype, stream)
+        if self._packed is None or self._packed[0] != key:
+            packed: Sequence[Tensor] = self.forward.pack(weight)
+            if recording:
+                return packed  # nothing is in this memory before the first replay
+            if keep:
+                packed = self.forward.shared(packed, weight)
+            # Holding the storage keeps its address from being given to another weight.
+            self._packed = (key, weight.untyped_storage(), packed)
+        kept: Sequence[Tensor] = self._packed[2]
+        return keep_in_graph(kept) if recording else kept
+
+    def forget(self) -> None:
+        """Pack the weight in the next call, whatever its version counter says.
+
+        A gradient was computed, so the weight is about to change, and not everyone tells the counter: ``weight.data``
+        has one of its own.
+        """
+        self._packed = None
+
+    def mask(self, device: torch.device) -> Tensor:
+        """Return the mask of the weight on `device`."""
+        if self._mask is None or self._mask.device != device:
+            self._mask = self.weight.mask(device)
+        return self._mask
+
+
+def state_of(handle: int, kind: type[S]) -> S:
+    """Return the state of this kind behind a handle.
+
+    >>> from sparta.specialize.linear.dense import DenseLinear
+    >>> from sparta.specialize.linear.spec import linear_spec
+    >>> spec = linear_spec(TeSA.dense((8, 4)), 16, torch.float32)
+    >>> state = KernelState(spec["weight"], DenseLinear().build(spec, {}))
+    >>> state_of(state.handle, KernelState) is state
+    True
+    """
+    found = _states.get(handle)
+    if not isinstance(found, kind):
+        raise SpartaError(
+            message(f"the kernels behind handle {handle} are gone", fix="keep the sparse module, or build it again")
+        )
+    return found

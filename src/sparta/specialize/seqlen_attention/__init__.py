@@ -1,0 +1,1 @@
+"""The operation ``seqlen_attention``: attention over sequences of several lengths."""

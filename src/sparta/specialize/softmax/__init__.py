@@ -1,0 +1,1 @@
+"""The operation ``softmax``: its spec and dense kernel, its op, and the Triton implement."""

@@ -1,0 +1,426 @@
+"""The tuner: measure the candidates for one kernel spec, dense among them, and keep the fastest that is right.
+
+Each candidate is built, checked against a float64 reference and timed in turns with dense; a candidate that does not
+compile or computes something else is a pruned trial, never a crash. Several are compiled at the same time, one is timed
+at a time. The best few are put in order once more, and the first of them must beat dense by 3 % in a longer run, so
+luck cannot choose.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparta.common.tuning import PrunedTrial, Trial, TuningResult, search
+from sparta.errors import CheckError, SpartaError, message
+from sparta.measure.checks import check
+from sparta.measure.timing import compare
+from sparta.specialize.implement import Kernel, implement_named, search_space, supported
+from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.tuning.shipped import misfit, shipped
+from sparta.specialize.tuning.significance import LEAST_GAIN, confirm, pairs_of, ranked
+from sparta.specialize.tuning.store import Entry, TuningStore
+
+__all__ = ["Choice", "Problem", "choose", "right_choice", "tune_kernel"]
+
+DENSE = "dense"
+_QUICK_SECONDS = 0.02
+_SEARCH_SHARE = 0.75  # of the seconds; the rest is for the longer run
+_FINALISTS, _CLOSE = 4, 1.3  # the best of a search are put in order once more: two, or four if so near to the first
+_RUNNERS_UP = 2  # how many candidates may try to beat dense in the longer run
+_MOST_COMPILERS = 4
+_GRAPH_MILLISECONDS, _MOST_CALLS = 0.2, 20  # of the calls in one graph: enough for the host to keep ahead
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A kernel spec with the tensors to measure it on.
+
+    Attributes
+    ----------
+    spec
+        What is to be run.
+    operand
+        What the kernels pack: the sparse operand, dense, or the mask of one that is an input or a result; None where
+        nothing is known beforehand.
+    inputs
+        What the kernels take beside it, by the operation's convention.
+    expected
+        The right result in float64.
+    reduction
+        How many terms the longest sum behind one element has.
+    backward
+        Whether the gradients of the inputs are measured too, by autograd through the kernel.
+    checked
+        Which of the result's rows (or images) `expected` holds; None for all.
+    """
+
+    spec: KernelSpec
+    operand: Tensor | None
+    inputs: tuple[Tensor | None, ...]
+    expected: Tensor
+    reduction: int
+    backward: bool = False
+    checked: Tensor | None = None
+
+    def check(self, found: Tensor, what: str) -> None:
+        """Raise CheckError where a result is not the right one."""
+        part = found if self.checked is None else found.index_select(0, self.checked)
+        check(part, self.expected, reduction=self.reduction, what=what)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which implement runs a kernel spec, with which parameters, and why.
+
+    Attributes
+    ----------
+    implement, params
+        What runs.
+    reason
+        Why, in words: "2.1x dense", "dense: nothing was faster", "not tuned" ...
+    entry
+        The measured times; None when nothing was measured.
+    refused
+        For each implement that cannot run the spec, the reason.
+    result
+        All trials; None when the choice came from the store, the shipped table or a default.
+    """
+
+    implement: str
+    params: Mapping[str, Any]
+    reason: str
+    entry: Entry | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
+    result: TuningResult | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The choice as the sample of the nested search space: what ``build`` takes."""
+        return {"_name": self.implement, **self.params}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the choice as JSON values, without the trials."""
+        entry = None if self.entry is None else self.entry.to_dict()
+        return {"config": self.config, "reason": self.reason, "entry": entry, "refused": dict(self.refused)}
+
+    def __str__(self) -> str:
+        params = ", ".join(f"{key}={value}" for key, value in self.params.items())
+        return f"{self.implement}({params}): {self.reason}"
+
+
+def choose(spec: KernelSpec, store: TuningStore | None = None) -> Choice:
+    """Return the stored choice for `spec`, else that of the shipped table, else dense; measures nothing."""
+    _, refused = supported(spec)
+    entry = None if store is None else store.get(spec)
+    if entry is not None and not misfit(spec, entry):  # entries may come from a stranger's export
+        return Choice(entry.implement, entry.params, f"stored: {entry.speedup:.2f}x dense", entry, refused)
+    guess = shipped(spec)
+    if guess is None:
+        return Choice(DENSE, {}, "not tuned", None, refused)
+    reason = f"shipped table: {guess.speedup:.2f}x dense on another machine, not tuned here"
+    return Choice(guess.implement, guess.params, reason, None, refused)
+
+
+def right_choice(problem: Problem, choice: Choice) -> Choice:
+    """Return a choice if it computes what is expected; else dense if that does, else the next implement that does.
+
+    No kernel is trusted unchecked, a library's neither. The reason tells what was wrong; raises CheckError where no
+    implement is right.
+    """
+    fault = _fault(problem, choice.config)
+    if not fault:
+        return choice
+    able = sorted(supported(problem.spec)[0], key=lambda implement: implement.name != DENSE)
+    for implement in able:
+        params = implement.default(problem.spec)
+        if not _fault(problem, {"_name": implement.name, **params}):
+            reason = f"{choice.implement} is wrong here, {implement.name} runs instead ({fault})"
+            return Choice(implement.name, params, reason, None, choice.refused)
+    raise CheckError(
+        message(f"no implement of {problem.spec} is right here: {fault}", fix="pass sample inputs as they are in use")
+    )
+
+
+def _fault(problem: Problem, config: Mapping[str, Any]) -> str:
+    """Return in words why the kernel of a config is not right on a problem; nothing where it is."""
+    try:
+        problem.check(_callable(problem, build(problem.spec, config))(), config["_name"])
+    except (SpartaError, RuntimeError) as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def tune_kernel(
+    problem: Problem,
+    *,
+    algo: str = "tpe",
+    max_trials: int | None = 40,
+    max_seconds: float | None = 10.0,
+    seed: int = 0,
+    store: TuningStore | None = None,
+    progress: Callable[..., object] | bool | None = None,
+    in_graphs: bool = False,
+) -> Choice:
+    """Return the fastest implement and parameters for a problem.
+
+    A stored result is taken if it is right. Interrupting keeps the best so far. Whatever wins the search must then beat
+    dense by 3 % (see :mod:`sparta.specialize.tuning.significance`); otherwise dense runs. Dense is checked as well:
+    where it is wrong, the fastest candidate that is right runs, and the reason says so.
+
+    Parameters
+    ----------
+    algo
+        ``'grid'``, ``'rand'``, ``'tpe'`` or ``'evolution'``.
+    max_trials, max_seconds
+        Budgets: trials of the search, seconds for all of it. What is under way when the time is up is finished.
+    store
+        Where results are looked up and kept; None keeps nothing.
+    progress
+        True for a view on stderr, a callable that gets each trial and the best so far, None or False for nothing.
+    in_graphs
+        On CUDA, time kernels as CUDA graphs replay them, with operands that are not in the cache: without the host's
+        share, as in a model that is replayed whole.
+    """
+    stored = choose(problem.spec, store)
+    if stored.entry is not None and not _fault(problem, stored.config):
+        return stored
+    deadline = math.inf if max_seconds is None else perf_counter() + max_seconds
+    rivals = _Rivals.of(problem, in_graphs=in_graphs and problem.spec.device == "cuda" and not problem.backward)
+
+    def objective(config: Mapping[str, Any], kernel: Kernel) -> float:
+        if config["_name"] == DENSE:
+            if rivals.fault:
+                raise PrunedTrial(f"wrong result: {rivals.fault}")
+            return 1.0
+        functions = {DENSE: rivals.dense, "candidate": rivals.candidate(config, kernel)}
+        return 1.0 / pairs_of(compare(functions, warmup=2, iters=50, max_seconds=_QUICK_SECONDS)).gain
+
+    starting = _starting_points(problem.spec)
+    result = search(
+        search_space(problem.spec),
+        objective,
+        algo=algo,
+        max_trials=max_trials,
+        max_seconds=None if max_seconds is None else _SEARCH_SHARE * max(1e-3, deadline - perf_counter()),
+        seed=seed,
+        initial=starting,
+        progress=progress or None,
+        prepare=_compiler(problem),
+        workers=min(_MOST_COMPILERS, os.cpu_count() or 1),
+    )
+    all_had_a_turn = len(result.trials) >= min(len(starting), max_trials or len(starting))
+    choice = _confirmed(rivals, result, stored.refused, deadline, hurried=not all_had_a_turn)
+    interrupted = choice.result is not None and choice.result.interrupted
+    if store is not None and choice.entry is not None and not interrupted:
+        store.put(problem.spec, choice.entry)
+    return choice
+
+
+def build(spec: KernelSpec, config: Mapping[str, Any]) -> Kernel:
+    """Build the kernel that a sample of the nested search space names."""
+    params = {key: value for key, value in config.items() if key != "_name"}
+    implement = implement_named(config["_name"], spec.op)
+    answer = implement.answer(spec)
+    if not answer:
+        raise SpartaError(message(f"{implement.name} cannot run {spec}: {answer.reason}", fix="choose another one"))
+    return implement.build(spec, params)
+
+
+def _starting_points(spec: KernelSpec) -> list[dict[str, Any]]:
+    """Return what a search should not miss: what the shipped table has, and each implement with its defaults.
+
+    Dense comes last, because a search that runs out of time ends with the first result.
+    """
+    guess = shipped(spec)
+    implements = sorted(supported(spec)[0], key=lambda implement: implement.name == DENSE)
+    defaults = [{"_name": implement.name, **implement.default(spec)} for implement in implements]
+    return defaults if guess is None else [guess.config, *(point for point in defaults if point != guess.config)]
+
+
+def _compiler(problem: Problem) -> Callable[[Mapping[str, Any]], Kernel]:
+    """Return what compiles one candidate, in any thread."""
+    device = torch.device("cuda", torch.cuda.current_device()) if problem.spec.device == "cuda" else None
+
+    def compile_one(config: Mapping[str, Any]) -> Kernel:
+        try:
+            kernel = build(problem.spec, config)
+            if implement_named(config["_name"], problem.spec.op).first_run_compiles:
+                # The current device is each thread's own.
+                with nullcontext() if device is None else torch.cuda.device(device):
+                    _callable(problem, kernel)()
+        except SpartaError as error:
+            raise PrunedTrial(str(error)) from error
+        return kernel
+
+    return compile_one
+
+
+def _callable(problem: Problem, kernel: Kernel) -> Callable[[], Tensor]:
+    packed = () if problem.operand is None else kernel.pack(problem.operand)
+    if not problem.backward:
+
+        def call() -> Tensor:
+            with torch.no_grad():
+                return kernel.run(packed, *problem.inputs)
+
+        return call
+
+    # A tensor without dims is a number, such as a temperature, and is not trained.
+    inputs = [
+        t.detach().requires_grad_() if t is not None and t.dim() and t.is_floating_point() else t
+        for t in problem.inputs
+    ]
+    varied = [t for t in inputs if t is not None and t.requires_grad]
+
+    def call_with_gradients() -> Tensor:
+        with torch.enable_grad():
+            result = kernel.run(packed, *inputs)
+            torch.autograd.grad(result, varied, torch.ones_like(result))
+        return result.detach()
+
+    return call_with_gradients
+
+
+@dataclass(frozen=True)
+class _Rivals:
+    """Dense and candidates of one problem as they are timed, several calls of each at a time in CUDA graphs."""
+
+    problem: Problem
+    dense: Callable[[], Tensor]
+    calls: int
+    in_graphs: bool
+    fault: str = ""
+    """What is wrong with dense, which is a measure of time only then."""
+
+    @staticmethod
+    def of(problem: Problem, *, in_graphs: bool) -> _Rivals:
+        """Return the rivals of a problem, dense checked."""
+        kernel = build(problem.spec, {"_name": DENSE})
+        dense = _callable(problem, kernel)
+        try:
+            problem.check(dense(), DENSE)
+        except CheckError as error:
+            return _Rivals(problem, dense, 1, in_graphs=False, fault=str(error).splitlines()[0])
+        if not in_graphs:
+            return _Rivals(problem, dense, 1, in_graphs=False)
+        alone = compare({DENSE: dense}, warmup=2, iters=20, max_seconds=_QUICK_SECONDS)[DENSE].min
+        calls = max(1, min(_MOST_CALLS, round(_GRAPH_MILLISECONDS / max(alone, 1e-3))))
+        return _Rivals(problem, _replayed(problem, kernel, calls), calls, in_graphs=True)
+
+    def candidate(self, config: Mapping[str, Any], kernel: Kernel) -> Callable[[], Tensor]:
+        """Return a candidate ready to be timed; raises PrunedTrial when it fails or computes something else."""
+        try:
+            call = _callable(self.problem, kernel)
+            self.problem.check(call(), config["_name"])
+        except CheckError as error:
+            raise PrunedTrial(f"wrong result: {str(error).splitlines()[0]}") from error
+        except SpartaError as error:
+            raise PrunedTrial(str(error)) from error
+        return _replayed(self.problem, kernel, self.calls) if self.in_graphs else call
+
+
+def _replayed(problem: Problem, kernel: Kernel, calls: int) -> Callable[[], Tensor]:
+    """Return so many calls of a kernel, replayed from a CUDA graph; one by one where it cannot be recorded."""
+    from sparta.specialize.cuda.graphs import copies, recorded
+
+    packed = () if problem.operand is None else kernel.pack(problem.operand)
+    held = copies(packed, calls) if packed else [()]
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            for number in range(calls - 1):
+                kernel.run(held[number % len(held)], *problem.inputs)
+            return kernel.run(held[(calls - 1) % len(held)], *problem.inputs)
+
+    try:
+        graph, result = recorded(run)
+    except RuntimeError:
+        return run
+
+    def replay(_held: object = held) -> Tensor:  # a graph does not keep what it reads
+        graph.replay()
+        return result
+
+    return replay
+
+
+def _confirmed(
+    rivals: _Rivals, result: TuningResult, refused: Mapping[str, str], deadline: float, *, hurried: bool
+) -> Choice:
+    """Put the best few in order once more and time them against dense, longer, until one wins; dense if none does.
+
+    After a hurried search, in which some implements had no turn, that is not worth keeping.
+    """
+    complete = sorted((t.value, t.number, t) for t in result.trials if t.value is not None)
+    if rivals.fault:
+        return _instead_of_dense(rivals, [trial for _, _, trial in complete], result, refused)
+    faster = [(ratio, t) for ratio, _, t in complete if t.params["_name"] != DENSE and ratio < 1.0]
+    hopeful = [t for ratio, t in faster[:_FINALISTS] if ratio <= _CLOSE * faster[0][0] or ratio <= faster[1][0]]
+    dense_time, best = 0.0, ""
+    try:
+        for trial, candidate in _finalists(rivals, hopeful, deadline)[:_RUNNERS_UP]:
+            try:
+                pairs = confirm(rivals.dense, candidate, deadline - perf_counter())
+            except (SpartaError, RuntimeError):
+                continue  # it worked once, and is not to be relied on
+            dense_time = pairs.dense_milliseconds / rivals.calls
+            best = best or f"({trial.params['_name']}) reached {pairs.gain:.2f}x"
+            hurried |= not pairs.decided and perf_counter() >= deadline
+            if pairs.won:
+                entry = Entry(trial.params["_name"], _params(trial), dense_time / pairs.gain, dense_time)
+                return Choice(entry.implement, entry.params, f"{pairs.gain:.2f}x dense", entry, refused, result)
+    except KeyboardInterrupt:
+        return _unconfirmed(hopeful[0], replace(result, interrupted=True), refused)
+    if not dense_time:
+        dense_time = compare({DENSE: rivals.dense}, warmup=2, max_seconds=_QUICK_SECONDS)[DENSE].median / rivals.calls
+    why = "nothing was faster" if complete else "no candidate worked"
+    reason = f"dense: the best candidate {best}" if best else f"dense: {why}"
+    if hurried:  # nothing that is worth keeping: more time may tell
+        return Choice(DENSE, {}, f"{reason} when the time was up", None, refused, result)
+    return Choice(DENSE, {}, reason, Entry(DENSE, {}, dense_time, dense_time), refused, result)
+
+
+def _finalists(rivals: _Rivals, hopeful: Sequence[Trial], deadline: float) -> list[tuple[Trial, Callable[[], Tensor]]]:
+    """Return those of the best that still work, in the order that measuring them side by side gives."""
+    found: list[tuple[Trial, Callable[[], Tensor]]] = []
+    for trial in hopeful if perf_counter() < deadline else hopeful[:_RUNNERS_UP]:
+        with suppress(SpartaError, RuntimeError):
+            found.append((trial, rivals.candidate(trial.params, build(rivals.problem.spec, trial.params))))
+    with suppress(SpartaError, RuntimeError):  # whoever fails is found out when it is confirmed
+        order = ranked(rivals.dense, [candidate for _, candidate in found], deadline - perf_counter())
+        return [found[number] for number in order]
+    return found
+
+
+def _instead_of_dense(
+    rivals: _Rivals, best: Sequence[Trial], result: TuningResult, refused: Mapping[str, str]
+) -> Choice:
+    """Return the first of the candidates that is right, where dense is not; it is not kept: another torch may be."""
+    for trial in best:
+        if not _fault(rivals.problem, trial.params):
+            reason = f"dense is wrong here, the fastest that is right runs ({rivals.fault})"
+            return Choice(trial.params["_name"], _params(trial), reason, None, refused, result)
+    return replace(right_choice(rivals.problem, Choice(DENSE, {}, "", None, refused)), result=result)
+
+
+def _unconfirmed(best: Trial, result: TuningResult, refused: Mapping[str, str]) -> Choice:
+    """Return the best of a search that was interrupted before it could be timed longer; dense if it won by little."""
+    gain = 1.0 / best.value if best.value else 0.0
+    if gain < LEAST_GAIN:
+        return Choice(DENSE, {}, "dense: interrupted", None, refused, result)
+    return Choice(
+        best.params["_name"], _params(best), f"{gain:.2f}x dense in haste, interrupted", None, refused, result
+    )
+
+
+def _params(trial: Trial) -> dict[str, Any]:
+    return {key: value for key, value in trial.params.items() if key != "_name"}

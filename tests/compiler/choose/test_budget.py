@@ -1,0 +1,102 @@
+"""A budget holds for the whole compilation, and what is alike is measured once."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import sparta
+from compiler import nets
+from sparta.compiler.choose import end_to_end
+from sparta.specialize.tuning.select import Choice
+from sparta.specialize.tuning.significance import confirm
+from sparta.specialize.tuning.store import Entry
+
+
+class Repeated(nn.Module):
+    """Convolutions and linear layers that come three times each, with other values."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolutions = nn.Sequential(*[nn.Sequential(nn.Conv2d(8, 8, 3, 1, 1), nn.ReLU()) for _ in range(3)])
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3)])
+
+    def forward(self, x):
+        return self.layers(self.convolutions(x).flatten(2))
+
+
+@pytest.fixture
+def tuned(monkeypatch):
+    """Count what is tuned instead of tuning; all of it is stored as dense."""
+    calls = []
+
+    def tune(problem, *, max_seconds, store, **_options):
+        calls.append((problem.spec.op, max_seconds))
+        entry = Entry("dense", {}, 1.0, 1.0)
+        store.put(problem.spec, entry)
+        return Choice("dense", {}, "dense: nothing was faster", entry)
+
+    monkeypatch.setattr("sparta.compiler.choose.layers.tune_kernel", tune)
+    return calls
+
+
+def test_alike_layers_are_tuned_once_and_not_again_by_the_next_compilation(tuned, own_stores):
+    x = torch.randn(2, 8, 4, 8)
+    sparta.compile(nets.pruned(Repeated(), sparta.Block(4, 1)), x)
+    assert sorted(op for op, _ in tuned) == ["conv2d", "linear"]
+    tuned.clear()
+    sparta.compile(nets.pruned(Repeated(), sparta.Block(4, 1)), x)  # other values and masks of the same kind
+    assert not tuned
+
+
+def test_what_a_layer_needs_beside_its_trials_is_taken_off_their_time(tuned, own_stores, monkeypatch):
+    from sparta.compiler.lower.linear import LinearLowering
+
+    prepare = LinearLowering.problem
+
+    def slow(self, *args):
+        time.sleep(0.1)
+        return prepare(self, *args)
+
+    monkeypatch.setattr(LinearLowering, "problem", slow)
+    sparta.compile(nets.pruned(nn.Sequential(nn.Linear(32, 32))), torch.randn(4, 32))
+    assert [seconds <= 2.9 for _, seconds in tuned] == [True]
+
+
+def test_inductor_does_not_begin_what_the_budget_cannot_pay(forced, own_stores, monkeypatch):
+    decide = end_to_end.Contest._decided
+
+    def dear(self):
+        self._seconds_a_call = 1e6
+        return decide(self)
+
+    monkeypatch.setattr(end_to_end.Contest, "_decided", dear)
+    monkeypatch.setattr(end_to_end, "hosted", _without_inductor(end_to_end.hosted))
+    fast = sparta.compile(nets.pruned(nets.Mlp()), torch.randn(6, 32), inductor=True, budget_s=1000)
+    assert fast.report.plan.whole.host in ("eager", "panels")
+    assert "was not tried: compiling takes about" in str(fast.report)
+
+
+def _without_inductor(hosted):
+    def refusing(module, host):
+        assert host != "inductor", "compiled without the budget for it"
+        return hosted(module, host)
+
+    return refusing
+
+
+def test_a_confirmation_ends_with_its_time_and_two_pairs_must_be_far_above():
+    calls = []
+
+    def kernel(milliseconds):
+        def call():
+            calls.append(milliseconds)
+            time.sleep(milliseconds / 1e3)
+            return torch.empty(())
+
+        return call
+
+    assert not confirm(kernel(60), kernel(55), 0.0).won
+    assert len(calls) == 4  # each once to warm up and once that counts
+    assert confirm(kernel(60), kernel(20), 0.0).won

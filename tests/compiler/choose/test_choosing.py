@@ -1,0 +1,170 @@
+"""Layers and the whole are chosen by measurement, within a budget, remembered when that was enough."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import sparta
+from compiler import nets
+from sparta.common.result import TuningResult
+from sparta.compiler.lower import lowering_of
+from sparta.compiler.session import Session
+from sparta.errors import CheckError
+from sparta.specialize.kernel_spec import Epilogue
+from sparta.specialize.tuning.select import Choice
+from sparta.specialize.tuning.store import Entry, key_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+
+def agree(one, two):
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+def test_tuning_is_remembered(own_stores, monkeypatch):
+    model, x = nets.pruned(nets.Mlp(64, 64), sparsity=0.9), torch.randn(16, 64)
+    lines = []
+    first = sparta.compile(model, x, progress=lines.append)
+    assert any("layer 1/" in line for line in lines)
+    assert first.report.totals.first_compile_seconds is None
+    assert first.report.speedup > 0
+    monkeypatch.setattr("sparta.compiler.choose.layers.tune_kernel", lambda *_a, **_k: pytest.fail("tuned twice"))
+    second = sparta.compile(model, x)
+    assert second.report.totals.first_compile_seconds == pytest.approx(first.report.totals.compile_seconds, abs=5)
+    agree(second(x), model(x).detach())
+
+
+def test_a_decision_in_haste_is_not_remembered(own_stores, monkeypatch):
+    model, x = nets.pruned(nets.Mlp(64, 64), sparsity=0.9), torch.randn(16, 64)
+    monkeypatch.setattr("sparta.compiler.choose.end_to_end._ENOUGH", 2.0)  # no comparison has that much time
+    sparta.compile(model, x)
+    assert sparta.compile(model, x).report.totals.first_compile_seconds is None
+    monkeypatch.undo()
+    sparta.compile(model, x)
+    assert sparta.compile(model, x).report.totals.first_compile_seconds is not None
+
+
+def test_the_dearest_layers_are_measured_first_and_depthwise_ones_too(own_stores):
+    dense = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), dense, nn.Conv2d(8, 64, 3, padding=1)).eval()
+    with torch.no_grad():
+        model[2].weight *= torch.rand_like(model[2].weight) < 0.1
+    lines = []
+    report = sparta.compile(model, torch.randn(1, 3, 16, 16), progress=lines.append).report
+    order = [line.split()[4] for line in lines if line.startswith("kind of layer ")]
+    assert order == ["2", "1"]
+    reasons = {layer.name: layer.first.reason for layer in report.plan.layers}
+    assert "no zeros" in reasons["0"]
+    assert "no zeros" not in reasons["1"]
+    report = sparta.compile(nn.Sequential(nn.Conv2d(3, 8, 1), dense).eval(), torch.randn(1, 3, 16, 16)).report
+    assert all("no zeros" in layer.first.reason for layer in report.plan.layers)
+
+
+def test_layers_whose_time_was_up_have_a_second_turn(own_stores, monkeypatch):
+    model, x = nets.pruned(nets.Mlp(64, 64), sparsity=0.9), torch.randn(16, 64)
+    turns = []
+
+    def tune(problem, **_options):
+        turns.append(key_of(problem.spec))
+        entry = Entry("cpu", {"tile": "panel:1:1:1:0:0"}, 1.0, 2.0) if len(turns) > 2 else None
+        return Choice("cpu" if entry else "dense", entry.params if entry else {}, "", entry, {}, TuningResult())
+
+    monkeypatch.setattr("sparta.compiler.choose.layers.tune_kernel", tune)
+    sparta.compile(model, x)
+    assert turns[-2:] == turns[:2]
+    assert len(turns) == len(set(turns)) + 2
+
+
+def test_large_batches_are_compared_at_both_ends():
+    weight = torch.randn(64, 64) * (torch.rand(64, 64) < 0.1)
+    lowering, x = lowering_of("linear"), torch.randn(40000, 64)
+    tesa = sparta.TeSA.from_mask(weight != 0)
+    spec = lowering.spec(tesa, x, {}, Epilogue(), device="cpu")
+    problem = lowering.problem(spec, weight, x, None, None)
+    rows = problem.checked.tolist()
+    assert rows[0] == 0
+    assert rows[-1] == 39999
+    assert len(problem.expected) == len(rows) < 40000
+    y = functional.linear(x, weight)
+    problem.check(y, "right")
+    y[-1, 3] += 1
+    with pytest.raises(CheckError):
+        problem.check(y, "wrong")
+
+
+def test_a_spent_budget_leaves_layers_dense_and_says_so(own_stores):
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    fast = sparta.compile(model, x, budget_s=1e-9)
+    assert {layer.first.reason for layer in fast.report.plan.layers} == {
+        "dense: the budget was spent before this layer"
+    }
+    agree(fast(x), model(x).detach())
+
+
+def test_a_budget_keeps_room_for_what_must_still_come(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("sparta.compiler.session.time.perf_counter", lambda: now)
+    session = Session(budget_s=100.0, started=0.0)
+    assert session.left == 100.0
+    session.reserve = 10.0
+    assert session.left == 90.0
+    with session.step(1.0):  # the first step compiles a library, which no other one does
+        now = 31.0
+    assert session.left == pytest.approx(100 - 31 - 10)
+    with session.step(1.0):
+        now = 34.0
+    assert session.left == pytest.approx(100 - 34 - 10 - 2)
+    with session.step(1.0):
+        now = 34.5
+    assert session.left == pytest.approx(100 - 34.5 - 10)
+    session.interrupted = True
+    assert session.left == 0.0
+    assert Session().left == float("inf")
+
+
+def test_a_model_too_slow_for_the_budget_is_not_timed_and_says_so(forced, own_stores, monkeypatch):
+    from sparta.compiler.choose.end_to_end import Contest
+
+    monkeypatch.setattr(Contest, "_times", lambda *_args: pytest.fail("timed a model that the budget cannot pay for"))
+    monkeypatch.setattr(Contest, "call_seconds", property(lambda self: 1e6, lambda self, value: None), raising=False)
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    fast = sparta.compile(model, x, budget_s=60)
+    assert "not timed end to end: the budget was spent" in str(fast.report)
+    agree(fast(x), model(x).detach())
+
+
+def test_an_interrupt_keeps_the_best_so_far(own_stores, monkeypatch):
+
+    def interrupt(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sparta.compiler.choose.layers.tune_kernel", interrupt)
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    fast = sparta.compile(model, x)
+    assert "interrupted" in str(fast.report)
+    agree(fast(x), model(x).detach())
+
+
+def test_kernels_that_lose_in_the_whole_are_left_out(forced, own_stores, monkeypatch):
+    from sparta.compiler.choose.end_to_end import Contest
+    from sparta.compiler.run import kernel_module
+
+    slow = {"second.weight_kernel"}
+
+    def times(self, calls, rounds=0):
+        return {name: float(call()) for name, call in calls.items()}
+
+    def call(self, base, host, names=None, inputs=None):
+        module = self.built(base, names)
+        names = {name for name, child in module.named_modules() if isinstance(child, kernel_module.KernelModule)}
+        return lambda: 10.0 - len(names - slow) + 5.0 * len(names & slow)
+
+    monkeypatch.setattr(Contest, "_times", times)
+    monkeypatch.setattr(Contest, "_call", call)
+    monkeypatch.setattr(Contest, "given", property(lambda self: lambda: 10.0, lambda self, value: None), raising=False)
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    fast = sparta.compile(model, x)
+    assert set(fast.kernels) == {"first.weight_kernel", "last.weight_kernel"}
+    assert "not in the whole model" in str(fast.report)
+    agree(fast(x), model(x).detach())

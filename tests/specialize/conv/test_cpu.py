@@ -1,0 +1,305 @@
+"""Every convolution kernel against float64: any geometry, size, stride, density, tile, layout, instruction set."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError
+from sparta.specialize.conv.cpu import CpuConv2d, conv_images
+from sparta.specialize.conv.cpu import conv_tiles as offered_tiles
+from sparta.specialize.conv.cpu_image import IMAGES
+from sparta.specialize.conv.cpu_packed import PackedConv
+from sparta.specialize.conv.spec import ConvGeometry, conv_spec, dense_conv
+from sparta.specialize.cpu import runnable_isas
+from sparta.tesa.attribute import TeSA
+from sparta.testing import check
+from specialize.kernel_strategies import tiles
+
+ISAS = st.sampled_from(runnable_isas())
+ACTIVATIONS = {None: lambda y: y, "relu": functional.relu, "gelu": functional.gelu, "silu": functional.silu}
+LAYOUTS = st.sampled_from(["contiguous", "channels last", "reversed dims", "sliced"])
+
+
+@st.composite
+def problems(draw):
+    """A geometry, the shape of a weight that fits it, and the size of an image that holds its kernel."""
+    dims = draw(st.sampled_from([1, 2, 2]))
+    geometry = ConvGeometry(
+        stride=tuple(draw(st.sampled_from([1, 1, 2, 3])) for _ in range(dims)),
+        padding=tuple((draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in range(dims)),
+        dilation=tuple(draw(st.sampled_from([1, 1, 2])) for _ in range(dims)),
+        groups=draw(st.sampled_from([1, 1, 2, 5])),
+    )
+    each = draw(st.sampled_from([1, 2, 19]))
+    outputs = geometry.groups * draw(st.sampled_from([1, 4, 8, 40]))
+    kernel = tuple(draw(st.sampled_from([1, 1, 2, 3])) for _ in range(dims))
+    size = []
+    for dim in range(dims):
+        least = geometry.dilation[dim] * (kernel[dim] - 1) + 1 - sum(geometry.padding[dim])
+        size.append(max(draw(st.integers(1, 21)), least, 1))
+    return geometry, (outputs, each, *kernel), tuple(size)
+
+
+@st.composite
+def conv_tiles(draw, outputs_each):
+    tile = draw(tiles(form="panel"))
+    return tile if outputs_each % tile.block == 0 else draw(st.just(type(tile)(block=1, mv=tile.mv)))
+
+
+@st.composite
+def conv_masks(draw, shape):
+    """Masks as training leaves them: of any density, in blocks of output channels, with dead and full filters."""
+    height = draw(st.sampled_from([1, 1, 4, 8]))
+    blocks = torch.rand(-(-shape[0] // height), *shape[1:]) < draw(st.sampled_from([0.0, 0.2, 0.6, 1.0]))
+    mask = blocks.repeat_interleave(height, 0)[: shape[0]]
+    if draw(st.booleans()):
+        mask[draw(st.integers(0, shape[0] - 1)) :: 3] = draw(st.booleans())
+        mask[:, draw(st.integers(0, shape[1] - 1))] = False
+    return mask
+
+
+def laid_out(x, layout):
+    """The same values with other strides."""
+    if layout == "channels last" and x.dim() == 4:
+        return x.contiguous(memory_format=torch.channels_last)
+    if layout == "reversed dims":
+        return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
+    if layout == "sliced":
+        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), torch.nan)
+        wide[..., 1::2] = x
+        return wide[..., 1::2]
+    return x
+
+
+def expected(x, weight, mask, geometry, bias=None, activation=None, residual=None):
+    exact = torch.where(mask, weight.double(), 0.0)
+    y = ACTIVATIONS[activation](dense_conv(x.double(), exact, None if bias is None else bias.double(), geometry))
+    return y if residual is None else y + residual.double()
+
+
+@settings(max_examples=200)
+@given(problems(), ISAS, LAYOUTS, st.sampled_from(IMAGES), st.data())
+def test_the_result_is_that_of_the_masked_dense_convolution(problem, isa, layout, image, data):
+    geometry, shape, size = problem
+    tile = data.draw(conv_tiles(shape[0] // geometry.groups if geometry.groups > 1 else 8))
+    mask = data.draw(conv_masks(shape))
+    weight = torch.where(mask, torch.randn(shape), torch.nan)
+    x = laid_out(torch.randn(data.draw(st.integers(0, 3)), shape[1] * geometry.groups, *size), layout)
+    bias = data.draw(st.sampled_from([None, torch.randn(shape[0])]))
+    activation = data.draw(st.sampled_from(list(ACTIVATIONS)))
+    truth = expected(x, weight, mask, geometry, bias, activation)
+    residual = data.draw(st.sampled_from([None, laid_out(torch.randn(truth.shape), layout)]))
+    truth = truth if residual is None else truth + residual.double()
+    packed = PackedConv(weight, mask, geometry, image=image, isa=isa, **tile.to_dict())
+    y = packed(x, bias, activation, residual, threads=data.draw(st.sampled_from([1, 2])))
+    assert y.is_contiguous()
+    check(y, truth, reduction=max(128, weight[0].numel()))
+
+
+@pytest.mark.parametrize("isa", runnable_isas())
+@pytest.mark.parametrize("image", IMAGES)
+@pytest.mark.parametrize(("channels", "outputs", "kernel", "size"), [(70, 40, 1, 29), (33, 64, 3, 30), (3, 32, 7, 61)])
+def test_large_images_are_cut_into_bands(isa, image, channels, outputs, kernel, size):
+    geometry = ConvGeometry.make(2, stride=1 if kernel < 7 else 2, padding=kernel // 2)
+    weight = torch.randn(outputs, channels, kernel, kernel)
+    mask = (torch.rand(outputs // 8, *weight.shape[1:]) < 0.3).repeat_interleave(8, 0)
+    x = torch.randn(2, channels, size, size)
+    packed = PackedConv(weight, mask, geometry, image=image, isa=isa, block=8, mv=2)
+    results = [packed(x, threads=threads) for threads in (1, 2, 3)]
+    check(results[0], expected(x, weight, mask, geometry), reduction=channels * kernel**2)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@settings(max_examples=60)
+@given(problems(), ISAS, st.sampled_from(IMAGES), st.sampled_from([torch.nan, torch.inf, -torch.inf]), st.data())
+def test_nan_and_inf_spread_to_the_pixels_that_read_them(problem, isa, image, bad, data):
+    geometry, shape, size = problem
+    mask, weight = torch.rand(shape) < 0.4, torch.randn(shape)
+    x = torch.randn(1, shape[1] * geometry.groups, *size)
+    place = (0, *(data.draw(st.integers(0, s - 1)) for s in x.shape[1:]))
+    # Where a live weight meets the bad value, found by what ones and zeros give.
+    hit = torch.zeros_like(x)
+    hit[place] = 1.0
+    touched = dense_conv(hit, mask.float(), None, geometry) > 0
+    x[place] = bad
+    y = PackedConv(weight, mask, geometry, image=image, isa=isa)(x)
+    assert torch.equal(~y.isfinite(), touched)
+
+
+@settings(max_examples=40)
+@given(problems(), ISAS, st.sampled_from(IMAGES), st.sampled_from([torch.nan, torch.inf, -torch.inf]), st.data())
+def test_nan_and_inf_in_a_live_weight_spread_to_its_channel(problem, isa, image, bad, data):
+    geometry, shape, size = problem
+    weight = torch.randn(shape)
+    place = tuple(data.draw(st.integers(0, s - 1)) for s in shape)
+    weight[place] = bad
+    mask = torch.ones(shape, dtype=torch.bool)
+    x = torch.rand(1, shape[1] * geometry.groups, *size) + 0.5
+    y = PackedConv(weight, mask, geometry, image=image, isa=isa)(x)
+    # Also where it meets the zeros around the image: 0 * inf is NaN.
+    assert not bool(y[:, place[0]].isfinite().any())
+    y[:, place[0]] = 0.0
+    assert bool(y.isfinite().all())
+    mask[place] = False
+    assert bool(PackedConv(weight, mask, geometry, image=image, isa=isa)(x).isfinite().all())
+
+
+def summed_from_zero(x, weight, mask, padding):
+    """A convolution of stride 1 as the promise on zeros has it: +0, then each live product added to it."""
+    around = functional.pad(x.double(), [padding] * 4)
+    rows, columns = x.shape[2] + 2 * padding - weight.shape[2] + 1, x.shape[3] + 2 * padding - weight.shape[3] + 1
+    y = torch.zeros(len(x), len(weight), rows, columns, dtype=torch.float64)
+    for n, c, i, j in mask.nonzero().tolist():
+        y[:, n] = y[:, n] + weight[n, c, i, j].double() * around[:, c, i : i + rows, j : j + columns]
+    return y
+
+
+@pytest.mark.parametrize("isa", runnable_isas())
+@pytest.mark.parametrize("image", IMAGES)
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_a_sum_of_zeros_is_positive_zero(isa, image, activation):
+    weight = torch.tensor([1.0, -1.0, 0.0, -0.0]).reshape(4, 1, 1, 1).expand(4, 2, 3, 3).contiguous()
+    mask = torch.rand(weight.shape) < 0.6
+    mask[3] = False
+    packed = PackedConv(weight, mask, ConvGeometry.make(2, padding=1), image=image, isa=isa)
+    for zero in (0.0, -0.0):
+        x = torch.full((1, 2, 5, 5), zero)
+        sums = summed_from_zero(x, weight, mask, padding=1)
+        for bias, residual in itertools.product((None, 0.0, -0.0), repeat=2):
+            truth = sums if bias is None else sums + bias
+            truth = truth if residual is None else truth + residual
+            beside = None if bias is None else torch.full((4,), bias)
+            added = None if residual is None else torch.full((1, 4, 5, 5), residual)
+            y = packed(x, beside, activation, added)
+            assert torch.equal(y.double(), truth)
+            assert torch.equal(y.signbit(), truth.signbit())
+            assert not bool(y.signbit().any())
+
+
+@pytest.mark.parametrize("isa", runnable_isas())
+def test_the_switch_forces_a_build(isa, monkeypatch):
+    monkeypatch.setenv("SPARTA_CPU_ISA", isa)
+    geometry = ConvGeometry.make(2, padding=1, stride=2)
+    weight, x = torch.randn(12, 3, 3, 3), torch.randn(2, 3, 11, 8)
+    packed = PackedConv(weight, weight > 0.3, geometry)
+    assert packed.library.isa == isa
+    check(packed(x), expected(x, weight, weight > 0.3, geometry), reduction=27)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_dtypes_are_computed_in_float32(dtype):
+    geometry = ConvGeometry.make(2, padding=1)
+    weight, x = torch.randn(8, 4, 3, 3), torch.randn(2, 4, 9, 9).to(dtype)
+    y = PackedConv(weight, weight > 0, geometry)(x)
+    assert y.dtype == dtype
+    check(y, expected(x, weight, weight > 0, geometry), reduction=36)
+
+
+def test_new_values_and_copies():
+    geometry = ConvGeometry.make(1, padding=1)
+    old, new, x = torch.randn(8, 4, 3), torch.randn(8, 4, 3), torch.randn(2, 4, 50)
+    mask = torch.rand(8, 4, 3) < 0.5
+    packed = PackedConv(old, mask, geometry, block=4)
+    fresh = PackedConv(new, mask, geometry, block=4)(x)
+    assert torch.equal(packed(x, values=packed.pack(new)), fresh)
+    assert torch.equal(PackedConv(None, mask, geometry, block=4)(x, values=packed.pack(new)), fresh)
+    assert torch.equal(copy.deepcopy(packed)(x), packed(x))
+    assert "PackedConv" in repr(packed)
+
+
+def test_as_many_sizes_as_one_likes():
+    geometry = ConvGeometry.make(2, padding=1)
+    weight = torch.randn(8, 4, 3, 3)
+    packed = PackedConv(weight, weight > 0, geometry)
+    for size in [*range(1, 14), 1, 2]:
+        x = torch.randn(1, 4, size, size + 1)
+        check(packed(x), expected(x, weight, weight > 0, geometry), reduction=36)
+    assert len(packed._plans) <= 8
+
+
+@pytest.fixture
+def layer():
+    return PackedConv(torch.randn(8, 4, 3, 3), torch.ones(8, 4, 3, 3) > 0, ConvGeometry.make(2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"x": torch.zeros(1, 5, 6, 6)}, ShapeError, "x of shape"),
+        ({"x": torch.zeros(4, 6, 6)}, ShapeError, "x of shape"),
+        ({"x": torch.zeros(1, 4, 2, 6)}, ShapeError, "holds the kernel"),
+        ({"x": torch.zeros(1, 4, 6, 6, dtype=torch.float64)}, ValueRangeError, "float64"),
+        ({"x": torch.zeros(1, 4, 6, 6, device="meta")}, ValueRangeError, "meta"),
+        ({"bias": torch.zeros(7)}, ShapeError, "bias of shape"),
+        ({"residual": torch.zeros(1, 8, 6, 6)}, ShapeError, "residual of shape"),
+        ({"activation": "rellu"}, NameNotFoundError, "did you mean 'relu'"),
+        ({"threads": 0}, ValueRangeError, "threads is 0"),
+        ({"values": torch.zeros(3)}, ShapeError, "take what pack"),
+    ],
+)
+def test_bad_arguments_are_named(layer, arguments, error, says):
+    with pytest.raises(error, match=says):
+        layer(**{"x": torch.zeros(1, 4, 6, 6), **arguments})
+
+
+def test_bad_layers_are_named(layer):
+    ones, geometry = torch.ones(8, 4, 3, 3) > 0, ConvGeometry.make(2)
+    with pytest.raises(ShapeError, match="bool"):
+        PackedConv(None, ones.float(), geometry)
+    with pytest.raises(ShapeError, match="as many dims"):
+        PackedConv(None, ones[..., 0], geometry)
+    with pytest.raises(ValueRangeError, match="form 'panel'"):
+        PackedConv(None, ones, geometry, form="rows")
+    with pytest.raises(ValueRangeError, match="blocks that divide"):
+        PackedConv(None, ones, ConvGeometry.make(2, groups=4), block=4)
+    with pytest.raises(NameNotFoundError, match="did you mean 'flat'"):
+        PackedConv(None, ones, geometry, image="flatt")(torch.zeros(1, 4, 6, 6), values=torch.zeros(0))
+    with pytest.raises(ValueRangeError, match="pass values="):
+        PackedConv(None, ones, geometry)(torch.zeros(1, 4, 6, 6))
+    with pytest.raises(ShapeError, match="as when packed"):
+        layer.pack(torch.zeros(3))
+
+
+@pytest.mark.parametrize("isa", runnable_isas())
+@pytest.mark.parametrize("height", [1, 4, 8])
+@pytest.mark.parametrize(("shape", "size"), [((32, 48, 1, 1), 7), ((32, 600, 1, 1), 4), ((32, 70, 3, 3), 9)])
+def test_every_offered_tile_and_layout_is_right_and_they_are_few(isa, height, shape, size, monkeypatch):
+    monkeypatch.setenv("SPARTA_CPU_ISA", isa)
+    geometry = ConvGeometry.make(2, padding=shape[2] // 2)
+    mask = (torch.rand(shape[0] // height, *shape[1:]) < 0.2).repeat_interleave(height, 0)
+    weight, x = torch.randn(shape), torch.randn(1, shape[1], size, size)
+    spec = conv_spec(TeSA.from_mask(mask), x.shape, x.dtype, geometry)
+    offered = list(itertools.product(offered_tiles(spec), conv_images(spec)))
+    assert len(set(offered)) == len(offered) <= 27
+    assert CpuConv2d().default(spec) == {"tile": str(offered[0][0]), "image": offered[0][1]}
+    truth = expected(x, weight, mask, geometry)
+    for tile, image in offered:
+        packed = PackedConv(weight, mask, geometry, image=image, **tile.to_dict())
+        check(packed(x), truth, reduction=weight[0].numel(), what=repr(packed))
+
+
+@pytest.mark.parametrize(("kernel", "stride"), [((1, 1), 1), ((3, 3), 2), ((3,), 1)])
+def test_a_bound_call_is_the_same_call_and_leaves_other_tensors_alone(kernel, stride):
+    weight = torch.randn(8, 6, *kernel) * (torch.rand(8, 6, *kernel) < 0.4)
+    geometry = ConvGeometry.make(len(kernel), stride=stride, padding=kernel[0] // 2)
+    packed, bias = PackedConv(weight, weight != 0, geometry), torch.randn(8)
+    call = packed.fast_path(packed.values, bias, "relu")
+    for count, side in [(1, 9), (3, 9), (2, 12), (0, 9), *[(1, side) for side in range(13, 22)]]:
+        x = torch.randn(count, 6, *[side] * len(kernel))
+        y = packed(x, bias, "relu")
+        assert torch.equal(call(x), y)
+        residual = torch.randn(y.shape)
+        assert torch.equal(call(x, residual), packed(x, bias, "relu", residual))
+    assert call(x.double()) is None
+    assert call(laid_out(x, "sliced")) is None
+    assert call(x, residual[:, :4]) is None
+    assert call(x, residual.double()) is None
+    assert packed.fast_path(packed.values, bias.double()) is None
+    with pytest.raises(ShapeError, match="x of shape"):
+        call(torch.randn(1, 5, *[9] * len(kernel)))
