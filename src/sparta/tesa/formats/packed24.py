@@ -1,7 +1,7 @@
 """2:4 storage as the hardware likes it: two values of every four and two bits for the place of each.
 
-NMPacked(2, 4) with its positions packed: an eighth of a byte a dense column instead of half a byte. The one
-idea to know, the layout: a group's nibble is ``first | second << 2``, first < second; byte b of a row holds
+NMPacked(2, 4) with its positions packed: an eighth of a byte per dense column instead of half a byte. The layout: a
+group's nibble is ``first | second << 2``, first < second; byte b of a row holds
 group 2b in its low nibble and group 2b + 1 in its high nibble, 0 where the row has no such group.
 """
 

@@ -1,6 +1,6 @@
 // A vector of floats, the same in every build. The compiler's own vector types give arithmetic, comparison and
-// selection for AVX-512, AVX2 and plain SSE/NEON from one source; only the number of lanes differs. The one idea to
-// know: `a * b + c` is one fused instruction where the machine has it (-ffp-contract=fast); nothing else is relaxed.
+// selection for AVX-512, AVX2 and plain SSE/NEON from one source; only the number of lanes differs. Note
+// that `a * b + c` is one fused instruction where the machine has it (-ffp-contract=fast); nothing else is relaxed.
 #pragma once
 
 #include <cstdint>
