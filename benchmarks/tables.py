@@ -42,7 +42,7 @@ def made(name: str, folder: Path = RESULTS) -> str:
 
 
 def rewritten(text: str, folder: Path = RESULTS) -> str:
-    """Return the text of a page with all its tables made anew."""
+    """Return the text of a page with all its tables made again."""
 
     def region(found: re.Match[str]) -> str:
         return f"{found['begin']}\n{made(found['name'], folder)}\n\n{found['end']}"

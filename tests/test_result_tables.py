@@ -130,7 +130,7 @@ CPU = {
         (
             "cpu_layers",
             [
-                "| 16 | block 4×1 | in turns | 6.0 (7.0) | 7.5 | 50 to 50 % |",
+                "| 16 | block 4×1 | interleaved | 6.0 (7.0) | 7.5 | 50 to 50 % |",
                 "| repeated | 8.0 (9.0) | 7.5 | 70",
                 "| cold | 8.0 |",
             ],
@@ -139,7 +139,7 @@ CPU = {
         (
             "cpu_int8",
             [
-                "| 128 | block 4×4 | 8 bits | in turns | 7.0 (8.0) | 10 | 40",
+                "| 128 | block 4×4 | 8 bits | interleaved | 7.0 (8.0) | 10 | 40",
                 "| repeated | 7.5 (9.0) | 10 | 60",
                 "| fp32 | repeated | 5.0 (12.0) |  |",
             ],

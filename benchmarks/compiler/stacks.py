@@ -83,7 +83,7 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """A layer of Llama; in a decode step each row of x is the new token of a sequence of its own.
 
-    A step attends to a cache that is there already, and returns its own keys and values for whoever keeps the cache.
+    A step attends to a cache that is there already, and returns its own keys and values for the code that keeps the cache.
     """
 
     def __init__(self, shape: Shape, rows: int) -> None:

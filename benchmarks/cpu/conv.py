@@ -2,8 +2,8 @@
 
 Run with ``python benchmarks/cpu/conv.py`` (about 5 minutes on a quiet machine); ``--quick`` takes one sparsity and a
 subset of the layers. The best of the candidate tiles and image layouts is chosen by a short round of timing, then
-competes with PyTorch (eager, in channels-last, compiled) and ONNX Runtime: call by call in turns, where each finds its
-input driven out of the near caches by the others, and in turns of several calls, where each repeats itself with its
+competes with PyTorch (eager, in channels-last, compiled) and ONNX Runtime: interleaved call by call, where each finds its
+input driven out of the near caches by the others, and interleaved by several calls, where each repeats itself with its
 caches warm, as where the layer before has just written the input. Operations count live weights only; the share of the
 roof is that of :mod:`roofline`.
 
@@ -110,7 +110,7 @@ def _bound(module: nn.Module, x: torch.Tensor) -> Call:
 
 
 def best_kernels(layer: Layer, x: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> dict[str, PackedConv]:
-    """Return the fastest candidate in turns, and repeated; each is checked against float64 first."""
+    """Return the fastest candidate interleaved, and repeated; each is checked against float64 first."""
     geometry = ConvGeometry.make(2, padding=layer.kernel // 2)
     spec = conv_spec(TeSA.from_mask(mask), x.shape, x.dtype, geometry)
     truth = conv_reference(x, weight, weight_mask=mask, padding=layer.kernel // 2)
@@ -120,7 +120,7 @@ def best_kernels(layer: Layer, x: torch.Tensor, weight: torch.Tensor, mask: torc
         check(packed(x, threads=1), truth, reduction=weight[0].numel(), what=repr(packed))
     functions = {str(index): _call(packed, x) for index, packed in enumerate(found)}
     best = {}
-    for how, calls in (("in turns", 1), ("repeated", 4)):
+    for how, calls in (("interleaved", 1), ("repeated", 4)):
         turns = {name: functools.partial(_repeat, function, calls) for name, function in functions.items()}
         best[how] = found[int(compare(turns, warmup=2, iters=9, max_seconds=1.0).fastest)]
     return best
@@ -137,7 +137,7 @@ def _repeat(function: Call, calls: int) -> Any:
 
 
 def _medians(functions: dict[str, Call], calls: int) -> dict[str, float]:
-    """Return median milliseconds of one call, in turns of so many."""
+    """Return median milliseconds of one call, interleaved, so many in a row."""
     turns = {name: functools.partial(_repeat, function, calls) for name, function in functions.items()}
     timings = compare(turns, warmup=3 if calls == 1 else 1, iters=31, max_seconds=1.2)
     return {name: timing.median / calls for name, timing in timings.timings.items()}
@@ -148,8 +148,8 @@ def measure(layer: Layer, image: Image, roof: Roof) -> dict[str, Any]:
     weight, x = image.weight, image.x
     mask = block_mask((layer.outputs, weight[0].numel()), (layer.height, 1), layer.sparsity, seed=0).view_as(weight)
     kernels = best_kernels(layer, x, weight, mask)
-    medians = {"in turns": _medians({**image.rivals, "sparse": _call(kernels["in turns"], x)}, 1)}
-    shortest = min(medians["in turns"][name] for name in image.rivals)
+    medians = {"interleaved": _medians({**image.rivals, "sparse": _call(kernels["interleaved"], x)}, 1)}
+    shortest = min(medians["interleaved"][name] for name in image.rivals)
     calls = max(2, min(50, math.ceil(REPEATED_MS / shortest)))
     medians["repeated"] = _medians({**image.rivals, "sparse": _call(kernels["repeated"], x)}, calls)
     dense = {how: min(image.rivals, key=found.__getitem__) for how, found in medians.items()}
@@ -157,7 +157,7 @@ def measure(layer: Layer, image: Image, roof: Roof) -> dict[str, Any]:
     moved = {how: packed.layout.nbytes + 4 * pixels * (layer.inputs + layer.outputs) for how, packed in kernels.items()}
     return {
         **asdict(layer),
-        "median_ms": medians["in turns"],
+        "median_ms": medians["interleaved"],
         "repeated_ms": medians["repeated"],
         "best_dense": dense,
         "speedup": {how: found[dense[how]] / found["sparse"] for how, found in medians.items()},

@@ -5,7 +5,7 @@ call brings quantised inputs, adds a bias, takes ReLU and requantises to int8: t
 which is what dense int8 has, and with bytes packed at both ends (``panel``), as between neighbouring sparse layers.
 ``real`` is as a model in fp32 calls it: inputs are rounded in the call and results are fp32, for dense int8 as well.
 Dense int8 is the faster of oneDNN's quantised linear and ``torch._int_mm``; results are checked to be equal to the
-integer product before anything is timed. As in :mod:`layers`, rivals are called in turns and in turns of several calls;
+integer product before anything is timed. As in :mod:`layers`, rivals are interleaved call by call and by several calls;
 the share of the roof is that of :mod:`roofline`.
 
 What bounds it beside multiply-adds: each 16 results cost about five instructions to requantise whatever the sparsity
@@ -191,7 +191,7 @@ def _dense(medians: dict[str, float], end: str = "") -> float:
 
 
 def _medians(functions: dict[str, Call], calls: int) -> dict[str, float]:
-    """Return median milliseconds of one call, in turns of so many."""
+    """Return median milliseconds of one call, interleaved, so many in a row."""
     turns = {name: functools.partial(_repeat, function, calls) for name, function in functions.items()}
     timings = compare(turns, warmup=3 if calls == 1 else 1, iters=31, max_seconds=1.5)
     return {name: timing.median / calls for name, timing in timings.timings.items()}

@@ -2,8 +2,8 @@
 
 Run with ``python benchmarks/cpu/layers.py`` (about 8 minutes on a quiet machine); ``--quick`` takes a subset. The best
 of the candidate tiles is chosen by a short round of timing, then competes with PyTorch eager, ``torch.compile`` and
-ONNX Runtime: call by call in turns, where each finds its weights and inputs driven out of the near caches by the
-others, and in turns of several calls, where each repeats itself with its caches warm. Panels are kept at both ends (as
+ONNX Runtime: interleaved call by call, where each finds its weights and inputs driven out of the near caches by the
+others, and interleaved by several calls, where each repeats itself with its caches warm. Panels are kept at both ends (as
 between neighbouring sparse layers); the drop-in with token-major ends is timed beside it. One token is timed cold: a
 row of copies of the layer that no cache holds, because in a model the other layers' weights come in between. The share
 of the roof is that of :mod:`roofline`.
@@ -168,7 +168,7 @@ def measure(layer: Layer, shape: Shape, roof: Roof) -> dict[str, Any]:
 
 
 def _medians(functions: dict[str, Call], calls: int) -> dict[str, float]:
-    """Return median milliseconds of one call, in turns of so many."""
+    """Return median milliseconds of one call, interleaved, so many in a row."""
     turns = {name: functools.partial(_repeat, function, calls) for name, function in functions.items()}
     timings = compare(turns, warmup=3 if calls == 1 else 1, iters=31, max_seconds=1.2)
     return {name: timing.median / calls for name, timing in timings.timings.items()}

@@ -11,7 +11,7 @@ What was measured on an H200, against the aims (d is the density):
   x 4096 with 16384 tokens, reading x and writing y once are 268 MB, 62 us at the 4.3 TB/s of a copy, of 86 us that
   the kernel takes.
 - Blocks of 64, aims 0.65/d, 5.5x, 8x: 1.2-1.3x, 2.4-2.95x, 3.9-5.2x, 5.7-8.0x at 50, 80, 90, 95 %; met nowhere but at
-  50 % with 16384 tokens, where it is 1.31x. Every live block reads its columns of x anew: at 90 % with 16384 tokens
+  50 % with 16384 tokens, where it is 1.31x. Every live block reads its columns of x again: at 90 % with 16384 tokens
   that is 0.86 GB from the L2 cache, 107 us at its 8 TB/s, of 143 us.
 - Blocks of 32 and 16, aims 0.40/d and 0.28/d: 1.4-1.7x and 0.9-1.0x at 80 %, 2.6-3.2x and 1.0-1.1x at 90 %; missed by
   15 to 65 %. Here the same traffic is 1.7 GB, 215 us of 233 us, and 3.4 GB: the cache is the bound. Larger tiles of

@@ -2,7 +2,7 @@
 
 Run with ``python benchmarks/propagate/architectures.py``; ``--quick`` takes two small models. Zeros are planted in half
 of the channels, neurons and heads of each model (the weights that read and write them), which a masked dense model
-computes in full and a compact one does not have. Both run call by call in turns on one thread, and their outputs are
+computes in full and a compact one does not have. Both run interleaved call by call on one thread, and their outputs are
 compared. ``--scatter`` plants a fifth of rows and columns at random instead, where neighbours rarely agree.
 """
 

@@ -92,7 +92,7 @@ def _regimes(row: Record) -> list[Record]:
     if "cold" in row:
         return [{**row, "how": "cold"}]
     found = []
-    for how, end in (("in turns", ""), ("repeated", " repeated")):
+    for how, end in (("interleaved", ""), ("repeated", " repeated")):
         if f"panel{end}" in row:
             shares = {
                 name: share for name, share in row["roof_share"].items() if name in (f"panel{end}", f"drop-in{end}")
@@ -153,7 +153,7 @@ def cpu_int8(found: Sequence[Record]) -> str:
 def _int8_regimes(row: Record) -> list[Record]:
     """Return a row of the summary as one for each kind of ends and way in which calls follow one another."""
     found = []
-    for how, end in (("in turns", ""), ("repeated", " repeated")):
+    for how, end in (("interleaved", ""), ("repeated", " repeated")):
         ways = (f"drop-in{end}", f"panel{end}")
         shares = {name: row["roof_share"][name] for name in ways}
         cell = "{:.1f} ({:.1f})".format(*(row[name] for name in ways))

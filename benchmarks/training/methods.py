@@ -32,7 +32,7 @@ class Method:
     weight_decay, threshold_decay
         Of the weights, and of STR's thresholds, which are steered with it.
     recompute
-        Whether masks are computed anew in each epoch of the first half.
+        Whether masks are computed again in each epoch of the first half.
     """
 
     name: str
