@@ -186,3 +186,20 @@ def test_a_temporary_file_of_another_machine_is_swept_after_an_hour(tmp_path):
 def test_names_of_any_length_can_be_written(tmp_path):
     write_atomic(tmp_path / ("n" * 250), b"x")
     assert [len(file.name) for file in tmp_path.iterdir()] == [250]
+
+
+def test_the_cache_is_where_the_system_keeps_caches_unless_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.delenv("SPARTA_CACHE", raising=False)
+    if sys.platform == "linux":
+        assert files.private_folder("tuning") == tmp_path / "xdg" / "sparta" / "tuning"
+    monkeypatch.setenv("SPARTA_CACHE", str(tmp_path / "own"))
+    assert files.private_folder("tuning") == tmp_path / "own" / "tuning"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the folder has another name elsewhere")
+def test_without_a_word_the_cache_is_below_the_home_folder(tmp_path, monkeypatch):
+    for name in ("XDG_CACHE_HOME", "SPARTA_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert files.private_folder("tuning") == tmp_path / ".cache" / "sparta" / "tuning"

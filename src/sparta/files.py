@@ -69,11 +69,14 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
 def private_folder(name: str) -> Path:
     """Return the folder `name` of this user's cache, made if it is not there, in which no one else can write.
 
-    The cache lies in ``$SPARTA_CACHE``, by default ``~/.cache/sparta``. A folder that belongs to someone else, or that
+    The cache lies in ``$SPARTA_CACHE``, by default where the system keeps caches: ``$XDG_CACHE_HOME/sparta`` or
+    ``~/.cache/sparta`` on Linux. A folder that belongs to someone else, or that
     others may write to, is refused: what lies in it could have been planted.
     """
+    from platformdirs import user_cache_path
+
     named = os.environ.get("SPARTA_CACHE", "").strip()
-    root = Path(named).expanduser() if named else Path.home() / ".cache" / "sparta"
+    root = Path(named).expanduser() if named else user_cache_path("sparta", appauthor=False)
     folder = root / name
     try:
         root.parent.mkdir(parents=True, exist_ok=True)

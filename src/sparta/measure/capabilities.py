@@ -38,13 +38,12 @@ _PACKAGES = {
     "safetensors": "safetensors",
     "rich": "rich",
     "typer": "typer",
-    "jinja2": "Jinja2",
-    "ninja": "ninja",
+    "filelock": "filelock",
+    "platformdirs": "platformdirs",
     "transformers": "transformers",
     "accelerate": "accelerate",
     "lightning": "lightning",
     "onnx": "onnx",
-    "ray": "ray",
     "tvm": "apache-tvm",
 }
 # Below this, neither Triton nor 2:4 tensor cores exist.

@@ -135,18 +135,18 @@ def test_a_loose_umask_makes_no_shared_library(compiler):
 def test_a_full_cache_is_an_error_of_ours_and_compiles_once(compiler, monkeypatch, suffix):
     _, calls = compiler
     full, room = [True], OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    write, lock = toolchain.write_atomic, toolchain._only_one
+    write, lock = toolchain.write_atomic, toolchain.FileLock
 
     def limited(then):
-        def call(path, *data):
+        def call(path, *data, **options):
             if full[0] and path.suffix == suffix:
                 raise room
-            return then(path, *data)
+            return then(path, *data, **options)
 
         return call
 
     monkeypatch.setattr(toolchain, "write_atomic", limited(write))
-    monkeypatch.setattr(toolchain, "_only_one", limited(lock))
+    monkeypatch.setattr(toolchain, "FileLock", limited(lock))
     for _ in range(3):
         with pytest.raises(MissingPackageError, match=r"No space left.*run dense"):
             toolchain.build("portable")

@@ -20,9 +20,9 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock
 
 from sparta.errors import (
     MissingPackageError,
@@ -110,7 +110,8 @@ def build(isa: str | None = None, source: str | None = None) -> Path:
     if _is_intact(library):
         return library
     try:
-        with _only_one(library.with_suffix(".lock")):
+        # One process at a time; the system frees the lock when a process dies.
+        with FileLock(library.with_suffix(".lock"), mode=0o600):
             # Another process may have built it while this one waited.
             if not _is_intact(library):
                 code = _unwritten.get(library) or _compile(compiler, flags, source)
@@ -257,16 +258,3 @@ def _is_own(path: Path) -> bool:
     status = path.lstat()
     mine = not hasattr(os, "getuid") or status.st_uid == os.getuid()
     return stat.S_ISREG(status.st_mode) and mine and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-@contextmanager
-def _only_one(lock: Path) -> Iterator[None]:
-    """Let one process at a time in; the system frees the lock when a process dies."""
-    import fcntl  # only where there is POSIX
-
-    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

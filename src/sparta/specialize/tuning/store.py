@@ -75,7 +75,8 @@ class TuningStore:
     Parameters
     ----------
     folder
-        Where the entries are; by default ``tuning`` in ``$SPARTA_CACHE`` or ``~/.cache/sparta``.
+        Where the entries are; by default ``tuning`` in the user's cache: ``$SPARTA_CACHE``, else ``~/.cache/sparta`` or
+        where the system keeps caches.
 
     Examples
     --------
