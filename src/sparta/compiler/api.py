@@ -39,7 +39,9 @@ from sparta.compiler.run.kernel_module import KernelModule
 from sparta.compiler.session import Session, Show, Tune, shown
 from sparta.compiler.verify import Certificate, relative_error, verify, wrong_kernels
 from sparta.errors import CheckError, SpartaError, ValueRangeError, message
+from sparta.measure.untouched import Trace, untouched
 from sparta.propagation.api import propagate
+from sparta.propagation.capture import call_arguments
 from sparta.propagation.compact import masked_tensors
 from sparta.propagation.result import PropagationResult
 from sparta.specialize.tuning.store import device_name
@@ -121,18 +123,19 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     if not isinstance(given, nn.Module):
         raise ValueRangeError(message(f"a {type(given).__name__}", "a torch.nn.Module"))
     given, (example_inputs, *more_inputs) = _moved(given, [example_inputs, *more_inputs], target, dtype)
-    job = _Job.started(
-        given,
-        example_inputs,
-        spec,
-        dynamic_shapes,
-        more_inputs,
-        session,
-        cast=dtype is not None,
-        cuda_graphs=cuda_graphs,
-    )
-    job = job.calibrated(activations or {})
-    with _evaluating(given):
+    with untouched(given, (example_inputs, more_inputs)) as trace, _evaluating(given):
+        _check_stateless(given, example_inputs, trace)
+        job = _Job.started(
+            given,
+            example_inputs,
+            spec,
+            dynamic_shapes,
+            more_inputs,
+            session,
+            cast=dtype is not None,
+            cuda_graphs=cuda_graphs,
+        )
+        job = job.calibrated(activations or {})
         contest = job.contest(inductor=competes)
         whole, earlier = _decided(contest, session)
         whole, certificate = _verified(job, contest, whole, check=verify)
@@ -249,6 +252,23 @@ class _Job:
         spec = Spec(dict(self.result.facts.given))
         run = contest.hosted(whole.base, whole.host)
         return CompiledModel(graph, self.signature, report, spec, _provenance(self), run)
+
+
+def _check_stateless(model: nn.Module, example: Any, trace: Trace) -> None:
+    """Call the model once, and raise if that changes the model or its arguments: a graph would change copies."""
+    args, kwargs = call_arguments(example)
+    with torch.no_grad():
+        model(*args, **kwargs)
+    changed = trace.changes()
+    if changed:
+        names = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
+        raise ValueRangeError(
+            message(
+                f"a model that changes {names} when it is called",
+                "a forward in evaluation mode that is a function of its arguments",
+                "pass what it keeps as an argument and return it, or use nn.swap, which keeps the model's own code",
+            )
+        )
 
 
 def _replayable(signature: Signature, program: Program, inputs: Sequence[Any]) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from sparta.compiler.api import compile_model
 from sparta.compiler.run.compiled_model import CompiledModel
 from sparta.errors import NameNotFoundError, SpartaError, did_you_mean
+from sparta.modules import member, set_member
 
 __all__ = ["sparta_backend"]
 
@@ -112,13 +113,9 @@ class _Fixed(nn.Module):
         self._count = len(places) + len(free)
         self._numbers = {index: value for index, value in free.items() if not isinstance(value, Tensor)}
         for name, tensor in tensors.items():
-            *path, last = name.split(".")
-            holder: nn.Module = self
-            for part in path:
-                if not hasattr(holder, part):
-                    holder.add_module(part, nn.Module())
-                holder = getattr(holder, part)
-            holder.register_buffer(last, tensor.detach())
+            fixed = tensor.detach()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            set_member(self, name, nn.Parameter(fixed, requires_grad=False) if is_parameter else fixed)
 
     def forward(self, *tensors: Tensor) -> Any:
         """Run the graph with everything in its place."""
@@ -126,7 +123,7 @@ class _Fixed(nn.Module):
         arguments = []
         for index in range(self._count):
             if index in self._places:
-                arguments.append(self.get_buffer(self._places[index]))
+                arguments.append(member(self, self._places[index]))
             else:
                 arguments.append(self._numbers[index] if index in self._numbers else next(rest))
         return self._graph[0](*arguments)

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from sparta.errors import SpartaError, message
+from sparta.modules import member
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["CaptureError", "Captured", "capture"]
+__all__ = ["CaptureError", "Captured", "call_arguments", "capture"]
 
 _aten = torch.ops.aten
 _WRAPPERS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
@@ -72,7 +73,7 @@ class Captured:
 
     def arguments(self, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return inputs that are given as example inputs are as positional and keyword arguments."""
-        return _arguments(given, None)
+        return call_arguments(given, None)
 
     def nodes(self) -> dict[str, fx.Node]:
         """Return the node of each tensor of the model that the graph uses, by the tensor's name."""
@@ -110,7 +111,7 @@ def capture(
     >>> sorted(captured.nodes())
     ['0.bias', '0.weight']
     """
-    args, keywords = _arguments(example_inputs, kwargs)
+    args, keywords = call_arguments(example_inputs, kwargs)
     with _mode(model, train=train):
         exported = _export(model, args, keywords, dynamic_shapes)
     module = exported.module()
@@ -136,14 +137,18 @@ def _literals(module: fx.GraphModule, tensors: Mapping[str, Tensor]) -> dict[str
     for node in module.graph.nodes:
         name = str(node.target)
         if node.op == "get_attr" and name not in tensors:
-            path, _, last = name.rpartition(".")
-            value = getattr(module.get_submodule(path), last)
+            value = member(module, name)
             if isinstance(value, Tensor):
                 found[name] = value
     return found
 
 
-def _arguments(given: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_arguments(given: Any, kwargs: Mapping[str, Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return example inputs as positional and keyword arguments.
+
+    >>> call_arguments({"a": 1}), call_arguments((1, 2)), call_arguments(3)
+    (((), {'a': 1}), ((1, 2), {}), ((3,), {}))
+    """
     keywords = dict(kwargs or {})
     if isinstance(given, Mapping):
         return (), {**given, **keywords}
