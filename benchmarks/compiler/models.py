@@ -180,9 +180,9 @@ class Dense:
         return {name: timing.median for name, timing in found.timings.items()}
 
 
-def hosts(result: dict[str, Any]) -> bool:
+def hosts(report: dict[str, Any]) -> bool:
     """Whether Inductor made the dense model faster than its folded graph is: only then can it help sparse ones."""
-    whole = result["report"]["plan"]["whole"]
+    whole = report["plan"]["whole"]
     if whole["host"] == "inductor":
         return True
     times = whole["milliseconds"]
@@ -218,7 +218,7 @@ def measure(case: Case, dense: Dense, options: Options, *, inductor: bool, again
         "error": fast.report.certificate.error,
         "sparse_layers": len(fast.report.plan.sparse),
         "runs": fast.report.plan.whole.reason,
-        "report": fast.report.to_dict(),
+        "inductor_helps": hosts(fast.report.to_dict()),
     }
     if case.model == "minilm":
         with torch.no_grad():
@@ -259,7 +259,7 @@ def run(todo: list[Case], results: list[dict[str, Any]], options: Options, keep:
             gc.collect()
             dense, at = Dense(case.model, case.batch, options), (case.model, case.batch)
         plain = known.get(Case(case.model, case.batch, "u", 0.0))
-        inductor = options.inductor and (plain is None or hosts(plain))
+        inductor = options.inductor and (plain is None or plain["inductor_helps"])
         again = case.sparsity > 0 and at not in compiled_twice
         found = measure(case, dense, options, inductor=inductor, again=again)
         compiled_twice |= {at} if again else set()

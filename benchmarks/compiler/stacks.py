@@ -83,7 +83,7 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """A layer of Llama; in a decode step each row of x is the new token of a sequence of its own.
 
-    A step attends to a cache that is there already, and returns its own keys and values for the code that keeps the cache.
+    A step attends to a cache that is there already, and returns its own keys and values to the caller.
     """
 
     def __init__(self, shape: Shape, rows: int) -> None:
@@ -230,7 +230,6 @@ def measure(case: Case, stage: Stage, *, seconds: float, inductor: bool, timing:
         "host": report.plan.whole.host,
         "runs": report.plan.whole.reason,
         "whole_ms": dict(report.plan.whole.milliseconds),
-        "layers": report.rows(),
         "notes": list(report.notes),
     }
 

@@ -16,7 +16,7 @@ import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from peers import ahead, ask_deepsparse
 from rivals import RIVALS, best, dense_calls, onnx_chain
 from roofline import Roof, measured_roof
 
+from common import Call, without
 from record import save
 from sparta.specialize.conv.cpu import conv_tiles
 from sparta.specialize.conv.cpu_packed import PackedConv
@@ -60,7 +61,6 @@ TARGETS = {
 _MODULES = {"relu": nn.ReLU, "gelu": nn.GELU}
 _GUESSES = 4  # of tiles, for each layer
 _MOST_TILES = 4  # tokens in vectors that kernels are made for
-Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ def main() -> None:
             print(f"{chain}: {gains} (over {results[-1]['best_dense']})", flush=True)
     gained = [cell["speedup"]["kept"] / cell["speedup"]["apart"] for cell in results if "kept" in cell["speedup"]]
     found = {
-        "chains": results,
+        "chains": [{**cell, "roof": _shares(cell)} for cell in without(results, "tiles")],
         "kept_over_apart": statistics.geometric_mean(gained) if gained else None,
         "roof": roof.to_dict(),
         "load": [load_before, os.getloadavg()[0]],
@@ -354,6 +354,11 @@ def main() -> None:
     path = save("cpu_chains", f"{platform.machine()} cpu", found, folder=options.out)
     print(show(results))
     print(f"saved {path}")
+
+
+def _shares(cell: dict[str, Any]) -> dict[str, Any]:
+    """Return the shares of the roof alone."""
+    return {name: {"share": reached["share"]} for name, reached in cell["roof"].items()}
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 Run with ``python benchmarks/cpu/conv.py`` (about 5 minutes on a quiet machine); ``--quick`` takes one sparsity and a
 subset of the layers. The best of the candidate tiles and image layouts is chosen by a short round of timing, then
-competes with PyTorch (eager, in channels-last, compiled) and ONNX Runtime: interleaved call by call, where each finds its
-input driven out of the near caches by the others, and interleaved by several calls, where each repeats itself with its
-caches warm, as where the layer before has just written the input. Operations count live weights only; the share of the
+competes with PyTorch (eager, in channels-last, compiled) and ONNX Runtime: interleaved call by call, where each finds
+its input driven out of the near caches by the others, and by several calls, where each repeats itself with its caches
+warm, as where the layer before has just written the input. Operations count live weights only; the share of the
 roof is that of :mod:`roofline`.
 
 Where a target is missed, one of three things bounds it. Bytes: the roof in the results
@@ -17,13 +17,11 @@ masked stores from registers, stores past the caches and rows of equal length we
 from __future__ import annotations
 
 import argparse
-import functools
-import math
 import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rivals import RIVALS, dense_calls
 from roofline import Roof, measured_roof
 
+from common import Call, calls_for, median_ms, repeated, without
 from record import save
 from sparta.specialize.conv.cpu import conv_images, conv_tiles
 from sparta.specialize.conv.cpu_packed import PackedConv
@@ -61,7 +60,6 @@ SPARSITIES = (0.8, 0.9, 0.95)
 TARGETS = {(1, 1): (1.8, 3.5, 5.6), (1, 8): (3.4, 5.7, 10), (3, 1): (1.7, 3, 5.5), (3, 8): (4, 7.5, 13)}
 CHANNELS_LAST = "channels last"
 REPEATED_MS = 8.0  # of dense, about, in one turn of several calls
-Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ def best_kernels(layer: Layer, x: torch.Tensor, weight: torch.Tensor, mask: torc
     functions = {str(index): _call(packed, x) for index, packed in enumerate(found)}
     best = {}
     for how, calls in (("interleaved", 1), ("repeated", 4)):
-        turns = {name: functools.partial(_repeat, function, calls) for name, function in functions.items()}
+        turns = repeated(functions, calls)
         best[how] = found[int(compare(turns, warmup=2, iters=9, max_seconds=1.0).fastest)]
     return best
 
@@ -130,28 +128,15 @@ def _call(packed: PackedConv, x: torch.Tensor) -> Call:
     return lambda: packed(x, threads=1)
 
 
-def _repeat(function: Call, calls: int) -> Any:
-    for _ in range(calls):
-        y = function()
-    return y
-
-
-def _medians(functions: dict[str, Call], calls: int) -> dict[str, float]:
-    """Return median milliseconds of one call, interleaved, so many in a row."""
-    turns = {name: functools.partial(_repeat, function, calls) for name, function in functions.items()}
-    timings = compare(turns, warmup=3 if calls == 1 else 1, iters=31, max_seconds=1.2)
-    return {name: timing.median / calls for name, timing in timings.timings.items()}
-
-
 def measure(layer: Layer, image: Image, roof: Roof) -> dict[str, Any]:
     """Time one layer; returns medians in ms, speedups over the best dense and shares of the roof, for both ways."""
     weight, x = image.weight, image.x
     mask = block_mask((layer.outputs, weight[0].numel()), (layer.height, 1), layer.sparsity, seed=0).view_as(weight)
     kernels = best_kernels(layer, x, weight, mask)
-    medians = {"interleaved": _medians({**image.rivals, "sparse": _call(kernels["interleaved"], x)}, 1)}
+    medians = {"interleaved": median_ms({**image.rivals, "sparse": _call(kernels["interleaved"], x)}, 1)}
     shortest = min(medians["interleaved"][name] for name in image.rivals)
-    calls = max(2, min(50, math.ceil(REPEATED_MS / shortest)))
-    medians["repeated"] = _medians({**image.rivals, "sparse": _call(kernels["repeated"], x)}, calls)
+    calls = calls_for(REPEATED_MS, shortest)
+    medians["repeated"] = median_ms({**image.rivals, "sparse": _call(kernels["repeated"], x)}, calls)
     dense = {how: min(image.rivals, key=found.__getitem__) for how, found in medians.items()}
     pixels = layer.size**2
     moved = {how: packed.layout.nbytes + 4 * pixels * (layer.inputs + layer.outputs) for how, packed in kernels.items()}
@@ -221,7 +206,13 @@ def main() -> None:
     rows = summary(results)
     load = [load_before, os.getloadavg()[0]]
     timed = sorted({name for cell in results for name in cell["median_ms"]} - {"sparse"})
-    found = {"summary": rows, "layers": results, "roof": roof.to_dict(), "rivals": timed, "load": load}
+    found = {
+        "summary": rows,
+        "layers": without(results, "roof", "tiles"),
+        "roof": roof.to_dict(),
+        "rivals": timed,
+        "load": load,
+    }
     path = save("cpu_conv", f"{platform.machine()} cpu", found, folder=options.out)
     print(show(rows))
     print(f"saved {path}")

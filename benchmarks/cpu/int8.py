@@ -18,13 +18,11 @@ moves a quarter of fp32.
 from __future__ import annotations
 
 import argparse
-import functools
-import math
 import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +34,7 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from roofline import Roof, measured_roof
 
+from common import Call, calls_for, median_ms, without
 from record import save
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.implement import implement_named
@@ -55,7 +54,6 @@ TARGETS = (6, 10, 18)  # 128 tokens, blocks of 4x4, packed at both ends
 SCALE, ZERO = 0.02, 128  # of the input
 DENSE, OWN = ("dense", "onednn"), ("drop-in", "panel")
 REPEATED_MS = 2.0  # of dense, about, in one turn of several calls
-Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -165,9 +163,9 @@ def measure(layer: Layer, roof: Roof) -> dict[str, Any]:
     functions = {**rivals["int8"], **{f"{name} real": call for name, call in rivals["fp32"].items()}}
     functions["fp32"] = lambda: functional.linear(data.real, masked)
     functions |= {way: call for way, (_, call) in found.items()}
-    medians = _medians(functions, 1)
-    calls = max(2, min(50, math.ceil(REPEATED_MS / _dense(medians))))
-    times = {"": medians, " repeated": _medians(functions, calls)}
+    medians = median_ms(functions, 1, 1.5)
+    calls = calls_for(REPEATED_MS, _dense(medians))
+    times = {"": medians, " repeated": median_ms(functions, calls, 1.5)}
     speedup = {}
     for end, took in times.items():
         speedup |= {f"{way}{end}": _dense(took) / took[way] for way in OWN}
@@ -188,19 +186,6 @@ def measure(layer: Layer, roof: Roof) -> dict[str, Any]:
 
 def _dense(medians: dict[str, float], end: str = "") -> float:
     return min(medians[f"{name}{end}"] for name in DENSE)
-
-
-def _medians(functions: dict[str, Call], calls: int) -> dict[str, float]:
-    """Return median milliseconds of one call, interleaved, so many in a row."""
-    turns = {name: functools.partial(_repeat, function, calls) for name, function in functions.items()}
-    timings = compare(turns, warmup=3 if calls == 1 else 1, iters=31, max_seconds=1.5)
-    return {name: timing.median / calls for name, timing in timings.timings.items()}
-
-
-def _repeat(function: Call, calls: int) -> Any:
-    for _ in range(calls):
-        y = function()
-    return y
 
 
 def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -251,7 +236,12 @@ def main() -> None:
         reached = last["roof"]["panel repeated"]
         print(f"{layer}: {gains}; {reached['share']:.0%} of {reached['bound']} ({last['tiles']})", flush=True)
     rows = summary(results)
-    found = {"summary": rows, "layers": results, "roof": roof.to_dict(), "load": [load_before, os.getloadavg()[0]]}
+    found = {
+        "summary": rows,
+        "layers": without(results, "roof", "dense_roof", "tiles"),
+        "roof": roof.to_dict(),
+        "load": [load_before, os.getloadavg()[0]],
+    }
     path = save("cpu_int8", f"{platform.machine()} cpu", found, folder=options.out)
     print(show(rows))
     print(f"saved {path}")

@@ -3,10 +3,10 @@
 Run with ``python benchmarks/cpu/layers.py`` (about 8 minutes on a quiet machine); ``--quick`` takes a subset. The best
 of the candidate tiles is chosen by a short round of timing, then competes with PyTorch eager, ``torch.compile`` and
 ONNX Runtime: interleaved call by call, where each finds its weights and inputs driven out of the near caches by the
-others, and interleaved by several calls, where each repeats itself with its caches warm. Panels are kept at both ends (as
-between neighbouring sparse layers); the drop-in with token-major ends is timed beside it. One token is timed cold: a
-row of copies of the layer that no cache holds, because in a model the other layers' weights come in between. The share
-of the roof is that of :mod:`roofline`.
+others, and by several calls, where each repeats itself with its caches warm. Panels are kept at both ends (as between
+neighbouring sparse layers); the drop-in with token-major ends is timed beside it. One token is timed cold: a row of
+copies of the layer that no cache holds, because in a model the other layers' weights come in between. The share of the
+roof is that of :mod:`roofline`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rivals import RIVALS, best, dense_calls, onnx_chain, onnxruntime_call
 from roofline import Roof, measured_roof
 
+from common import Call, calls_for, median_ms, without
 from record import save
 from sparta.specialize.cpu import Panel, candidates
 from sparta.specialize.linear.cpu_packed import PackedLinear
@@ -59,7 +60,6 @@ TARGETS = {
 COLD_BYTES = 100 * 2**20
 PASSES = 8
 REPEATED_MS = 2.0  # of dense, about, in one turn of several calls
-Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,9 @@ def measure(layer: Layer, shape: Shape, roof: Roof) -> dict[str, Any]:
     functions = dict(shape.rivals)
     functions["drop-in"] = token_call(packed["drop-in"], x)
     functions["panel"] = panel_call(packed["panel"], x)
-    medians = _medians(functions, 1)
+    medians = median_ms(functions, 1)
     dense = best(medians)
-    again = _medians(functions, max(2, min(50, math.ceil(REPEATED_MS / medians[dense]))))
+    again = median_ms(functions, calls_for(REPEATED_MS, medians[dense]))
     dense_again = best(again)
     ours = {name: medians[name] for name in packed} | {f"{name} repeated": again[name] for name in packed}
     gains = {name: medians[dense] / medians[name] for name in packed}
@@ -165,19 +165,6 @@ def measure(layer: Layer, shape: Shape, roof: Roof) -> dict[str, Any]:
         },
         "tiles": tiles,
     }
-
-
-def _medians(functions: dict[str, Call], calls: int) -> dict[str, float]:
-    """Return median milliseconds of one call, interleaved, so many in a row."""
-    turns = {name: functools.partial(_repeat, function, calls) for name, function in functions.items()}
-    timings = compare(turns, warmup=3 if calls == 1 else 1, iters=31, max_seconds=1.2)
-    return {name: timing.median / calls for name, timing in timings.timings.items()}
-
-
-def _repeat(function: Call, calls: int) -> Any:
-    for _ in range(calls):
-        y = function()
-    return y
 
 
 def _reached(
@@ -306,7 +293,7 @@ def main() -> None:
     load = [load_before, os.getloadavg()[0]]
     found = {
         "summary": rows,
-        "layers": results,
+        "layers": without(results, "roof"),
         "roof": roof.to_dict(),
         "rivals": sorted(_timed(results)),
         "load": load,

@@ -174,11 +174,11 @@ def worker(folder: Path) -> None:
         calls: dict[str, Callable[[], Any]] = {"deepsparse": lambda engine=engine, x=x: engine.run([x])}
         with contextlib.suppress(ImportError):
             calls["onnxruntime"] = onnxruntime_call(path.read_bytes(), x)
-        found[path.stem] = in_turns(calls)
+        found[path.stem] = interleaved(calls)
     print(json.dumps(found))
 
 
-def in_turns(calls: dict[str, Callable[[], Any]], seconds: float = 1.5) -> dict[str, float]:
+def interleaved(calls: dict[str, Callable[[], Any]], seconds: float = 1.5) -> dict[str, float]:
     """Return medians in ms of calls that take turns; fewer rounds where they would take too long."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     end = time.perf_counter() + seconds

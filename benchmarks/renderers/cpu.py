@@ -78,8 +78,8 @@ def cpu_layers(found: Sequence[Record]) -> str:
         title = (
             f"Times faster than {_rivals(results)}, geometric means over the shapes: as a drop-in, and in brackets "
             "with the layout kept between sparse layers, which is what the targets are for. One token: weights come "
-            "from memory. In turns: rivals are called one after the other and drive each other out of the near caches. "
-            "Repeated: each is called several times in a row."
+            "from memory. Interleaved: rivals are called one after the other and drive each other out of the near "
+            "caches. Repeated: each is called several times in a row."
             f"{_roof(lines)} {source(record)}"
         )
         rows = [[tokens, _pattern(height), how, *line] for (tokens, height, how), line in lines.items()]
@@ -117,8 +117,8 @@ def cpu_conv(found: Sequence[Record]) -> str:
         found_rows = [{"how": None, **row} for row in results["summary"]]
         heads, lines = _by_sparsity(found_rows, ("kernel", "height", "how"), lambda row: f"{row['speedup']:.1f}")
         caches = (
-            " In turns: rivals are called one after the other and drive each other out of the near caches. Repeated: "
-            "each is called several times in a row."
+            " Interleaved: rivals are called one after the other and drive each other out of the near caches. "
+            "Repeated: each is called several times in a row."
         )
         title = (
             f"Times faster than {_rivals(results)}, one image, geometric means over ResNet's layers."
@@ -142,7 +142,7 @@ def cpu_int8(found: Sequence[Record]) -> str:
             "8 bits: inputs are quantised already and results are requantised in the call, token-major as dense int8 "
             "has them, and in brackets packed at both ends, as between neighbouring sparse layers, which is what the "
             "targets are for. fp32: both round their inputs in the call and return fp32; in brackets, times faster "
-            "than dense fp32. In turns and repeated are as above."
+            "than dense fp32. Interleaved and repeated are as above."
             f"{_roof(lines)} {source(record)}"
         )
         rows = [[tokens, f"block {h}×{w}", ends, how, *line] for (tokens, (h, w), ends, how), line in lines.items()]

@@ -1,0 +1,45 @@
+"""What the CPU benchmarks share: a call without arguments, and medians of calls that are interleaved in one run."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from sparta.testing import compare
+
+__all__ = ["Call", "calls_for", "median_ms", "repeated", "without"]
+
+Call = Callable[[], Any]
+
+
+def repeated(functions: Mapping[str, Call], calls: int) -> dict[str, Call]:
+    """Return functions that make so many calls in a row, each finding its caches warm from the second on."""
+    return {name: functools.partial(_repeat, function, calls) for name, function in functions.items()}
+
+
+def median_ms(functions: Mapping[str, Call], calls: int, max_seconds: float = 1.2) -> dict[str, float]:
+    """Return median milliseconds of one call; rivals are interleaved, each with so many calls in a row."""
+    timings = compare(repeated(functions, calls), warmup=3 if calls == 1 else 1, iters=31, max_seconds=max_seconds)
+    return {name: timing.median / calls for name, timing in timings.timings.items()}
+
+
+def calls_for(repeated_ms: float, median: float) -> int:
+    """Return how many calls in a row take about so long, given the median of one: 2 to 50."""
+    return max(2, min(50, math.ceil(repeated_ms / median)))
+
+
+def without(rows: Iterable[Mapping[str, Any]], *names: str) -> list[dict[str, Any]]:
+    """Return rows without some keys: what a run prints and no table reads is not kept.
+
+    >>> without([{"speedup": 2.0, "tiles": "4x1"}], "tiles")
+    [{'speedup': 2.0}]
+    """
+    return [{name: value for name, value in row.items() if name not in names} for row in rows]
+
+
+def _repeat(function: Call, calls: int) -> Any:
+    for _ in range(calls):
+        y = function()
+    return y
