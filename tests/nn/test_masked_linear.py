@@ -137,12 +137,12 @@ def test_a_sampled_product_is_the_masked_one(block, density, lead, bias, dtype, 
 def test_a_sampled_product_refuses_what_it_is_not_for():
     layer = SparseLinear(nn.Linear(K, N), output_mask=torch.rand(M, N) < 0.5)
     spec = layer._spec((torch.randn(M, K),))
-    assert "neither in blocks nor sparse enough" in supported(spec)[1]["sampled"]
+    assert "neither in blocks nor sparse enough" in supported(spec)[1]["sampled"].reason
     inside = SparseLinear(nn.Linear(K, N), input_mask=torch.rand(M, K) < 0.1)._spec((torch.randn(M, K),))
-    assert "sparse C" in supported(inside)[1]["sampled"]
+    assert "sparse C" in supported(inside)[1]["sampled"].reason
     product = SparseBatchMatMul(C_mask=torch.rand(M, N) < 0.1, transpose_B=True, compressed=False)
     batched = product._spec((torch.randn(2, M, K), torch.randn(2, N, K)))
-    assert "one B" in supported(batched)[1]["sampled"]
+    assert "one B" in supported(batched)[1]["sampled"].reason
 
 
 @pytest.mark.parametrize("which", WHICH)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sparta.specialize.implement import Support
 from sparta.specialize.tuning.select import DENSE, Choice
 from sparta.specialize.tuning.store import Entry
 
@@ -177,4 +178,5 @@ def choice_from_dict(fields: Mapping[str, Any]) -> Choice:
     """Return the choice that :meth:`Choice.to_dict` wrote."""
     config = dict(fields["config"])
     entry = None if fields["entry"] is None else Entry.from_dict(fields["entry"])
-    return Choice(str(config.pop("_name")), config, str(fields["reason"]), entry, dict(fields["refused"]))
+    refused = {str(name): Support.from_dict(why) for name, why in dict(fields["refused"]).items()}
+    return Choice(str(config.pop("_name")), config, str(fields["reason"]), entry, refused)

@@ -13,7 +13,7 @@ from typing import Any
 from sparta.compiler.plan import GIVEN, REDUCED, LayerPlan, Plan
 from sparta.compiler.verify import Certificate
 from sparta.errors import MissingPackageError, message
-from sparta.specialize.implement import implements_of
+from sparta.specialize.implement import Cause, implements_of
 from sparta.specialize.int8_linear.quantization import INT8_IMPLEMENTS
 from sparta.specialize.tuning.select import DENSE
 from sparta.tables import table
@@ -213,12 +213,11 @@ def advice(layer: LayerPlan) -> str:
             "prune in blocks of 4 output channels (sparta.Block(4, 1)), which CPU kernels run about twice as fast"
         )
     text = "to win: " + ", or ".join(hints) if hints else ""
-    others = {implement.name for implement in implements_of(layer.op)} - {DENSE}
-    # The C++ kernels are what most layers on a CPU run; of the others people want to hear only if nothing is left.
-    told = {
-        name: why for name, why in layer.first.refused.items() if name == "cpu" or others <= set(layer.first.refused)
-    }
-    refused = [f"{name}: {why}" for name, why in told.items() if " not on " not in why]
+    # Kernels for any mask are what most layers run; of the others people want to hear only if nothing is left.
+    others = {each.name: each.any_mask for each in implements_of(layer.op) if each.name != DENSE}
+    nothing_left = set(others) <= set(layer.first.refused)
+    told = {name: why for name, why in layer.first.refused.items() if others.get(name) or nothing_left}
+    refused = [f"{name}: {why.reason}" for name, why in told.items() if why.cause is not Cause.DEVICE]
     return "; ".join([*filter(None, [text]), *refused])
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from importlib import import_module
 from typing import Any, ClassVar, TypeVar
 
@@ -20,10 +21,12 @@ from sparta.errors import NameNotFoundError, SpartaError, ValueRangeError, did_y
 from sparta.specialize.kernel_spec import KernelSpec
 
 __all__ = [
+    "Cause",
     "Implement",
     "Kernel",
     "KernelLayout",
     "Support",
+    "TiledImplement",
     "implement_named",
     "implements_of",
     "present",
@@ -35,16 +38,39 @@ __all__ = [
 Params = Mapping[str, Any]
 
 
+class Cause(StrEnum):
+    """What kind of obstacle keeps an implement from running a kernel spec: what programs decide by."""
+
+    DEVICE = "device"
+    """It runs on another kind of device, or there is no such device."""
+    DTYPE = "dtype"
+    """It does not compute in this bit format."""
+    SHAPE = "shape"
+    """Too small, too large, ragged, or another number of rows than pays."""
+    PATTERN = "pattern"
+    """The zeros are too few, or in the wrong places."""
+    EPILOGUE = "epilogue"
+    """It does not know what comes after the product."""
+    CAPABILITY = "capability"
+    """The device lacks an instruction or a unit that it needs."""
+    MISSING_TOOL = "missing tool"
+    """A compiler or a library that could be installed is not there."""
+    OTHER = "other"
+    """None of these, or an older file that does not say."""
+
+
 @dataclass(frozen=True)
 class Support:
-    """Whether an implement can run a kernel spec, with a reason that a person can read.
+    """Whether an implement can run a kernel spec, with a reason that a person can read and its cause for programs.
 
-    >>> bool(Support.no("no CUDA device")), Support.no("no CUDA device").reason
-    (False, 'no CUDA device')
+    >>> answer = Support.no("no CUDA device", Cause.DEVICE)
+    >>> bool(answer), answer.reason, answer.cause.name
+    (False, 'no CUDA device', 'DEVICE')
     """
 
     ok: bool
     reason: str
+    cause: Cause | None = None
 
     @staticmethod
     def yes(reason: str = "supported") -> Support:
@@ -52,9 +78,25 @@ class Support:
         return Support(ok=True, reason=reason)
 
     @staticmethod
-    def no(reason: str) -> Support:
-        """Return a no with its reason."""
-        return Support(ok=False, reason=reason)
+    def no(reason: str, cause: Cause = Cause.OTHER) -> Support:
+        """Return a no with its reason and the kind of obstacle."""
+        return Support(ok=False, reason=reason, cause=cause)
+
+    def to_dict(self) -> dict[str, str]:
+        """Return a no as JSON values."""
+        return {"reason": self.reason, "cause": (self.cause or Cause.OTHER).value}
+
+    @staticmethod
+    def from_dict(fields: object) -> Support:
+        """Return the no that was stored, or that an older version stored as its reason alone.
+
+        >>> Support.from_dict(Support.no("no CUDA device", Cause.DEVICE).to_dict()).cause.name
+        'DEVICE'
+        """
+        if not isinstance(fields, Mapping):
+            return Support.no(str(fields))
+        known = {each.value: each for each in Cause}
+        return Support.no(str(fields.get("reason", "")), known.get(str(fields.get("cause")), Cause.OTHER))
 
     def __bool__(self) -> bool:
         return self.ok
@@ -62,7 +104,7 @@ class Support:
 
 @dataclass(frozen=True)
 class KernelLayout:
-    """What a kernel reads beside what it packed, for whoever runs it elsewhere.
+    """What a kernel reads beside what it packed, for programs that run it elsewhere.
 
     Attributes
     ----------
@@ -138,12 +180,14 @@ class Implement(ABC):
     op
         The operation it runs.
     version
-        Raised when its parameters or its speed change, so that stored tuning results are measured anew.
+        Raised when its parameters or its speed change, so that stored tuning results are measured again.
     first_run_compiles
         Whether a kernel is compiled at its first run and not by `build`; the tuner then runs several candidates once,
         side by side, before it times any.
     every_epilogue
-        Whether it runs whatever an epilogue may say; others get no ReLU6, and no ReLU behind a residual.
+        Whether it runs whatever an epilogue may say; others get no ReLU6, and no ReLU after a residual.
+    any_mask
+        Whether it takes every mask on its device, so that people want to know why it cannot run a layer.
     """
 
     name: ClassVar[str]
@@ -151,6 +195,7 @@ class Implement(ABC):
     version: ClassVar[int] = 1
     first_run_compiles: ClassVar[bool] = False
     every_epilogue: ClassVar[bool] = False
+    any_mask: ClassVar[bool] = False
 
     def answer(self, spec: KernelSpec) -> Support:
         """Say whether this implement can run `spec` with its epilogue, or why not; found out once for each spec."""
@@ -162,7 +207,7 @@ class Implement(ABC):
     def _answer(self, spec: KernelSpec) -> Support:
         epilogue = spec.epilogue
         if not self.every_epilogue and (epilogue.residual_first or epilogue.activation == "relu6"):
-            return Support.no(f"it does not know the epilogue {epilogue}")
+            return Support.no(f"it does not know the epilogue {epilogue}", Cause.EPILOGUE)
         return self.supports(spec)
 
     @abstractmethod
@@ -182,6 +227,22 @@ class Implement(ABC):
     @abstractmethod
     def build(self, spec: KernelSpec, params: Params) -> Kernel:
         """Compile for `spec` with these parameters; raises :class:`SpartaError` where that cannot be done."""
+
+
+class TiledImplement(Implement):
+    """An implement whose only parameter is its tile, written as text."""
+
+    @abstractmethod
+    def tiles(self, spec: KernelSpec) -> Sequence[object]:
+        """Return the tiles that are worth timing for `spec`, the best guess first."""
+
+    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
+        """Return the tiles that are worth timing."""
+        return {"tile": TunableItemCfg("choice", _value=[str(tile) for tile in self.tiles(spec)])}
+
+    def default(self, spec: KernelSpec) -> dict[str, Any]:
+        """Return the best guess."""
+        return {"tile": str(self.tiles(spec)[0])}
 
 
 _REGISTRY: dict[tuple[str, str], Implement] = {}
@@ -227,20 +288,22 @@ def implement_named(name: str, op: str) -> Implement:
     return found[name]
 
 
-def supported(spec: KernelSpec) -> tuple[list[Implement], dict[str, str]]:
-    """Return the implements that can run `spec`, and for each other one the reason why it cannot."""
-    able, reasons = [], {}
+def supported(spec: KernelSpec) -> tuple[list[Implement], dict[str, Support]]:
+    """Return the implements that can run `spec`, and for each other one why it cannot."""
+    able, refused = [], {}
     for implement in implements_of(spec.op):
         answer = implement.answer(spec)
         if answer:
             able.append(implement)
         else:
-            reasons[implement.name] = answer.reason
+            refused[implement.name] = answer
     if not able:
         raise SpartaError(
-            message(f"no implement runs {spec}", fix="; ".join(f"{name}: {why}" for name, why in reasons.items()))
+            message(
+                f"no implement runs {spec}", fix="; ".join(f"{name}: {why.reason}" for name, why in refused.items())
+            )
         )
-    return able, reasons
+    return able, refused
 
 
 def search_space(spec: KernelSpec) -> TunableItemCfg:

@@ -12,7 +12,7 @@ import torch
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import CheckError, FileFormatError, NameNotFoundError, SpartaError, ValueRangeError
 from sparta.specialize import implement as registry
-from sparta.specialize.implement import Implement, Support, implements_of, register, search_space, supported
+from sparta.specialize.implement import Cause, Implement, Support, implements_of, register, search_space, supported
 from sparta.specialize.linear.spec import LinearKernel, linear_spec
 from sparta.specialize.tuning import select
 from sparta.specialize.tuning.select import Choice, Problem, build, choose, right_choice, tune_kernel
@@ -300,11 +300,14 @@ def test_a_candidate_that_fails_only_in_the_longer_run_is_passed_over(problem, c
 
 
 def test_refusals_carry_their_reason(problem, candidate):
-    candidate(raising(AssertionError), Support.no("needs a tensor core"))
-    able, reasons = supported(problem.spec)
+    no = Support.no("needs a tensor core", Cause.CAPABILITY)
+    candidate(raising(AssertionError), no)
+    able, refused = supported(problem.spec)
     assert [i.name for i in able] == ["dense"]
-    assert reasons == {"candidate": "needs a tensor core"}
-    assert tune_kernel(problem).refused == reasons
+    assert refused == {"candidate": no}
+    choice = tune_kernel(problem)
+    assert choice.refused == refused
+    assert choice.to_dict()["refused"] == {"candidate": {"reason": "needs a tensor core", "cause": "capability"}}
     with pytest.raises(SpartaError, match="needs a tensor core"):
         build(problem.spec, {"_name": "candidate", "size": 1})
 

@@ -20,7 +20,7 @@ from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ShapeError, message
 from sparta.specialize.blocks.batches import Batches, broadcast
 from sparta.specialize.blocks.block_rows import BlockRows, tile_candidates, tile_guess
-from sparta.specialize.implement import Implement, Kernel, Params, Support, present, register
+from sparta.specialize.implement import Cause, Implement, Kernel, Params, Support, present, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.softmax.spec import kept_softmax
 from sparta.tesa.attribute import TeSA
@@ -225,7 +225,7 @@ class BlocksAttention(Implement):
     def supports(self, spec: KernelSpec) -> Support:
         """Any mask that prunes something."""
         if spec["mask"].density == 1.0:
-            return Support.no("its mask prunes nothing")
+            return Support.no("its mask prunes nothing", Cause.PATTERN)
         return Support.yes("attention over kept tiles")
 
     def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:

@@ -7,20 +7,18 @@ queries each are put below each other, so that keys and values are read once for
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from sparta.common.tuning import TunableItemCfg
 from sparta.specialize.attention.op import flash_attention
 from sparta.specialize.attention.spec import AttentionKernel
 from sparta.specialize.attention.tile import AttentionTile
 from sparta.specialize.blocks.attention_lists import AttentionLists, attention_lists
 from sparta.specialize.blocks.batches import broadcast
-from sparta.specialize.cuda.device import need_triton, obstacle
-from sparta.specialize.implement import Implement, Params, Support, present, register
+from sparta.specialize.cuda.device import bulk_copies, need_triton, on_cuda, triton_here
+from sparta.specialize.implement import Cause, Params, Support, TiledImplement, present, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.seqlen_attention.spec import SeqlenAttentionKernel
 from sparta.tesa.attribute import TeSA
@@ -100,7 +98,7 @@ class _FlashKernel(AttentionKernel):
 
 
 @register
-class TritonFlash(Implement):
+class TritonFlash(TiledImplement):
     """Fused attention in Triton over the tiles that a mask keeps, with gradients; any mask, GQA, any length."""
 
     name = "triton-flash"
@@ -109,20 +107,14 @@ class TritonFlash(Implement):
 
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32, bf16 and fp16 on CUDA, heads up to 256 wide, masks that prune something."""
-        reason = _refusal(spec)
-        if reason:
-            return Support.no(reason)
-        if spec["mask"].density == 1.0:
-            return Support.no("its mask prunes nothing")
-        return Support.yes("fused attention over kept tiles")
+        answer = _answer(spec)
+        if answer and spec["mask"].density == 1.0:
+            return Support.no("its mask prunes nothing", Cause.PATTERN)
+        return answer and Support.yes("fused attention over kept tiles")
 
-    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
-        """Return the tiles that are worth timing."""
-        return {"tile": TunableItemCfg("choice", _value=[str(tile) for tile in _tiles(spec)])}
-
-    def default(self, spec: KernelSpec) -> dict[str, Any]:
-        """Return the best guess."""
-        return {"tile": str(_tiles(spec)[0])}
+    def tiles(self, spec: KernelSpec) -> Sequence[object]:
+        """Return the tiles that are worth timing, the best guess first."""
+        return _tiles(spec)
 
     def build(self, spec: KernelSpec, params: Params) -> AttentionKernel:
         """Make the lists; kernels are compiled at their first run."""
@@ -145,7 +137,7 @@ class _FlashSeqlenKernel(SeqlenAttentionKernel):
 
 
 @register
-class TritonFlashSeqlen(Implement):
+class TritonFlashSeqlen(TiledImplement):
     """Fused attention in Triton that skips padding, with gradients."""
 
     name = "triton-flash"
@@ -154,16 +146,11 @@ class TritonFlashSeqlen(Implement):
 
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32, bf16 and fp16 on CUDA, heads up to 256 wide."""
-        reason = _refusal(spec)
-        return Support.no(reason) if reason else Support.yes("fused attention that skips padding")
+        return _answer(spec) and Support.yes("fused attention that skips padding")
 
-    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
-        """Return the tiles that are worth timing."""
-        return {"tile": TunableItemCfg("choice", _value=[str(tile) for tile in _seqlen_tiles(spec)])}
-
-    def default(self, spec: KernelSpec) -> dict[str, Any]:
-        """Return the best guess."""
-        return {"tile": str(_seqlen_tiles(spec)[0])}
+    def tiles(self, spec: KernelSpec) -> Sequence[object]:
+        """Return the tiles that are worth timing, the best guess first."""
+        return _seqlen_tiles(spec)
 
     def build(self, spec: KernelSpec, params: Params) -> SeqlenAttentionKernel:
         """Return the kernel; it is compiled at its first run."""
@@ -174,17 +161,18 @@ class TritonFlashSeqlen(Implement):
 # ---------------------------------------------------------------------- what can run here
 
 
-def _refusal(spec: KernelSpec) -> str:
-    """Return why these inputs cannot run; empty when they can."""
+def _answer(spec: KernelSpec) -> Support:
+    """Say whether these inputs can run, or why not."""
     formats = {str(spec[name].format) for name in ("q", "k", "v")}
     widths = [spec[name].shape[-1] for name in ("q", "v")]
     if spec.device != "cuda":
-        return f"it runs on CUDA, not on {spec.device}"
+        return on_cuda(spec.device)
     if not all(1 <= width <= _WIDEST for width in widths):
-        return f"heads are {widths[0]} and {widths[1]} wide; it takes 1 to {_WIDEST}"
+        return Support.no(f"heads are {widths[0]} and {widths[1]} wide; it takes 1 to {_WIDEST}", Cause.SHAPE)
     if len(formats) > 1 or not formats <= set(_ITEMSIZE):
-        return f"it computes q, k and v all in one of {', '.join(_ITEMSIZE)}, not in {', '.join(sorted(formats))}"
-    return obstacle()
+        given = ", ".join(sorted(formats))
+        return Support.no(f"it computes q, k and v all in one of {', '.join(_ITEMSIZE)}, not in {given}", Cause.DTYPE)
+    return triton_here()
 
 
 # ---------------------------------------------------------------------- choosing tiles
@@ -210,7 +198,7 @@ def _row_bytes(spec: KernelSpec) -> int:
 
 def _tiles(spec: KernelSpec) -> list[AttentionTile]:
     """Return the tiles worth timing under a mask, the best guess first."""
-    mask, rows, tma = spec["mask"], spec["mask"].shape[-2] * _folded(spec), int(_bulk_copies())
+    mask, rows, tma = spec["mask"], spec["mask"].shape[-2] * _folded(spec), int(bulk_copies())
     few = 16 if rows <= 16 else 32 if rows <= 32 else None
     if few is not None:
         own = [AttentionTile(few, keys, stages, warps, tma) for keys, stages, warps in _FEW_QUERIES]
@@ -221,7 +209,7 @@ def _tiles(spec: KernelSpec) -> list[AttentionTile]:
 
 
 def _seqlen_tiles(spec: KernelSpec) -> list[AttentionTile]:
-    tma = int(_bulk_copies())
+    tma = int(bulk_copies())
     return [AttentionTile(*cut, tma) for cut, _ in _table(spec)][:_TRIED]
 
 
@@ -230,8 +218,3 @@ def _covered(mask: TeSA, tile: AttentionTile) -> float:
     block = (min(tile.queries, max(1, rows)), min(tile.keys, max(1, columns)))
     kept = mask.kept_blocks((*[1] * (len(mask.shape) - 2), *block))
     return float(kept.float().mean()) if kept.numel() else 0.0
-
-
-def _bulk_copies() -> bool:
-    """Return whether the device has the bulk copy engine."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= _HOPPER

@@ -58,6 +58,7 @@ class _CpuConv(Implement):
     name = "cpu"
     version = 2
     every_epilogue = True
+    any_mask = True
 
     def supports(self, spec: KernelSpec) -> Support:
         """Any mask and geometry on the CPU in fp32, bf16 and fp16, where there is a compiler."""

@@ -10,7 +10,7 @@ from sparta.specialize.cpu.library import Library
 from sparta.specialize.cpu.packing import Layout
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.cpu.toolchain import prebuilt
-from sparta.specialize.implement import KernelLayout, Support
+from sparta.specialize.implement import Cause, KernelLayout, Support
 from sparta.specialize.kernel_spec import KernelSpec
 
 __all__ = ["compiles_here", "layout_of", "library_here", "runs_here"]
@@ -27,21 +27,21 @@ def layout_of(layout: Layout, tile: Tile, library: Library) -> KernelLayout:
 def runs_here(spec: KernelSpec) -> Support:
     """Say whether there are kernels for this spec's device and float dtype."""
     if str(spec["input"].format) not in _FORMATS:
-        return Support.no(f"it computes {', '.join(_FORMATS)}, not {spec['input'].format}")
+        return Support.no(f"it computes {', '.join(_FORMATS)}, not {spec['input'].format}", Cause.DTYPE)
     return library_here(spec)
 
 
 def library_here(spec: KernelSpec) -> Support:
     """Say whether the kernel library is there for this spec's device, or can be compiled."""
     if spec.device != "cpu":
-        return Support.no(f"it runs on the CPU, not on {spec.device}")
+        return Support.no(f"it runs on the CPU, not on {spec.device}", Cause.DEVICE)
     return Support.yes("C++ kernels that came with the package") if prebuilt() is not None else compiles_here()
 
 
 def compiles_here() -> Support:
     """Say whether C++ can be compiled on this machine."""
     reason = _missing_compiler(os.environ.get("CXX", ""), os.environ.get("PATH", ""))
-    return Support.no(reason) if reason else Support.yes("C++ kernels for this machine")
+    return Support.no(reason, Cause.MISSING_TOOL) if reason else Support.yes("C++ kernels for this machine")
 
 
 @functools.lru_cache(maxsize=4)

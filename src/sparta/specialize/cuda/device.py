@@ -1,4 +1,4 @@
-"""What the CUDA device and its tools can do: whether Triton kernels run here, or why not."""
+"""What CUDA devices here can do: the only place that asks the hardware."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import importlib.util
 import torch
 
 from sparta.errors import MissingPackageError, message
+from sparta.specialize.implement import Cause, Support
 
-__all__ = ["need_triton", "obstacle"]
+__all__ = ["AMPERE", "HOPPER", "bulk_copies", "capability", "cuda_here", "need_triton", "on_cuda", "triton_here"]
 
-_AMPERE = (8, 0)
+AMPERE, HOPPER = (8, 0), (9, 0)
+"""Compute capabilities by the names of their generations."""
 
 
 def need_triton() -> None:
@@ -19,19 +21,61 @@ def need_triton() -> None:
 
     >>> need_triton()  # doctest: +SKIP
     """
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         raise MissingPackageError(message("Triton is not installed", fix="pip install triton"))
 
 
 @functools.cache
-def obstacle() -> str:
-    """Return why no Triton kernel can run here; empty when one can.
+def capability(device: torch.device | None = None) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device, of the current one if none is given; (0, 0) without CUDA.
 
-    >>> isinstance(obstacle(), str)
+    >>> capability() >= (0, 0)
     True
     """
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: pip install triton"
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
+
+
+def bulk_copies() -> bool:
+    """Return whether the device has the bulk copy engine.
+
+    >>> isinstance(bulk_copies(), bool)
+    True
+    """
+    return capability() >= HOPPER
+
+
+def on_cuda(device: str) -> Support:
+    """Say whether a kernel spec is for CUDA.
+
+    >>> on_cuda("cpu").reason
+    'it runs on CUDA, not on cpu'
+    """
+    return Support.yes() if device == "cuda" else Support.no(f"it runs on CUDA, not on {device}", Cause.DEVICE)
+
+
+def cuda_here(least: tuple[int, int] = AMPERE, device: torch.device | None = None) -> Support:
+    """Say whether there is a CUDA device of this compute capability or more.
+
+    >>> isinstance(cuda_here(), Support)
+    True
+    """
     if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    return "" if torch.cuda.get_device_capability() >= _AMPERE else "it needs a GPU of compute capability 8.0 or more"
+        return Support.no("there is no CUDA device", Cause.DEVICE)
+    if capability(device) < least:
+        return Support.no(f"it needs a GPU of compute capability {least[0]}.{least[1]} or more", Cause.CAPABILITY)
+    return Support.yes()
+
+
+def triton_here() -> Support:
+    """Say whether a Triton kernel can run here.
+
+    >>> isinstance(triton_here(), Support)
+    True
+    """
+    if not _has_triton():
+        return Support.no("Triton is not installed: pip install triton", Cause.MISSING_TOOL)
+    return cuda_here()
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.specialize.cuda.device import capability, cuda_here
 from sparta.specialize.cuda.nvrtc import Function, compile_native, load_function, nvrtc_obstacle
 from sparta.specialize.cuda.text_tile import TextTile
+from sparta.specialize.implement import Cause, Support
 
-__all__ = ["FORMATS", "PIECE", "SHARED_BYTES", "addressable", "cuda_obstacle", "fitting_residual", "load_tile"]
+__all__ = ["FORMATS", "PIECE", "SHARED_BYTES", "addressable", "fitting_residual", "load_tile", "nvrtc_here"]
 
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The bit formats that are computed, and their dtypes."""
@@ -72,14 +74,16 @@ def load_tile(
     dtype, activation = spec
     numbers = {key.upper(): value for key, value in asdict(tile).items()}  # type: ignore[call-overload]
     numbers |= {"IS_HALF": int(dtype == torch.float16), "ACTIVATION": _ACTIVATIONS[activation]}
-    code = compile_native(name, numbers, torch.cuda.get_device_capability(device))
+    code = compile_native(name, numbers, capability(device))
     return load_function(code, name, *block, device)
 
 
-def cuda_obstacle(least: tuple[int, int]) -> str:
-    """Return why such a kernel cannot run here, if it needs this compute capability; empty when it can."""
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    if torch.cuda.get_device_capability() < least:
-        return f"it needs a GPU of compute capability {least[0]}.{least[1]} or more"
-    return nvrtc_obstacle()
+def nvrtc_here(least: tuple[int, int], device: torch.device | None = None) -> Support:
+    """Say whether such a kernel can be compiled and run here, if it needs this compute capability.
+
+    >>> isinstance(nvrtc_here((8, 0)), Support)
+    True
+    """
+    answer = cuda_here(least, device)
+    missing = nvrtc_obstacle() if answer else ""
+    return Support.no(missing, Cause.MISSING_TOOL) if missing else answer

@@ -8,7 +8,7 @@ results are equal bit for bit to the dense integer product.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from ctypes import addressof
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.specialize.cpu.device import layout_of, library_here
 from sparta.specialize.cpu.library import INT8_CALL, PanelMatrix, load
 from sparta.specialize.cpu.packing import pack_mask
 from sparta.specialize.cpu.tile import Tile
-from sparta.specialize.implement import Implement, KernelLayout, Params, Support, present, register
+from sparta.specialize.implement import KernelLayout, Params, Support, TiledImplement, present, register
 from sparta.specialize.int8_linear.cpu_panel import UNIT, Int8Panel, whole_units
 from sparta.specialize.int8_linear.spec import Int8LinearKernel
 from sparta.specialize.kernel_spec import KernelSpec
@@ -313,7 +312,7 @@ class _CpuInt8Kernel(Int8LinearKernel):
 
 
 @register
-class CpuInt8Linear(Implement):
+class CpuInt8Linear(TiledImplement):
     """Hand-written C++ kernels on units of 1x4, with VNNI where the processor has it."""
 
     name = "cpu-int8"
@@ -324,13 +323,9 @@ class CpuInt8Linear(Implement):
         """Any mask on the CPU, where there is a compiler."""
         return library_here(spec)
 
-    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
-        """Return the tiles that are worth timing."""
-        return {"tile": TunableItemCfg("choice", _value=[str(tile) for tile in _tiles(spec)])}
-
-    def default(self, spec: KernelSpec) -> dict[str, Any]:
-        """Return the best guess."""
-        return {"tile": str(_tiles(spec)[0])}
+    def tiles(self, spec: KernelSpec) -> Sequence[object]:
+        """Return the tiles that are worth timing, the best guess first."""
+        return _tiles(spec)
 
     def build(self, spec: KernelSpec, params: Params) -> Int8LinearKernel:
         """Compile the library if it is not there yet, and pack the mask."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparta.measure.machine import probe_cpu
-from sparta.specialize.implement import Implement, Params, Support, present, register
+from sparta.specialize.implement import Cause, Implement, Params, Support, present, register
 from sparta.specialize.int8_linear.spec import Int8LinearKernel, requantized
 from sparta.specialize.kernel_spec import KernelSpec
 
@@ -117,9 +117,10 @@ class OneDnnInt8Linear(Implement):
         """Where torch was built with oneDNN, and the processor sums products of 8-bit integers in 32 bits."""
         del spec
         if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-            return Support.no("this torch was built without oneDNN")
+            return Support.no("this torch was built without oneDNN", Cause.MISSING_TOOL)
         if _sums_in_16_bits(platform.machine().lower()):
-            return Support.no("without VNNI, oneDNN adds two products in 16 bits, where they overflow")
+            reason = "without VNNI, oneDNN adds two products in 16 bits, where they overflow"
+            return Support.no(reason, Cause.CAPABILITY)
         return Support.yes("oneDNN")
 
     def build(self, spec: KernelSpec, params: Params) -> Int8LinearKernel:

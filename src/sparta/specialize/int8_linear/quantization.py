@@ -19,6 +19,7 @@ from torch import Tensor
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import NameNotFoundError, SpartaError, ValueRangeError, did_you_mean, message
 from sparta.specialize.implement import (
+    Cause,
     Implement,
     KernelLayout,
     Params,
@@ -185,16 +186,16 @@ class _Int8Linear(Implement):
 
     def supports(self, spec: KernelSpec) -> Support:
         """Take int8 weights with one scale a row, on the CPU in fp32."""
-        if spec.device != "cpu" or str(spec["input"].format) != "fp32":
-            return Support.no(
-                f"int8 kernels run on the CPU for fp32 models, not on {spec.device} in {spec['input'].format}"
-            )
+        if spec.device != "cpu":
+            return Support.no(f"it runs on the CPU, not on {spec.device}", Cause.DEVICE)
+        if str(spec["input"].format) != "fp32":
+            return Support.no(f"int8 kernels run for fp32 models, not {spec['input'].format}", Cause.DTYPE)
         if str(spec["weight"].format) != "int8":
-            return Support.no(f"the weight is {spec['weight'].format}, not int8")
+            return Support.no(f"the weight is {spec['weight'].format}, not int8", Cause.DTYPE)
         try:
             return self._inner.supports(_integer_spec(spec))
         except SpartaError as error:
-            return Support.no(str(error))
+            return Support.no(str(error), Cause.SHAPE)
 
     def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
         """Return the parameters of the integer kernel."""

@@ -70,6 +70,7 @@ class CpuLinear(Implement):
     name = "cpu"
     op = "linear"
     every_epilogue = True
+    any_mask = True
 
     def supports(self, spec: KernelSpec) -> Support:
         """Any mask on the CPU in fp32, bf16 and fp16, where the library is there or a compiler is."""

@@ -19,7 +19,7 @@ from sparta.errors import ShapeError, SpartaError, ValueRangeError, message
 from sparta.specialize.cpu.device import compiles_here, runs_here
 from sparta.specialize.cpu.library import PANEL_CALL, activation_code, fused_activation, load
 from sparta.specialize.cpu.toolchain import build, chosen_isa
-from sparta.specialize.implement import Implement, Params, Support, present, register
+from sparta.specialize.implement import Cause, Implement, Params, Support, present, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cpu_generate import Generated, generate
 from sparta.specialize.linear.spec import LinearKernel
@@ -127,13 +127,13 @@ class CpuGenerated(Implement):
             if not answer:
                 return answer
         if not _is_linux_on_x86() or chosen_isa() not in _ISAS:
-            return Support.no(f"code is generated for {' and '.join(_ISAS)} on Linux only")
+            return Support.no(f"code is generated for {' and '.join(_ISAS)} on Linux only", Cause.CAPABILITY)
         if spec["weight"].count("live") > _MOST_LIVE:
-            return Support.no(
-                f"{spec['weight'].count('live')} live weights, more than the {_MOST_LIVE} code is made for"
-            )
+            given = f"{spec['weight'].count('live')} live weights"
+            return Support.no(f"{given}, more than the {_MOST_LIVE} code is made for", Cause.SHAPE)
         if not 1 < spec["input"].shape[0] <= _MOST_TOKENS:
-            return Support.no(f"{spec['input'].shape[0]} rows, where generated code pays for 2 to {_MOST_TOKENS}")
+            given = f"{spec['input'].shape[0]} rows"
+            return Support.no(f"{given}, where generated code pays for 2 to {_MOST_TOKENS}", Cause.SHAPE)
         return Support.yes("code for this mask")
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:

@@ -7,30 +7,28 @@ as long as its weight takes to read, and a 2:4 weight is 0.56 of the bytes.
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ValueRangeError, message
+from sparta.specialize.cuda.device import AMPERE, HOPPER, capability, on_cuda
 from sparta.specialize.cuda.extension import extension_loaded, launch
 from sparta.specialize.cuda.few_tokens import (
     FORMATS,
     PIECE,
     SHARED_BYTES,
     addressable,
-    cuda_obstacle,
     fitting_residual,
     load_tile,
+    nvrtc_here,
 )
 from sparta.specialize.cuda.nvrtc import Function
 from sparta.specialize.cuda.text_tile import TextTile
-from sparta.specialize.implement import Implement, Params, Support, register
+from sparta.specialize.implement import Cause, Params, Support, TiledImplement, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cuda_24_layout import CHUNK, SLAB, StreamLayout
 from sparta.specialize.linear.spec import LinearKernel
@@ -43,7 +41,6 @@ _MOST_TOKENS = 64  # above it the matrix unit, as a warp alone can use it, is wh
 # slabs, warps_n, warps_k, cluster, stages: what was among the fastest somewhere on an H200.
 _FEW = ((2, 1, 8, 1, 2), (1, 1, 16, 1, 2), (2, 1, 16, 1, 2), (2, 2, 4, 1, 2), (1, 1, 8, 1, 3), (2, 1, 8, 1, 3))
 _SOME = ((2, 2, 4, 1, 2), (2, 2, 4, 2, 2), (2, 4, 2, 2, 2), (1, 4, 2, 2, 2))
-_AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
 @dataclass(frozen=True)
@@ -169,7 +166,7 @@ class _StreamKernel(LinearKernel):
 
 
 @register
-class TwoFour(Implement):
+class TwoFour(TiledImplement):
     """CUDA C++ on 2:4 weights, for up to a few hundred tokens."""
 
     name = "cuda-24"
@@ -179,25 +176,21 @@ class TwoFour(Implement):
     def supports(self, spec: KernelSpec) -> Support:
         """Bf16 and fp16 on CUDA, weights of at most 2 live elements in every 4, few tokens."""
         if spec.device != "cuda":
-            return Support.no(f"it runs on CUDA, not on {spec.device}")
+            return on_cuda(spec.device)
         if str(spec["input"].format) not in FORMATS:
-            return Support.no(f"it computes {', '.join(FORMATS)}, not {spec['input'].format}")
+            return Support.no(f"it computes {', '.join(FORMATS)}, not {spec['input'].format}", Cause.DTYPE)
         if min(spec["weight"].shape) < 1:
-            return Support.no("the weight is empty")
+            return Support.no("the weight is empty", Cause.SHAPE)
         if spec["input"].shape[0] > _MOST_TOKENS:
-            return Support.no(f"{spec['input'].shape[0]} tokens; it streams the weight for at most {_MOST_TOKENS}")
+            given = f"{spec['input'].shape[0]} tokens"
+            return Support.no(f"{given}; it streams the weight for at most {_MOST_TOKENS}", Cause.SHAPE)
         if not is_two_four(spec["weight"]):
-            return Support.no("more than 2 of some 4 neighbouring inputs are live")
-        reason = _obstacle()
-        return Support.no(reason) if reason else Support.yes("the 2:4 weight is streamed once")
+            return Support.no("more than 2 of some 4 neighbouring inputs are live", Cause.PATTERN)
+        return nvrtc_here(AMPERE) and Support.yes("the 2:4 weight is streamed once")
 
-    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
-        """Return the tiles that are worth timing for this layer."""
-        return {"tile": TunableItemCfg("choice", _value=[str(tile) for tile in _tiles(spec)])}
-
-    def default(self, spec: KernelSpec) -> dict[str, Any]:
-        """Return the best guess."""
-        return {"tile": str(_tiles(spec)[0])}
+    def tiles(self, spec: KernelSpec) -> Sequence[object]:
+        """Return the tiles that are worth timing, the best guess first."""
+        return _tiles(spec)
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
         """Lay out the weight; the kernel is compiled at its first run."""
@@ -210,7 +203,7 @@ def _tiles(spec: KernelSpec) -> list[StreamTile]:
     tokens = next((each for each in _TOKENS if each >= rows), _TOKENS[-1])
     shapes = _FEW if tokens <= 32 else _SOME
     tiles = [StreamTile(tokens, *shape) for shape in shapes]
-    clusters = _capability() >= _HOPPER
+    clusters = capability() >= HOPPER
     return [tile for tile in tiles if tile.shared_bytes <= SHARED_BYTES and (clusters or tile.cluster == 1)]
 
 
@@ -225,14 +218,3 @@ def is_two_four(weight: TeSA) -> bool:
     padded = functional.pad(weight.mask(), (0, -weight.shape[1] % 4)).contiguous()
     # Four flags are the bytes of one number; the product sums them up in its highest byte.
     return not bool(((padded.view(torch.int32) * 0x01010101) >> 24 > 2).any())
-
-
-@functools.cache
-def _capability() -> tuple[int, int]:
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-
-
-@functools.cache
-def _obstacle() -> str:
-    """Return why the kernel cannot run here; empty when it can."""
-    return cuda_obstacle(_AMPERE)

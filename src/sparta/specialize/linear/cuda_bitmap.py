@@ -9,28 +9,26 @@ layer.
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ValueRangeError, message
+from sparta.specialize.cuda.device import HOPPER, on_cuda
 from sparta.specialize.cuda.few_tokens import (
     FORMATS,
     PIECE,
     SHARED_BYTES,
     addressable,
-    cuda_obstacle,
     fitting_residual,
     load_tile,
+    nvrtc_here,
 )
 from sparta.specialize.cuda.nvrtc import Function
 from sparta.specialize.cuda.text_tile import TextTile
-from sparta.specialize.implement import Implement, Params, Support, register
+from sparta.specialize.implement import Cause, Params, Support, TiledImplement, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cuda_bitmap_layout import GROUPS, RUNS, SLAB, BitmapLayout, largest_record
 from sparta.specialize.linear.spec import LinearKernel
@@ -40,7 +38,6 @@ __all__ = ["BitmapTile", "CudaBitmap"]
 _TOKENS = (8, 16)
 _MOST_LIVE = {8: 0.55, 16: 0.35}  # density by tokens, up to which it was faster than dense on an H200
 _SPARSE, _DENSE = 0.16, 0.4  # densities between which neither kind of bitmap is always the better one
-_HOPPER = (9, 0)
 # slabs, warps, cluster, stages: what keeps enough copies on their way and enough warps busy.
 _SHAPES = ((1, 8, 1, 2), (1, 16, 1, 2), (2, 8, 1, 2), (1, 4, 1, 3), (2, 16, 1, 2), (2, 4, 1, 3))
 
@@ -162,7 +159,7 @@ class _BitmapKernel(LinearKernel):
 
 
 @register
-class CudaBitmap(Implement):
+class CudaBitmap(TiledImplement):
     """CUDA C++ on any mask, for up to 16 tokens."""
 
     name = "cuda-bitmap"
@@ -173,26 +170,23 @@ class CudaBitmap(Implement):
         """Bf16 and fp16 on Hopper, weights and numbers of tokens for which it was faster than dense somewhere."""
         weight = spec["weight"]
         if spec.device != "cuda":
-            return Support.no(f"it runs on CUDA, not on {spec.device}")
+            return on_cuda(spec.device)
         if str(spec["input"].format) not in FORMATS:
-            return Support.no(f"it computes {', '.join(FORMATS)}, not {spec['input'].format}")
+            return Support.no(f"it computes {', '.join(FORMATS)}, not {spec['input'].format}", Cause.DTYPE)
         if not 0 < weight.numel < 1 << 31:
-            return Support.no(f"the weight has {weight.numel} elements; it counts from 1 to 2^31")
+            return Support.no(f"the weight has {weight.numel} elements; it counts from 1 to 2^31", Cause.SHAPE)
         if spec["input"].shape[0] > _TOKENS[-1]:
-            return Support.no(f"{spec['input'].shape[0]} tokens; it streams the weight for at most {_TOKENS[-1]}")
+            given = f"{spec['input'].shape[0]} tokens"
+            return Support.no(f"{given}; it streams the weight for at most {_TOKENS[-1]}", Cause.SHAPE)
         most = _MOST_LIVE[_width(spec)]
         if weight.density > most:
-            return Support.no(f"{weight.density:.2f} of the weight is live; at most {most} pays for so many tokens")
-        reason = _obstacle()
-        return Support.no(reason) if reason else Support.yes("bits and live values are streamed once")
+            given = f"{weight.density:.2f} of the weight is live"
+            return Support.no(f"{given}; at most {most} pays for so many tokens", Cause.PATTERN)
+        return nvrtc_here(HOPPER) and Support.yes("bits and live values are streamed once")
 
-    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
-        """Return the tiles that are worth timing for this layer."""
-        return {"tile": TunableItemCfg("choice", _value=[str(tile) for tile in _tiles(spec)])}
-
-    def default(self, spec: KernelSpec) -> dict[str, Any]:
-        """Return the best guess."""
-        return {"tile": str(_tiles(spec)[0])}
+    def tiles(self, spec: KernelSpec) -> Sequence[object]:
+        """Return the tiles that are worth timing, the best guess first."""
+        return _tiles(spec)
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
         """Lay out the weight; the kernel is compiled at its first run."""
@@ -213,9 +207,3 @@ def _tiles(spec: KernelSpec) -> list[BitmapTile]:
 def _width(spec: KernelSpec) -> int:
     """Return how many tokens a block multiplies."""
     return next((each for each in _TOKENS if each >= spec["input"].shape[0]), _TOKENS[-1])
-
-
-@functools.cache
-def _obstacle() -> str:
-    """Return why the kernel cannot run here; empty when it can."""
-    return cuda_obstacle(_HOPPER)

@@ -23,8 +23,9 @@ from torch.nn import functional
 
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import MissingPackageError, ShapeError, SpartaError, ValueRangeError, message
+from sparta.specialize.cuda.device import cuda_here, on_cuda
 from sparta.specialize.cuda.nvrtc import current_device, raw_stream
-from sparta.specialize.implement import Implement, Params, Support, register
+from sparta.specialize.implement import Cause, Implement, Params, Support, register
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.linear.cuda_24 import is_two_four
 from sparta.specialize.linear.spec import LinearKernel, apply_epilogue
@@ -270,18 +271,18 @@ class CuSparseLt(Implement):
     def supports(self, spec: KernelSpec) -> Support:
         """Bf16 on CUDA, 2:4 weights whose sides are multiples of 16, many tokens."""
         if spec.device != "cuda":
-            return Support.no(f"it runs on CUDA, not on {spec.device}")
+            return on_cuda(spec.device)
         if str(spec["input"].format) != "bf16":
             # In fp16 some of the library's algorithms end in an illegal instruction, which no one can recover from.
-            return Support.no(f"it is used for bf16, not {spec['input'].format}")
+            return Support.no(f"it is used for bf16, not {spec['input'].format}", Cause.DTYPE)
         if spec["input"].shape[0] < _FEWEST_TOKENS:
-            return Support.no(f"{spec['input'].shape[0]} tokens; below {_FEWEST_TOKENS} it was never faster than dense")
+            given = f"{spec['input'].shape[0]} tokens"
+            return Support.no(f"{given}; below {_FEWEST_TOKENS} it was never faster than dense", Cause.SHAPE)
         if not all(side > 0 and side % _STEP == 0 for side in spec["weight"].shape):
-            return Support.no(f"sides {tuple(spec['weight'].shape)} are not multiples of {_STEP}")
+            return Support.no(f"sides {tuple(spec['weight'].shape)} are not multiples of {_STEP}", Cause.SHAPE)
         if not is_two_four(spec["weight"]):
-            return Support.no("more than 2 of some 4 neighbouring inputs are live")
-        reason = _obstacle()
-        return Support.no(reason) if reason else Support.yes("the library's 2:4 product")
+            return Support.no("more than 2 of some 4 neighbouring inputs are live", Cause.PATTERN)
+        return _library_here() and Support.yes("the library's 2:4 product")
 
     def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
         """Return the library's algorithms."""
@@ -325,14 +326,13 @@ def _load() -> ctypes.CDLL:
 
 
 @functools.cache
-def _obstacle() -> str:
-    """Return why the library cannot be used here; empty when it can."""
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return "it needs a GPU of compute capability 8.0 or more"
+def _library_here() -> Support:
+    """Say whether the library can be used here, or why not."""
+    answer = cuda_here()
+    if not answer:
+        return answer
     try:
         _on(torch.device("cuda", torch.cuda.current_device()))
     except SpartaError as error:
-        return str(error)
-    return ""
+        return Support.no(str(error), Cause.MISSING_TOOL)
+    return Support.yes()

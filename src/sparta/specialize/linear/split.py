@@ -21,6 +21,7 @@ from torch.nn import functional
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ValueRangeError, message
 from sparta.specialize.implement import (
+    Cause,
     Implement,
     Kernel,
     KernelLayout,
@@ -161,12 +162,12 @@ class SplitLinear(Implement):
 
     def supports(self, spec: KernelSpec) -> Support:
         """Take an irregular weight of some size, with enough of it in blocks or N:M, and a kernel for every part."""
-        obstacle = _obstacle(spec)
-        if obstacle:
-            return Support.no(obstacle)
+        answer = _may_pay(spec)
+        if not answer:
+            return answer
         plans = _plans(spec)
         if not plans:
-            return Support.no("no way to split leaves two parts that are worth a kernel and have one")
+            return Support.no("no way to split leaves two parts that are worth a kernel and have one", Cause.PATTERN)
         return Support.yes(f"a sum of regular parts: {plans[0]}")
 
     def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
@@ -193,24 +194,26 @@ class SplitLinear(Implement):
         return _SplitKernel(spec, parts, kernels)
 
 
-def _obstacle(spec: KernelSpec) -> str:
-    """Return why a split cannot pay for a weight, as far as that is quick to see, or nothing."""
-    weight, reason = spec["weight"], ""
+def _may_pay(spec: KernelSpec) -> Support:
+    """Say whether a split can pay for a weight, as far as that is quick to see, or why not."""
+    weight = spec["weight"]
     if spec.device not in _WAYS:
-        reason = f"no way to split is known for {spec.device}"
-    elif weight.numel < _SMALLEST:
-        reason = f"a weight of {'×'.join(map(str, weight.shape))} is too small for two kernels to pay"
-    elif not 0 < weight.density < 1:
-        reason = "a weight without zeros, or of nothing else, has no parts"
-    elif weight.describe_pattern() != _IRREGULAR:
-        reason = f"the weight is regular ({weight.describe_pattern()}): one kernel runs it whole"
-    else:
-        sample = _sample(weight)
-        shares = {way: _share(sample, way) for way in _WAYS[spec.device]}
-        best = max(shares, key=lambda way: shares[way])
-        if shares[best] < _LEAST_SHARE:
-            reason = f"{best} would put only {shares[best]:.0%} of the live weights into its regular parts"
-    return reason
+        return Support.no(f"no way to split is known for {spec.device}", Cause.DEVICE)
+    if weight.numel < _SMALLEST:
+        size = "×".join(map(str, weight.shape))
+        return Support.no(f"a weight of {size} is too small for two kernels to pay", Cause.SHAPE)
+    if not 0 < weight.density < 1:
+        return Support.no("a weight without zeros, or of nothing else, has no parts", Cause.PATTERN)
+    if weight.describe_pattern() != _IRREGULAR:
+        regular = weight.describe_pattern()
+        return Support.no(f"the weight is regular ({regular}): one kernel runs it whole", Cause.PATTERN)
+    sample = _sample(weight)
+    shares = {way: _share(sample, way) for way in _WAYS[spec.device]}
+    best = max(shares, key=lambda way: shares[way])
+    if shares[best] < _LEAST_SHARE:
+        reason = f"{best} would put only {shares[best]:.0%} of the live weights into its regular parts"
+        return Support.no(reason, Cause.PATTERN)
+    return Support.yes()
 
 
 def _part_spec(spec: KernelSpec, part: Part, *, first: bool, last: bool) -> KernelSpec:

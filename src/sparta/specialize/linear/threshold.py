@@ -13,7 +13,9 @@ import functools
 import torch
 from torch import Tensor
 
-from sparta.specialize.cuda.nvrtc import Function, compile_native, load_function, nvrtc_obstacle
+from sparta.specialize.cuda.device import HOPPER, capability
+from sparta.specialize.cuda.few_tokens import nvrtc_here
+from sparta.specialize.cuda.nvrtc import Function, compile_native, load_function
 
 __all__ = ["threshold_linear", "threshold_obstacle"]
 
@@ -22,7 +24,6 @@ _MOST_TOKENS = 1  # with 4 it was slower than dense everywhere on an H200, even 
 _COLUMNS = 256  # as in the kernel
 _WARPS, _ROUND = 16, 2048  # inputs that a block lists at once
 _BLOCKS = 264  # of which all run at once on the largest Hopper GPU
-_HOPPER = (9, 0)
 
 
 class _Call(ctypes.Structure):
@@ -103,7 +104,7 @@ def _function(shape: tuple[int, int], device: torch.device, *, half: bool, whole
     tokens, cluster = shape
     numbers = {"TOKENS": tokens, "WARPS": _WARPS, "CLUSTER": cluster, "ROUND": _ROUND}
     numbers |= {"WHOLE": int(whole), "IS_HALF": int(half)}
-    code = compile_native("threshold", numbers, torch.cuda.get_device_capability(device))
+    code = compile_native("threshold", numbers, capability(device))
     lists, partials = _ROUND * (1 + tokens) * 4 + _ROUND // 32 * 4, _WARPS * tokens * (_COLUMNS + 4) * 4
     return load_function(code, "threshold", _WARPS * 32, max(lists, partials), device)
 
@@ -116,6 +117,5 @@ def _obstacle(device: torch.device) -> str:
 @functools.cache
 def _hardware_obstacle(device: torch.device) -> str:
     """Return why the kernel cannot run on a CUDA device; empty when it can."""
-    if torch.cuda.get_device_capability(device) < _HOPPER:
-        return "it needs a GPU of compute capability 9.0 or more"
-    return nvrtc_obstacle()
+    answer = nvrtc_here(HOPPER, device)
+    return "" if answer else answer.reason

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparta.common.tuning import TunableItemCfg
-from sparta.specialize.implement import Implement, Params, Support, register
+from sparta.specialize.implement import Cause, Implement, Params, Support, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import LinearKernel, apply_epilogue
 from sparta.tesa.formats import BCSR
@@ -59,10 +59,13 @@ class TorchCSR(Implement):
 
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32 on the CPU, sparse enough that an index can pay."""
-        if spec.device != "cpu" or str(spec["input"].format) != "fp32":
-            return Support.no("torch's CSR product is used for fp32 on the CPU")
+        if spec.device != "cpu":
+            return Support.no(f"torch's CSR product is used on the CPU, not on {spec.device}", Cause.DEVICE)
+        if str(spec["input"].format) != "fp32":
+            return Support.no(f"torch's CSR product is used for fp32, not {spec['input'].format}", Cause.DTYPE)
         if spec["weight"].density > _DENSEST or spec["weight"].density == 0:
-            return Support.no(f"a density of {spec['weight'].density:.2f}, where CSR takes up to {_DENSEST} and not 0")
+            given = f"a density of {spec['weight'].density:.2f}"
+            return Support.no(f"{given}, where CSR takes up to {_DENSEST} and not 0", Cause.PATTERN)
         return Support.yes("torch.sparse CSR")
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
@@ -81,10 +84,13 @@ class TorchBSR(Implement):
 
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32 on the CPU, whole square blocks that divide the weight."""
-        if spec.device != "cpu" or str(spec["input"].format) != "fp32":
-            return Support.no("torch's BSR product is used for fp32 on the CPU")
+        if spec.device != "cpu":
+            return Support.no(f"torch's BSR product is used on the CPU, not on {spec.device}", Cause.DEVICE)
+        if str(spec["input"].format) != "fp32":
+            return Support.no(f"torch's BSR product is used for fp32, not {spec['input'].format}", Cause.DTYPE)
         if not _square_blocks(spec):
-            return Support.no("its mask is not made of square blocks of 8 or more that divide the weight")
+            reason = "its mask is not made of square blocks of 8 or more that divide the weight"
+            return Support.no(reason, Cause.PATTERN)
         return Support.yes("torch.sparse BSR")
 
     def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import MissingPackageError, ShapeError, ValueRangeError, message
 from sparta.specialize.cpu.toolchain import chosen_isa
-from sparta.specialize.implement import Implement, Params, Support, present, register
+from sparta.specialize.implement import Cause, Implement, Params, Support, present, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import LinearKernel, apply_epilogue
 from sparta.tesa.attribute import TeSA
@@ -138,15 +138,16 @@ class TvmLinear(Implement):
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32 on the CPU, for weights that are sparse enough."""
         if spec.device != "cpu":
-            return Support.no(f"it runs on the CPU, not on {spec.device}")
+            return Support.no(f"it runs on the CPU, not on {spec.device}", Cause.DEVICE)
         if str(spec["input"].format) != "fp32":
-            return Support.no(f"it computes fp32, not {spec['input'].format}")
+            return Support.no(f"it computes fp32, not {spec['input'].format}", Cause.DTYPE)
         if min(spec["weight"].shape) < 1:
-            return Support.no("the weight is empty")
+            return Support.no("the weight is empty", Cause.SHAPE)
         if spec["weight"].density > _MOST_DENSE:
-            return Support.no(f"density {spec['weight'].density:.2f}; at most {_MOST_DENSE} pays")
+            given = f"density {spec['weight'].density:.2f}"
+            return Support.no(f"{given}; at most {_MOST_DENSE} pays", Cause.PATTERN)
         if importlib.util.find_spec("tvm") is None:
-            return Support.no("TVM is not installed: pip install 'sparta[tvm]'")
+            return Support.no("TVM is not installed: pip install 'sparta[tvm]'", Cause.MISSING_TOOL)
         return Support.yes("LLVM code for a loop nest in TVM's IR")
 
     def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:

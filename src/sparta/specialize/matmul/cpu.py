@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparta.common.tuning import TunableItemCfg
 from sparta.errors import SpartaError, message
 from sparta.specialize.cpu.candidates import candidates
 from sparta.specialize.cpu.device import library_here
 from sparta.specialize.cpu.tile import Tile
-from sparta.specialize.implement import Implement, Params, Support, present, register
+from sparta.specialize.implement import Cause, Params, Support, TiledImplement, present, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cpu_packed import PackedLinear
 from sparta.specialize.matmul.spec import DenseMatmulKernel, MatmulKernel, Product
@@ -100,7 +99,7 @@ masked_input.register_autograd(_backward, setup_context=_setup_context)
 
 
 @register
-class CpuMaskedInput(Implement):
+class CpuMaskedInput(TiledImplement):
     """The hand-written C++ kernels for sparse weights, with the roles of input and weight exchanged."""
 
     name = "cpu"
@@ -110,20 +109,16 @@ class CpuMaskedInput(Implement):
         """Take one mask of A, stored whole, and one B (N, K) for all of a batch, on the CPU."""
         product = Product.of(spec)
         if product.sparse != "A" or product.compressed or product.transpose_A or not product.transpose_B:
-            return Support.no("it multiplies a sparse A, stored whole, by a dense B of shape (N, K)")
+            return Support.no("it multiplies a sparse A, stored whole, by a dense B of shape (N, K)", Cause.SHAPE)
         if spec["A"].ndim != 2 or spec["B"].ndim != 2:
-            return Support.no("it has one mask and one B for all of a batch")
+            return Support.no("it has one mask and one B for all of a batch", Cause.SHAPE)
         if str(spec["B"].format) not in _FORMATS:
-            return Support.no(f"it computes {', '.join(_FORMATS)}, not {spec['B'].format}")
+            return Support.no(f"it computes {', '.join(_FORMATS)}, not {spec['B'].format}", Cause.DTYPE)
         return library_here(spec)
 
-    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
-        """Return the tiles that are worth timing."""
-        return {"tile": TunableItemCfg("choice", _value=_tiles(spec))}
-
-    def default(self, spec: KernelSpec) -> dict[str, Any]:
-        """Return the best guess."""
-        return {"tile": _tiles(spec)[0]}
+    def tiles(self, spec: KernelSpec) -> Sequence[object]:
+        """Return the tiles that are worth timing, the best guess first."""
+        return _tiles(spec)
 
     def build(self, spec: KernelSpec, params: Params) -> MatmulKernel:
         """Compile the library if it is not there yet, and lay the mask out."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparta.common.tuning import TunableItemCfg
-from sparta.specialize.implement import Implement, Params, Support, present, register
+from sparta.specialize.implement import Cause, Implement, Params, Support, present, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.matmul.spec import DenseMatmulKernel, MatmulKernel, Product
 
@@ -144,11 +144,14 @@ class SampledMatmul(Implement):
         """Take one mask of C, stored whole, and one B (N, K) for all of a batch, on the CPU."""
         product = Product.of(spec)
         if product.sparse != "C" or product.compressed or product.transpose_A or not product.transpose_B:
-            return Support.no("it computes a sparse C, stored whole, from a dense B of shape (N, K)")
-        if spec["C"].ndim != 2 or spec["B"].ndim != 2 or spec.device != "cpu":
-            return Support.no("it has one mask and one B for all of a batch, on the CPU")
+            return Support.no("it computes a sparse C, stored whole, from a dense B of shape (N, K)", Cause.SHAPE)
+        if spec.device != "cpu":
+            return Support.no(f"it runs on the CPU, not on {spec.device}", Cause.DEVICE)
+        if spec["C"].ndim != 2 or spec["B"].ndim != 2:
+            return Support.no("it has one mask and one B for all of a batch", Cause.SHAPE)
         if not _forms(spec):
-            return Support.no(f"its mask is neither in blocks nor sparse enough: density {spec['C'].density:.2g}")
+            reason = f"its mask is neither in blocks nor sparse enough: density {spec['C'].density:.2g}"
+            return Support.no(reason, Cause.PATTERN)
         return Support.yes("products of what the mask keeps")
 
     def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:

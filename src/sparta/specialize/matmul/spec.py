@@ -23,7 +23,7 @@ from sparta.errors import ShapeError, message
 from sparta.specialize.blocks.batches import Batches, broadcast
 from sparta.specialize.blocks.block_rows import tile_candidates, tile_guess
 from sparta.specialize.blocks.tiled_matrix import TiledMatrix, block_places, to_values, to_whole
-from sparta.specialize.implement import Implement, Kernel, Params, Support, present, register
+from sparta.specialize.implement import Cause, Implement, Kernel, Params, Support, present, register
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.tesa.attribute import TeSA
 
@@ -227,7 +227,9 @@ class BlocksMatmul(Implement):
     def supports(self, spec: KernelSpec) -> Support:
         """Any mask that prunes something."""
         density = spec[Product.of(spec).sparse].density
-        return Support.no("its mask prunes nothing") if density == 1.0 else Support.yes("batched products of tiles")
+        if density == 1.0:
+            return Support.no("its mask prunes nothing", Cause.PATTERN)
+        return Support.yes("batched products of tiles")
 
     def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
         """Return the tiles to try."""

@@ -9,24 +9,22 @@ right is the transpose of one with it on the left, so a mode is only a way to re
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ValueRangeError, message
 from sparta.specialize.blocks.sparse_plan import ProductTile
 from sparta.specialize.blocks.tile_lists import tile_lists
-from sparta.specialize.cuda.device import need_triton, obstacle
-from sparta.specialize.implement import Implement, Params, Support, present, register
+from sparta.specialize.cuda.device import need_triton, on_cuda, triton_here
+from sparta.specialize.implement import Cause, Params, Support, TiledImplement, present, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.matmul.op import FLIPPED, TURNED, sampled_product, sparse_product
 from sparta.specialize.matmul.spec import MatmulKernel, Product
 from sparta.tesa.attribute import TeSA
 
-__all__ = ["GroupTable", "TritonBlockMatmul", "covered", "refusal"]
+__all__ = ["GroupTable", "TritonBlockMatmul", "covered", "tiles_pay"]
 
 _FORMATS = ("fp32", "bf16", "fp16")
 _FINEST = 16
@@ -105,7 +103,7 @@ class _ProductKernel(MatmulKernel):
 
 
 @register
-class TritonBlockMatmul(Implement):
+class TritonBlockMatmul(TiledImplement):
     """Triton kernels on kept tiles of 16×16 to 128×128: one of A, B and C sparse, whole or compressed."""
 
     name = "triton-block"
@@ -115,16 +113,12 @@ class TritonBlockMatmul(Implement):
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32, bf16 and fp16 on CUDA, where kept tiles leave something out."""
         product = Product.of(spec)
-        reason = refusal(spec, ("A", "B"), product.block if product.compressed else None, spec[product.sparse])
-        return Support.no(reason) if reason else Support.yes("Triton kernels on kept tiles")
+        block = product.block if product.compressed else None
+        return tiles_pay(spec, ("A", "B"), block, spec[product.sparse]) and Support.yes("Triton kernels on kept tiles")
 
-    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
-        """Return the tiles that are worth timing."""
-        return {"tile": TunableItemCfg("choice", _value=[str(tile) for tile in _tiles(spec)])}
-
-    def default(self, spec: KernelSpec) -> dict[str, Any]:
-        """Return the best guess."""
-        return {"tile": str(_tiles(spec)[0])}
+    def tiles(self, spec: KernelSpec) -> Sequence[object]:
+        """Return the tiles that are worth timing, the best guess first."""
+        return _tiles(spec)
 
     def build(self, spec: KernelSpec, params: Params) -> MatmulKernel:
         """Make the lists; kernels are compiled at their first run."""
@@ -177,25 +171,27 @@ def _turned(x: Tensor, *, turn: bool) -> Tensor:
 # ---------------------------------------------------------------------- choosing
 
 
-def refusal(spec: KernelSpec, names: Sequence[str], block: tuple[int, int] | None, mask: TeSA) -> str:
-    """Return why kernels on kept tiles cannot run these operands, or never pay; empty when they may.
+def tiles_pay(spec: KernelSpec, names: Sequence[str], block: tuple[int, int] | None, mask: TeSA) -> Support:
+    """Say whether kernels on kept tiles can run these operands and may pay, or why not.
 
     >>> spec = Product("sdd").spec(torch.eye(4) > 0, torch.zeros(4, 4), torch.zeros(4, 4))
-    >>> refusal(spec, ("A", "B"), None, spec["A"])
+    >>> tiles_pay(spec, ("A", "B"), None, spec["A"]).reason
     'it runs on CUDA, not on cpu'
     """
     formats = {str(spec[name].format) for name in names}
     if spec.device != "cuda":
-        return f"it runs on CUDA, not on {spec.device}"
+        return on_cuda(spec.device)
     if len(formats) > 1 or not formats <= set(_FORMATS):
-        return f"it computes all in one of {', '.join(_FORMATS)}, not in {', '.join(sorted(formats))}"
+        given = ", ".join(sorted(formats))
+        return Support.no(f"it computes all in one of {', '.join(_FORMATS)}, not in {given}", Cause.DTYPE)
     if block is not None and min(block) < _LEAST_BLOCK:
-        high, wide = block
-        return f"its compressed blocks are {high}×{wide}; sides of {_LEAST_BLOCK} or more can be found quickly"
+        given = f"its compressed blocks are {block[0]}×{block[1]}"
+        return Support.no(f"{given}; sides of {_LEAST_BLOCK} or more can be found quickly", Cause.PATTERN)
     share = covered(mask, (_FINEST, _FINEST))
     if share > _MOST_COVERED:
-        return f"tiles of 16×16 with something live cover {share:.2f} of the matrix; at most {_MOST_COVERED} pays"
-    return obstacle()
+        given = f"tiles of 16×16 with something live cover {share:.2f} of the matrix"
+        return Support.no(f"{given}; at most {_MOST_COVERED} pays", Cause.PATTERN)
+    return triton_here()
 
 
 def covered(mask: TeSA, tile: tuple[int, int]) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparta.specialize.blocks.block_moves import gather
-from sparta.specialize.implement import Implement, Kernel, Params, Support, present, register
+from sparta.specialize.implement import Cause, Implement, Kernel, Params, Support, present, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.tesa.attribute import TeSA
 
@@ -126,7 +126,9 @@ class SortedMoE(Implement):
     def supports(self, spec: KernelSpec) -> Support:
         """Two experts or more."""
         experts = spec["weight"].shape[0]
-        return Support.yes("one product an expert") if experts > 1 else Support.no("a single expert needs no sorting")
+        if experts < 2:
+            return Support.no("a single expert needs no sorting", Cause.SHAPE)
+        return Support.yes("one product per expert")
 
     def build(self, spec: KernelSpec, params: Params) -> MoEKernel:
         """Return the kernel."""

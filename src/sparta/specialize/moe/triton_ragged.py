@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ValueRangeError, message
-from sparta.specialize.cuda.device import need_triton, obstacle
-from sparta.specialize.implement import Implement, Params, Support, present, register
+from sparta.specialize.cuda.device import bulk_copies, need_triton, on_cuda, triton_here
+from sparta.specialize.implement import Cause, Params, Support, TiledImplement, present, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.moe.op import ragged_forward, ragged_linear
 from sparta.specialize.moe.spec import MoEKernel
@@ -56,7 +54,7 @@ def _biases(given: Sequence[Tensor | None], weight: Tensor) -> list[Tensor]:
 
 
 @register
-class TritonRagged(Implement):
+class TritonRagged(TiledImplement):
     """One Triton kernel for the products of all experts, any number of tokens each, with gradients."""
 
     name = "triton-ragged"
@@ -67,22 +65,18 @@ class TritonRagged(Implement):
         """Fp32, bf16 and fp16 on CUDA, two experts or more."""
         weight, tokens = spec["weight"], spec["tokens"]
         if spec.device != "cuda":
-            return Support.no(f"it runs on CUDA, not on {spec.device}")
+            return on_cuda(spec.device)
         if str(tokens.format) not in _FORMATS or str(weight.format) != str(tokens.format):
             given = f"tokens in {tokens.format} and weights in {weight.format}"
-            return Support.no(f"it computes both in one of {', '.join(_FORMATS)}, not {given}")
+            return Support.no(f"it computes both in one of {', '.join(_FORMATS)}, not {given}", Cause.DTYPE)
         if not 1 < weight.shape[0] <= _MOST_EXPERTS or min(weight.shape) < 1:
-            return Support.no(f"weights of shape {weight.shape}; it takes 2 to {_MOST_EXPERTS} experts, none empty")
-        reason = obstacle()
-        return Support.no(reason) if reason else Support.yes("one ragged product for all experts")
+            reason = f"weights of shape {weight.shape}; it takes 2 to {_MOST_EXPERTS} experts, none empty"
+            return Support.no(reason, Cause.SHAPE)
+        return triton_here() and Support.yes("one ragged product for all experts")
 
-    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
-        """Return the tiles that are worth timing."""
-        return {"tile": TunableItemCfg("choice", _value=[str(tile) for tile in _tiles(spec)])}
-
-    def default(self, spec: KernelSpec) -> dict[str, Any]:
-        """Return the best guess."""
-        return {"tile": str(_tiles(spec)[0])}
+    def tiles(self, spec: KernelSpec) -> Sequence[object]:
+        """Return the tiles that are worth timing, the best guess first."""
+        return _tiles(spec)
 
     def build(self, spec: KernelSpec, params: Params) -> MoEKernel:
         """Return the kernel; it is compiled at its first run."""
@@ -93,7 +87,7 @@ class TritonRagged(Implement):
 def _tiles(spec: KernelSpec) -> list[RaggedTile]:
     """Return the tiles worth timing, the best guess first: by how many rows an expert has on average."""
     rows = spec["tokens"].shape[0] * spec.attributes["top_k"] / spec["weight"].shape[0]
-    tma = int(torch.cuda.is_available() and torch.cuda.get_device_capability() >= _HOPPER)
+    tma = int(bulk_copies())
     if str(spec["tokens"].format) == "fp32":
         return [RaggedTile(64, 64, 32, 2, 4, 2), RaggedTile(32, 64, 32, 2, 4, 2), RaggedTile(16, 32, 32, 2, 4, 4)]
     if rows <= 16:

@@ -19,7 +19,7 @@ from sparta.errors import ShapeError, message
 from sparta.specialize.blocks.batches import Batches, broadcast
 from sparta.specialize.blocks.block_rows import tile_candidates, tile_guess
 from sparta.specialize.blocks.tiled_matrix import TiledMatrix, block_places, to_values, to_whole
-from sparta.specialize.implement import Implement, Kernel, Params, Support, present, register
+from sparta.specialize.implement import Cause, Implement, Kernel, Params, Support, present, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.tesa.attribute import TeSA
 
@@ -164,7 +164,7 @@ class BlocksSoftmax(Implement):
     def supports(self, spec: KernelSpec) -> Support:
         """Any mask that prunes something."""
         if spec["mask"].density == 1.0:
-            return Support.no("its mask prunes nothing")
+            return Support.no("its mask prunes nothing", Cause.PATTERN)
         return Support.yes("softmax over kept tiles")
 
     def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:

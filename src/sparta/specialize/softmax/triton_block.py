@@ -7,18 +7,16 @@ mask are the best ones, and what is tuned is how many rows a program takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from sparta.common.tuning import TunableItemCfg
 from sparta.specialize.blocks.sparse_plan import SoftmaxTile
 from sparta.specialize.blocks.tile_lists import tile_lists
 from sparta.specialize.cuda.device import need_triton
-from sparta.specialize.implement import Implement, Params, Support, present, register
+from sparta.specialize.implement import Params, Support, TiledImplement, present, register
 from sparta.specialize.kernel_spec import KernelSpec
-from sparta.specialize.matmul.triton_block import GroupTable, covered, refusal
+from sparta.specialize.matmul.triton_block import GroupTable, covered, tiles_pay
 from sparta.specialize.softmax.op import tile_softmax
 from sparta.specialize.softmax.spec import SoftmaxKernel, check_softmax
 
@@ -57,7 +55,7 @@ class _SoftmaxKernel(SoftmaxKernel):
 
 
 @register
-class TritonBlockSoftmax(Implement):
+class TritonBlockSoftmax(TiledImplement):
     """Softmax in Triton over the tiles that a mask keeps, with gradients; whole or compressed."""
 
     name = "triton-block"
@@ -66,16 +64,12 @@ class TritonBlockSoftmax(Implement):
 
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32, bf16 and fp16 on CUDA, where kept tiles leave something out."""
-        reason = refusal(spec, ("x",), _block(spec) if spec.attributes["compressed"] else None, spec["mask"])
-        return Support.no(reason) if reason else Support.yes("softmax over kept tiles in Triton")
+        block = _block(spec) if spec.attributes["compressed"] else None
+        return tiles_pay(spec, ("x",), block, spec["mask"]) and Support.yes("softmax over kept tiles in Triton")
 
-    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
-        """Return the tiles that are worth timing."""
-        return {"tile": TunableItemCfg("choice", _value=[str(tile) for tile in _tiles(spec)])}
-
-    def default(self, spec: KernelSpec) -> dict[str, Any]:
-        """Return the best guess."""
-        return {"tile": str(_tiles(spec)[0])}
+    def tiles(self, spec: KernelSpec) -> Sequence[object]:
+        """Return the tiles that are worth timing, the best guess first."""
+        return _tiles(spec)
 
     def build(self, spec: KernelSpec, params: Params) -> SoftmaxKernel:
         """Make the lists; kernels are compiled at their first run."""

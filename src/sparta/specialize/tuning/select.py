@@ -23,7 +23,7 @@ from sparta.common.tuning import PrunedTrial, Trial, TuningResult, search
 from sparta.errors import CheckError, SpartaError, message
 from sparta.measure.checks import check
 from sparta.measure.timing import compare
-from sparta.specialize.implement import Kernel, implement_named, search_space, supported
+from sparta.specialize.implement import Kernel, Support, implement_named, search_space, supported
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.tuning.shipped import misfit, shipped
 from sparta.specialize.tuning.significance import LEAST_GAIN, confirm, pairs_of, ranked
@@ -90,7 +90,7 @@ class Choice:
     entry
         The measured times; None when nothing was measured.
     refused
-        For each implement that cannot run the spec, the reason.
+        For each implement that cannot run the spec, why not.
     result
         All trials; None when the choice came from the store, the shipped table or a default.
     """
@@ -99,7 +99,7 @@ class Choice:
     params: Mapping[str, Any]
     reason: str
     entry: Entry | None = None
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, Support] = field(default_factory=dict)
     result: TuningResult | None = None
 
     @property
@@ -110,7 +110,8 @@ class Choice:
     def to_dict(self) -> dict[str, Any]:
         """Return the choice as JSON values, without the trials."""
         entry = None if self.entry is None else self.entry.to_dict()
-        return {"config": self.config, "reason": self.reason, "entry": entry, "refused": dict(self.refused)}
+        refused = {name: why.to_dict() for name, why in self.refused.items()}
+        return {"config": self.config, "reason": self.reason, "entry": entry, "refused": refused}
 
     def __str__(self) -> str:
         params = ", ".join(f"{key}={value}" for key, value in self.params.items())
@@ -354,7 +355,7 @@ def _replayed(problem: Problem, kernel: Kernel, calls: int) -> Callable[[], Tens
 
 
 def _confirmed(
-    rivals: _Rivals, result: TuningResult, refused: Mapping[str, str], deadline: float, *, hurried: bool
+    rivals: _Rivals, result: TuningResult, refused: Mapping[str, Support], deadline: float, *, hurried: bool
 ) -> Choice:
     """Put the best few in order once more and time them against dense, longer, until one wins; dense if none does.
 
@@ -402,7 +403,7 @@ def _finalists(rivals: _Rivals, hopeful: Sequence[Trial], deadline: float) -> li
 
 
 def _instead_of_dense(
-    rivals: _Rivals, best: Sequence[Trial], result: TuningResult, refused: Mapping[str, str]
+    rivals: _Rivals, best: Sequence[Trial], result: TuningResult, refused: Mapping[str, Support]
 ) -> Choice:
     """Return the first of the candidates that is right, where dense is not; it is not kept: another torch may be."""
     for trial in best:
@@ -412,7 +413,7 @@ def _instead_of_dense(
     return replace(right_choice(rivals.problem, Choice(DENSE, {}, "", None, refused)), result=result)
 
 
-def _unconfirmed(best: Trial, result: TuningResult, refused: Mapping[str, str]) -> Choice:
+def _unconfirmed(best: Trial, result: TuningResult, refused: Mapping[str, Support]) -> Choice:
     """Return the best of a search that was interrupted before it could be timed longer; dense if it won by little."""
     gain = 1.0 / best.value if best.value else 0.0
     if gain < LEAST_GAIN:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from sparta.common.tuning import TunableItemCfg
-from sparta.errors import MissingPackageError, message
-from sparta.specialize.implement import Implement, Params, Support, register
+from sparta.specialize.cuda.device import bulk_copies, need_triton, on_cuda, triton_here
+from sparta.specialize.implement import Cause, Params, Support, TiledImplement, register
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import LinearKernel
 from sparta.specialize.linear.triton_block.candidates import candidates, coverage
@@ -30,8 +25,7 @@ class _BlockKernel(LinearKernel):
     """Sums in float32 over the kept blocks of a row in one fixed order: equal inputs give equal bits."""
 
     def __init__(self, spec: KernelSpec, tile: BlockTile) -> None:
-        if importlib.util.find_spec("triton") is None:
-            raise MissingPackageError(message("Triton is not installed", fix="pip install triton"))
+        need_triton()
         from sparta.specialize.linear.triton_block.launch import BlockLinearLauncher
 
         n, k = spec["weight"].shape
@@ -49,7 +43,7 @@ class _BlockKernel(LinearKernel):
 
 
 @register
-class TritonBlock(Implement):
+class TritonBlock(TiledImplement):
     """Triton kernels on kept blocks of 16×16 to 128×128, for any mask that such blocks cover well."""
 
     name = "triton-block"
@@ -59,26 +53,20 @@ class TritonBlock(Implement):
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32, bf16 and fp16 on CUDA, where kept blocks leave enough out."""
         if spec.device != "cuda":
-            return Support.no(f"it runs on CUDA, not on {spec.device}")
+            return on_cuda(spec.device)
         if str(spec["input"].format) not in _ITEMSIZE:
-            return Support.no(f"it computes {', '.join(_ITEMSIZE)}, not {spec['input'].format}")
+            return Support.no(f"it computes {', '.join(_ITEMSIZE)}, not {spec['input'].format}", Cause.DTYPE)
         if min(spec["weight"].shape) < 1:
-            return Support.no("the weight is empty")
+            return Support.no("the weight is empty", Cause.SHAPE)
         covered = coverage(spec["weight"], [(16, 16)])[16, 16]
         if covered > _MOST_COVERED:
-            return Support.no(
-                f"blocks of 16×16 with a live weight cover {covered:.2f} of the matrix; at most {_MOST_COVERED} pays"
-            )
-        reason = _obstacle()
-        return Support.no(reason) if reason else Support.yes("Triton kernels on kept blocks")
+            given = f"blocks of 16×16 with a live weight cover {covered:.2f} of the matrix"
+            return Support.no(f"{given}; at most {_MOST_COVERED} pays", Cause.PATTERN)
+        return triton_here() and Support.yes("Triton kernels on kept blocks")
 
-    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
-        """Return the tiles that are worth timing for this layer."""
-        return {"tile": TunableItemCfg("choice", _value=[str(tile) for tile in _tiles(spec)])}
-
-    def default(self, spec: KernelSpec) -> dict[str, Any]:
-        """Return the best guess."""
-        return {"tile": str(_tiles(spec)[0])}
+    def tiles(self, spec: KernelSpec) -> Sequence[object]:
+        """Return the tiles that are worth timing, the best guess first."""
+        return _tiles(spec)
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
         """Lay out the kept blocks; the kernel is compiled at its first run."""
@@ -87,20 +75,5 @@ class TritonBlock(Implement):
 
 def _tiles(spec: KernelSpec) -> list[BlockTile]:
     weight, itemsize = spec["weight"], _ITEMSIZE[str(spec["input"].format)]
-    tma = _bulk_copies() and weight.shape[1] * itemsize % 16 == 0
+    tma = bulk_copies() and weight.shape[1] * itemsize % 16 == 0
     return candidates(weight, spec["input"].shape[0], itemsize, tma=tma)
-
-
-@functools.cache
-def _obstacle() -> str:
-    """Return why no Triton kernel can run here; empty when one can."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: pip install triton"
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    return "" if torch.cuda.get_device_capability() >= _AMPERE else "it needs a GPU of compute capability 8.0 or more"
-
-
-def _bulk_copies() -> bool:
-    """Return whether the device has the bulk copy engine."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= _HOPPER
