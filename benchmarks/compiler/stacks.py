@@ -32,6 +32,8 @@ from sparta.tables import table
 from sparta.testing import compare
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from networks import EncoderLayer
+
 from record import save
 
 _KEPT_FOR_THE_REPORT = 3.0  # seconds
@@ -57,27 +59,6 @@ PATTERNS: dict[str, sparta.Pattern] = {
     "64x64": sparta.Block(64, 64),
     "unstructured": sparta.Unstructured(),
 }
-
-
-class EncoderLayer(nn.Module):
-    """A layer of BERT, normalised after each half."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        width, self.heads = shape.width, shape.heads
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-        self.out = nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, shape.hidden), nn.Linear(shape.hidden, width)
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (B, T, C) for (B, T, C)."""
-        b, t, c = x.shape
-        q, k, v = (f(x).reshape(b, t, self.heads, -1).transpose(1, 2) for f in (self.query, self.key, self.value))
-        y = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, c)
-        x = self.first(x + self.out(y))
-        z: Tensor = self.second(x + self.down(functional.gelu(self.up(x))))
-        return z
 
 
 class DecoderLayer(nn.Module):
@@ -176,7 +157,7 @@ class Stage:
             stack = (
                 Decoder(shape, rows if decodes else 0)
                 if model == "llama-7b"
-                else nn.Sequential(*[EncoderLayer(shape) for _ in range(shape.layers)])
+                else nn.Sequential(*[EncoderLayer(shape.width, shape.heads, shape.hidden) for _ in range(shape.layers)])
             )
             lead = (rows, 1) if decodes else shape.prefill
             self.x = torch.randn(*lead, shape.width).bfloat16()

@@ -30,7 +30,7 @@ from peers import ahead, ask_deepsparse
 from rivals import RIVALS, best, dense_calls, onnx_chain
 from roofline import Roof, measured_roof
 
-from common import Call, without
+from common import TARGETS, Call, without
 from record import save
 from sparta.specialize.conv.cpu import conv_tiles
 from sparta.specialize.conv.cpu_packed import PackedConv
@@ -49,15 +49,6 @@ CHAINS = {"mlp": MLP, "ffn": FFN, "conv": CONV}
 # Tokens, or the side of an image.
 SIZES = {"mlp": (16, 128), "ffn": (1, 16, 128), "conv": (28,)}
 SPARSITIES = (0.8, 0.9, 0.95)
-# What a whole chain is to reach, by tokens and block height: the targets of single layers with panels kept, or cold.
-TARGETS = {
-    (1, 1): (4, 7.5, 12),
-    (1, 16): (6, 15, 30),
-    (16, 1): (2.2, 4.2, 8),
-    (16, 4): (4, 7.5, 14),
-    (128, 1): (2, 4, 8),
-    (128, 4): (4.6, 8.7, 15.5),
-}
 _MODULES = {"relu": nn.ReLU, "gelu": nn.GELU}
 _GUESSES = 4  # of tiles, for each layer
 _MOST_TILES = 4  # tokens in vectors that kernels are made for

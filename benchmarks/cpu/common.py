@@ -9,9 +9,23 @@ from typing import Any
 
 from sparta.testing import compare
 
-__all__ = ["Call", "calls_for", "median_ms", "repeated", "without"]
+__all__ = ["TARGETS", "Call", "calls_for", "median_ms", "repeated", "without"]
 
 Call = Callable[[], Any]
+# What a linear layer is to reach, packed at both ends or cold, by tokens and block height, for the three sparsities: a
+# geometric mean over the shapes. A whole chain is to reach the same.
+TARGETS = {
+    (1, 1): (4, 7.5, 12),
+    (1, 16): (6, 15, 30),
+    (16, 1): (2.2, 4.2, 8),
+    (16, 4): (4, 7.5, 14),
+    (16, 8): (4, 7.5, 14),
+    (128, 1): (2, 4, 8),
+    (128, 4): (4.6, 8.7, 15.5),
+    (128, 8): (4.6, 8.7, 15.5),
+    (1024, 1): (2, 3.8, 6.7),
+    (1024, 8): (4.2, 7.2, 11.5),
+}
 
 
 def repeated(functions: Mapping[str, Call], calls: int) -> dict[str, Call]:

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rivals import RIVALS, best, dense_calls, onnx_chain, onnxruntime_call
 from roofline import Roof, measured_roof
 
-from common import Call, calls_for, median_ms, without
+from common import TARGETS, Call, calls_for, median_ms, without
 from record import save
 from sparta.specialize.cpu import Panel, candidates
 from sparta.specialize.linear.cpu_packed import PackedLinear
@@ -43,19 +43,6 @@ SHAPES = ((768, 768), (768, 3072), (3072, 768), (1024, 1024), (4096, 4096))  # (
 HEIGHTS = (1, 4, 8)
 SPARSITIES = (0.8, 0.9, 0.95)
 TOKENS = (1, 16, 128, 1024)
-# What one is to reach, by tokens and block height, for the three sparsities; a geometric mean over the shapes.
-TARGETS = {
-    (1, 1): (4, 7.5, 12),
-    (1, 16): (6, 15, 30),
-    (16, 1): (2.2, 4.2, 8),
-    (16, 4): (4, 7.5, 14),
-    (16, 8): (4, 7.5, 14),
-    (128, 1): (2, 4, 8),
-    (128, 4): (4.6, 8.7, 15.5),
-    (128, 8): (4.6, 8.7, 15.5),
-    (1024, 1): (2, 3.8, 6.7),
-    (1024, 8): (4.2, 7.2, 11.5),
-}
 # Weights that one pass must touch to be cold.
 COLD_BYTES = 100 * 2**20
 PASSES = 8
