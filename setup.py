@@ -1,6 +1,6 @@
 """Build of the package: where there is a C++ compiler, the CPU kernels are compiled into it.
 
-Everything else is in pyproject.toml. The one idea to know: a build must work without torch and without a compiler; what
+Everything else is in pyproject.toml. A build must work without torch and without a compiler; what
 cannot be compiled here is compiled on the user's machine at first use, or runs dense.
 """
 
