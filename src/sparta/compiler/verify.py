@@ -21,9 +21,10 @@ from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.run.kernel_module import KernelModule
 from sparta.errors import CheckError, SpartaError, message
 from sparta.measure.checks import check
+from sparta.propagation.inputs import fresh_inputs
 from sparta.specialize.linear.spec import apply_epilogue
 
-__all__ = ["TOLERANCES", "Certificate", "fresh_inputs", "relative_error", "verify", "wrong_kernels"]
+__all__ = ["TOLERANCES", "Certificate", "relative_error", "verify", "wrong_kernels"]
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """The largest relative error (norm of the difference over norm of the output) that passes, by dtype."""
@@ -86,26 +87,6 @@ class Certificate:
             f"verified: relative error {self.error:.2g} of {self.tolerance:.2g} allowed in {self.dtype}, "
             f"{self.outputs} outputs, inputs of the example and of seeds {', '.join(map(str, self.seeds))}"
         )
-
-
-def fresh_inputs(inputs: Sequence[Any], seed: int) -> list[Any]:
-    """Return other inputs of the same kind: normal values, and whole numbers in another order.
-
-    >>> fresh_inputs([torch.tensor([3, 1, 2]), 5], 0)[1]
-    5
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def other(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.numel() == 0:
-            return leaf
-        if leaf.is_floating_point():
-            return torch.randn(leaf.shape, generator=generator).to(leaf)
-        # Whole numbers are often indices: a shuffle keeps them in range.
-        order = torch.randperm(leaf.numel(), generator=generator).to(leaf.device)
-        return leaf.reshape(-1)[order].reshape(leaf.shape)
-
-    return [other(leaf) for leaf in inputs]
 
 
 def verify(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from sparta.modules import replace_module
 from sparta.nn.conv import SparseConv1d, SparseConv2d
 from sparta.nn.linear import SparseLinear
 from sparta.nn.operator import OperatorBase
@@ -50,7 +51,6 @@ def swap(model: nn.Module, spec: Spec | None = None) -> dict[str, OperatorBase]:
         make = _MODULES.get(type(module))
         if not path or make is None or weight not in tesas:
             continue
-        parent, _, name = path.rpartition(".")
         swapped[path] = make(module, weight_mask=tesas[weight]).train(module.training)
-        model.get_submodule(parent).register_module(name, swapped[path])
+        replace_module(model, path, swapped[path])
     return swapped

@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from sparta.aten import argument_of, set_argument
 from sparta.errors import CheckError, ShapeError, ValueRangeError, message
+from sparta.modules import set_member
 from sparta.propagation.axes import Axes, Blocks
 from sparta.propagation.capture import Captured
 from sparta.propagation.edit import Edit
 from sparta.propagation.engine import Facts
+from sparta.propagation.inputs import fresh_inputs
 from sparta.propagation.op import Op, is_tensor, shape_of
 from sparta.propagation.registry import rule_for
 from sparta.propagation.seams import Seams
@@ -210,19 +212,13 @@ def _tree(captured: Captured, tensors: Mapping[str, Tensor]) -> nn.Module:
     """Return a module with the tensors under their names, and the sub-modules that the graph calls."""
     root = nn.Module()
     for name, tensor in tensors.items():
-        *path, last = name.split(".")
-        holder = root
-        for part in path:
-            if not hasattr(holder, part):
-                holder.add_module(part, nn.Module())
-            holder = getattr(holder, part)
         original = captured.tensors.get(name)
         if isinstance(original, nn.Parameter):
-            holder.register_parameter(last, nn.Parameter(tensor, requires_grad=original.requires_grad))
-        elif original is None and last.startswith("bias"):
-            holder.register_parameter(last, nn.Parameter(tensor))
+            set_member(root, name, nn.Parameter(tensor, requires_grad=original.requires_grad))
+        elif original is None and name.rpartition(".")[2].startswith("bias"):
+            set_member(root, name, nn.Parameter(tensor))
         else:
-            holder.register_buffer(last, tensor)
+            set_member(root, name, tensor)
     for node in captured.graph.nodes:
         if node.op == "call_module":
             root.add_module(str(node.target), captured.module.get_submodule(str(node.target)))
@@ -236,7 +232,8 @@ def check_equal(captured: Captured, masked: Mapping[str, Tensor], small: nn.Modu
     """Raise :class:`CheckError` unless both models agree on the example and on other inputs; returns the difference."""
     worst = 0.0
     state = {name: buffer.clone() for name, buffer in small.named_buffers()}
-    for args, kwargs in (_inputs(captured), _inputs(captured, seed=0)):
+    example = (captured.args, dict(captured.kwargs))
+    for args, kwargs in (example, fresh_inputs(example, seed=0)):
         # A forward in train mode writes to buffers: both sides get copies.
         own = {n: t if isinstance(captured.tensors.get(n), nn.Parameter) else t.clone() for n, t in masked.items()}
         with torch.no_grad(), _without_dropout(captured.module), _without_dropout(small):
@@ -261,21 +258,17 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, fx.GraphModule):
         yield
         return
-    changed: list[tuple[fx.Node, int, Any]] = []
-    for node in model.graph.nodes:
-        name = _DROPOUT.get(node.target)
-        position = [a.name for a in node.target._schema.arguments].index(name) if name else 0
-        if name and position < len(node.args) and node.args[position]:
-            changed.append((node, position, node.args[position]))
+    names = {node: _DROPOUT[node.target] for node in model.graph.nodes if node.target in _DROPOUT}
+    changed = [(node, name, argument_of(node, name)) for node, name in names.items() if argument_of(node, name)]
     try:
-        for node, position, _ in changed:
-            node.update_arg(position, 0.0)
+        for node, name, _ in changed:
+            set_argument(node, name, 0.0)
         if changed:
             model.recompile()
         yield
     finally:
-        for node, position, value in changed:
-            node.update_arg(position, value)
+        for node, name, value in changed:
+            set_argument(node, name, value)
         if changed:
             model.recompile()
 
@@ -305,25 +298,6 @@ def _difference(expected: Tensor, actual: Tensor) -> float:
             )
         )
     return float(gap.nan_to_num(0.0, 0.0, 0.0).max()) if gap.numel() else 0.0
-
-
-def _inputs(captured: Captured, seed: int | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the example inputs, or (with a seed) others of the same kind."""
-    if seed is None:
-        return captured.args, dict(captured.kwargs)
-    generator = torch.Generator().manual_seed(seed)
-
-    def other(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.numel() == 0:
-            return leaf
-        if leaf.is_floating_point():
-            return torch.randn(leaf.shape, generator=generator).to(leaf)
-        # Whole numbers are often indices: shuffle what is there, so that they stay in range.
-        order = torch.randperm(leaf.numel(), generator=generator).to(leaf.device)
-        return leaf.reshape(-1)[order].reshape(leaf.shape)
-
-    args, kwargs = pytree.tree_map(other, (captured.args, dict(captured.kwargs)))
-    return args, kwargs
 
 
 def check_round_to(round_to: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from sparta.aten import set_argument
 from sparta.propagation.axes import Axes, constant_of_slice
 
 __all__ = ["Edit"]
@@ -54,13 +55,7 @@ class Edit:
 
     def set(self, node: fx.Node, name: str, value: Any) -> None:
         """Set an argument of an op by its schema name."""
-        copy = self.copies[node]
-        names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-        position = names.index(name)
-        if position < len(copy.args):
-            copy.update_arg(position, value)
-        else:
-            copy.update_kwarg(name, value)
+        set_argument(self.copies[node], name, value)
 
     def replace(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
         """Replace an op by another one; the arguments are in terms of the original graph."""
@@ -77,7 +72,7 @@ class Edit:
         copy.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
     def set_bias(self, node: fx.Node, argument: str, weight: fx.Node, bias: fx.Node | None, shift: Tensor) -> None:
-        """Give an op a bias: the old one (if any) plus `shift`, one value an output channel that is kept."""
+        """Give an op a bias: the old one (if any) plus `shift`, one value for each output channel that is kept."""
         name = str(bias.target) if bias is not None and len(bias.users) == 1 else self._new_name(weight)
         self.biases[name] = bias, weight, shift
         copy = self.copies[node]

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+from sparta.aten import arguments_of
+
 if TYPE_CHECKING:
     from sparta.propagation.constants import Known
     from sparta.propagation.engine import Facts
@@ -80,15 +82,7 @@ class Op:
     @cached_property
     def arguments(self) -> Mapping[str, Any]:
         """Every argument by its name in the op's schema, defaults filled in."""
-        bound: dict[str, Any] = {}
-        for position, argument in enumerate(self.node.target._schema.arguments):  # type: ignore[union-attr]
-            if position < len(self.node.args):
-                bound[argument.name] = self.node.args[position]
-            elif argument.name in self.node.kwargs:
-                bound[argument.name] = self.node.kwargs[argument.name]
-            else:
-                bound[argument.name] = argument.default_value
-        return bound
+        return arguments_of(self.node)
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

@@ -1,4 +1,4 @@
-"""Seams: a gather before a layer, or a scatter behind it, where the layer needs less than its neighbours carry.
+"""Seams: a gather before a layer, or a scatter after it, where the layer needs less than its neighbours carry.
 
 A residual stream keeps a channel alive that one of its layers neither reads nor writes; that layer can still be small
 if it picks what it reads and places what it writes. Moving an element costs about as much as dozens of multiply-adds,
@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from sparta.aten import argument_of, set_argument
 from sparta.propagation.axes import Blocks, whole_blocks
 
 __all__ = ["Seams"]
@@ -54,7 +54,7 @@ class Seams:
     def sew(self, graph: fx.Graph) -> None:
         """Make every seam that pays."""
         for node in list(graph.nodes):
-            if node.target is _LINEAR or (node.target in _CONVOLUTIONS and _argument(node, "groups", 1) == 1):
+            if node.target is _LINEAR or (node.target in _CONVOLUTIONS and argument_of(node, "groups") == 1):
                 self._layer(node)
 
     def _layer(self, node: fx.Node) -> None:
@@ -66,7 +66,7 @@ class Seams:
         if values is None or values.is_meta or not values.is_floating_point() or 0 in values.shape:
             return
         taps = math.prod(values.shape[2:])
-        stride = math.prod(_argument(node, "stride", [1])) if node.target is not _LINEAR else 1
+        stride = math.prod(argument_of(node, "stride")) if node.target is not _LINEAR else 1
         self._columns(node, name, taps / stride)
         self._rows(node, name, taps)
 
@@ -100,11 +100,9 @@ class Seams:
             return
         index = live.nonzero().flatten()
         positions = torch.where(_slices(values, 0), live.cumsum(0) - 1, int(live[:zero].sum()))
-        bias = _argument(node, "bias", None)
-        if bias is not None and "bias" in node.kwargs:
-            node.update_kwarg("bias", None)
-        elif bias is not None:
-            node.update_arg(2, None)
+        bias = argument_of(node, "bias")
+        if bias is not None:
+            set_argument(node, "bias", None)
         with node.graph.inserting_after(node):
             where = node.graph.get_attr(self.literal(positions))
         with node.graph.inserting_after(where):
@@ -142,9 +140,3 @@ def _slices(values: Tensor, dim: int) -> Tensor:
 def _channel(node: fx.Node) -> int:
     """Return the dim of the channels of a layer's input and output."""
     return -1 if node.target is _LINEAR else -1 - _CONVOLUTIONS.index(node.target) - 1
-
-
-def _argument(node: fx.Node, name: str, default: Any) -> Any:
-    """Return an argument of a call by its name in the op's schema, however it was passed."""
-    position = [argument.name for argument in node.target._schema.arguments].index(name)  # type: ignore[union-attr]
-    return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.scheduler.export import export_onnx, unwrapped
+from sparta.modules import unwrapped
+from sparta.scheduler.export import export_onnx
 from sparta.scheduler.fake_sparse import FakeSparse, FakeSparseBase
 from sparta.scheduler.fuse import fuse_batch_norms
 from sparta.scheduler.generators import MaskGenerator, NormalMaskGenerator

@@ -17,21 +17,11 @@ import torch
 from torch import nn
 
 from sparta.errors import FileFormatError, MissingPackageError, ShapeError, message
+from sparta.modules import unwrapped
 
-__all__ = ["export_onnx", "unwrapped"]
+__all__ = ["export_onnx"]
 
 _LARGEST_FILE = 2**30  # bytes of weights beyond which they go into a file beside; ONNX itself ends at 2 GiB
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DDP and `torch.compile`."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
 
 
 def export_onnx(

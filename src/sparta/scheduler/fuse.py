@@ -12,15 +12,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+from sparta.batch_norms import folded, pairs_in_graph
 from sparta.errors import ValueRangeError, message
+from sparta.modules import replace_module
 
 __all__ = ["fuse_batch_norms", "traced"]
-
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class _Tracer(fx.Tracer):
@@ -56,40 +53,15 @@ def fuse_batch_norms(model: nn.Module, leaves: Sequence[type[nn.Module]] = ()) -
     >>> fuse_batch_norms(model), type(model[1]).__name__
     ([('0', '1')], 'Identity')
     """
-    graph = traced(model, leaves, "fuse_bn")
-    modules = dict(model.named_modules())
-    calls = [node for node in graph.nodes if node.op == "call_module"]
-    uses = {target: sum(node.target == target for node in calls) for target in {node.target for node in calls}}
-    pairs = []
-    for node in calls:
-        norm = modules[str(node.target)]
-        before = node.args[0] if node.args else None
-        if not isinstance(norm, _NORMS) or not isinstance(before, fx.Node) or before.op != "call_module":
-            continue
-        conv = modules[str(before.target)]
-        alone = len(before.users) == 1 and uses[before.target] == uses[node.target] == 1
-        if isinstance(conv, _CONVS) and alone and norm.running_mean is not None:
-            _fold(conv, norm)
-            parent, _, child = str(node.target).rpartition(".")
-            setattr(model.get_submodule(parent), child, nn.Identity())
-            pairs.append((str(before.target), str(node.target)))
+    pairs = pairs_in_graph(traced(model, leaves, "fuse_bn"), dict(model.named_modules()))
+    for conv_name, norm_name in pairs:
+        conv: Any = model.get_submodule(conv_name)
+        weight, bias = folded(conv, model.get_submodule(norm_name))
+        with torch.no_grad():
+            conv.weight.copy_(weight)
+            if conv.bias is None:
+                conv.bias = nn.Parameter(bias)
+            else:
+                conv.bias.copy_(bias)
+        replace_module(model, norm_name, nn.Identity())
     return pairs
-
-
-@torch.no_grad()
-def _fold(conv: Any, norm: Any) -> None:
-    weight, bias = fuse_conv_bn_weights(
-        conv.weight,
-        conv.bias,
-        norm.running_mean,
-        norm.running_var,
-        norm.eps,
-        norm.weight,
-        norm.bias,
-        transpose=isinstance(conv, _TRANSPOSED),
-    )
-    conv.weight.copy_(weight)
-    if conv.bias is None:
-        conv.bias = bias
-    else:
-        conv.bias.copy_(bias)

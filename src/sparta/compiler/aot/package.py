@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from sparta.compiler.aot.layers import DenseLayer, layer_for
 from sparta.compiler.aot.library import load_operators
 from sparta.errors import ValueRangeError, message
+from sparta.modules import replace_module
 from sparta.specialize.int8_linear.quantization import OP, InputGrid
 
 if TYPE_CHECKING:
@@ -82,8 +83,7 @@ def _with_operators(graph: fx.GraphModule) -> fx.GraphModule:
     without_operators(copy.graph)
     copy.recompile()
     for name, kernel in [(n, m) for n, m in copy.named_modules() if isinstance(m, KernelModule)]:
-        parent, _, last = name.rpartition(".")
-        setattr(copy.get_submodule(parent), last, _layer(name, kernel))
+        replace_module(copy, name, _layer(name, kernel))
     return copy
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from sparta.compiler.graph.fold import arguments_of
-from sparta.compiler.graph.program import Program, drop_unused
+from sparta.aten import arguments_of
+from sparta.compiler.graph.program import Program, drop_unused, free_name
 
 __all__ = ["fold_constants", "kept_pairs"]
 
@@ -36,7 +36,7 @@ def fold_constants(program: Program) -> tuple[Program, int]:
             value = _value(operand, tensors, {})
             if value is None or operand.op == "get_attr":
                 continue
-            name = _free(tensors, operand.name)
+            name = free_name(tensors, f"{operand.name}_fixed")
             tensors[name] = value.contiguous()
             with graph.inserting_before(node):
                 node.replace_input_with(operand, graph.get_attr(name))
@@ -110,12 +110,3 @@ def _without_mask(node: fx.Node, tensors: dict[str, Tensor]) -> int:
     dropout = call["dropout_p"]
     node.kwargs = {**node.kwargs, "dropout_p": dropout, "is_causal": causal}
     return 1
-
-
-def _free(tensors: dict[str, Tensor], name: str) -> str:
-    """Return a name like `name` that no tensor has."""
-    number, found = 1, f"{name}_fixed"
-    while found in tensors:
-        number += 1
-        found = f"{name}_fixed_{number}"
-    return found

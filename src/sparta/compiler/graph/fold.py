@@ -1,7 +1,7 @@
-"""Fold: a BatchNorm behind a convolution or a linear layer becomes part of its weight and bias, padding gets numbers.
+"""Fold: a BatchNorm after a convolution or a linear layer becomes part of its weight and bias, padding gets numbers.
 
-In evaluation a BatchNorm is one factor and one shift a channel, so ``BN(conv(x))`` is a convolution again, with scaled
-rows and another bias. Rows are scaled, so every zero of the weight stays a zero and the pattern survives; the
+In evaluation a BatchNorm is one factor and one shift per channel, so ``BN(conv(x))`` is a convolution again, with
+scaled rows and another bias. Rows are scaled, so every zero of the weight stays a zero and the pattern survives; the
 arithmetic is done in float64 and rounded once.
 """
 
@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from sparta.compiler.graph.program import Program, drop_unused
+from sparta.aten import arguments_of
+from sparta.batch_norms import scale_and_shift
+from sparta.compiler.graph.program import Program, drop_unused, free_name
 
-__all__ = ["arguments_of", "fold_batch_norms"]
+__all__ = ["fold_batch_norms"]
 
 _aten = torch.ops.aten
 _NAMED_PADDING = {
@@ -56,17 +58,6 @@ def fold_batch_norms(program: Program, shapes: dict[fx.Node, Tensor]) -> tuple[P
     return Program(graph, {name: tensors[name] for name in tensors if name in used}, program.origins), folded
 
 
-def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of an ATen call by their schema names, defaults filled in."""
-    found = {}
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if position < len(node.args):
-            found[argument.name] = node.args[position]
-        else:
-            found[argument.name] = node.kwargs.get(argument.name, argument.default_value)
-    return found
-
-
 def _number_padding(graph: fx.Graph, tensors: dict[str, Tensor]) -> None:
     """Write ``padding="same"`` and ``"valid"`` as numbers; padding that differs at the two ends is put around x."""
     for node in list(graph.nodes):
@@ -100,34 +91,16 @@ def _fold_one(graph: fx.Graph, tensors: dict[str, Tensor], layer: fx.Node, norm:
         return False
     if parts["mean"] is None or parts["var"] is None:
         return False
-    exact = {key: None if part is None else tensors[str(part.target)].to(torch.float64) for key, part in parts.items()}
-    weight, mean, var = exact["weight"], exact["mean"], exact["var"]
-    assert weight is not None  # noqa: S101 - layers have one
-    assert mean is not None  # noqa: S101 - checked above
-    assert var is not None  # noqa: S101 - checked above
-    factor = (var + norm["eps"]).rsqrt()
-    if exact["scale"] is not None:
-        factor = factor * exact["scale"]
-    bias = -mean if exact["bias"] is None else exact["bias"] - mean
-    bias = bias * factor
-    if exact["shift"] is not None:
-        bias = bias + exact["shift"]
+    values = {key: None if part is None else tensors[str(part.target)] for key, part in parts.items()}
+    factor, shift = scale_and_shift(values["mean"], values["var"], norm["eps"], values["scale"], values["shift"])
     name = str(parts["weight"].target)
-    dtype = tensors[name].dtype
-    new_weight, new_bias = _free(tensors, name), _free(tensors, name.removesuffix("weight") + "bias")
-    tensors[new_weight] = (weight * factor.reshape(-1, *[1] * (weight.dim() - 1))).to(dtype)
-    tensors[new_bias] = bias.to(dtype)
+    weight, bias = tensors[name], values["bias"]
+    new_weight = free_name(tensors, f"{name}_folded")
+    tensors[new_weight] = (weight.double() * factor.reshape(-1, *[1] * (weight.dim() - 1))).to(weight.dtype)
+    new_bias = free_name(tensors, name.removesuffix("weight") + "bias_folded")
+    tensors[new_bias] = (shift if bias is None else bias.double() * factor + shift).to(weight.dtype)
     with graph.inserting_before(layer):
         fetch = graph.get_attr(new_weight), graph.get_attr(new_bias)
     layer.args = (layer.args[0], *fetch, *layer.args[3:])
     layer.kwargs = {key: value for key, value in layer.kwargs.items() if key not in ("weight", "bias")}
     return True
-
-
-def _free(tensors: dict[str, Tensor], name: str) -> str:
-    """Return a name like `name` that no tensor has."""
-    number, found = 1, f"{name}_folded"
-    while found in tensors:
-        number += 1
-        found = f"{name}_folded_{number}"
-    return found

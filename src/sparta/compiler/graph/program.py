@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from sparta.errors import ValueRangeError, message
+from sparta.modules import member, set_member
 from sparta.propagation.compact import Origin, masked_tensors
 from sparta.propagation.result import PropagationResult
 from sparta.tesa.attribute import DEAD, TeSA
@@ -105,15 +105,15 @@ def original_program(result: PropagationResult) -> Program:
 def reduced_program(result: PropagationResult) -> tuple[Program, int]:
     """Return the model with what nothing observes cut out, or at zero, and how many parameters were cut.
 
-    A cut shifts the channels behind it, so pruned weights are cut by whole blocks, except along channels of which a
+    A cut shifts the channels after it, so pruned weights are cut by whole blocks, except along channels of which a
     large share goes. Raises what :meth:`PropagationResult.compact` raises.
     """
     small = result.compact(allow_empty=True, keep_blocks=_WORTH_A_PATTERN)
     before = sum(t.numel() for t in masked_tensors(result.captured, result.facts).values())
-    cut = before - sum(_attribute(small, name).numel() for name in small.mapping)
+    cut = before - sum(member(small, name).numel() for name in small.mapping)
     tensors = {}
     for name, origin in small.mapping.items():
-        value = _attribute(small, name)
+        value = member(small, name)
         tensors[name] = value if origin.name is None else _zeroed(result, origin.name, value, origin)
     graph = _flat(small.graph)
     return Program(graph, _owned(graph, tensors, small), dict(small.mapping)), cut
@@ -144,20 +144,8 @@ def assemble(
     used = {str(node.target) for node in graph.nodes if node.op in {"get_attr", "call_module"}}
     members: list[tuple[str, Tensor | nn.Module]] = [*tensors.items(), *(modules or {}).items()]
     for name, value in members:
-        if name not in used:
-            continue
-        *path, last = name.split(".")
-        holder = root
-        for part in path:
-            if not hasattr(holder, part):
-                holder.add_module(part, nn.Module())
-            holder = getattr(holder, part)
-            if not isinstance(holder, nn.Module):
-                raise ValueRangeError(message(f"a tensor or kernel named {name!r}", "a name that PyTorch leaves free"))
-        if isinstance(value, nn.Module):
-            holder.add_module(last, value)
-        else:
-            holder.register_buffer(last, value)
+        if name in used:
+            set_member(root, name, value.data if isinstance(value, nn.Parameter) else value)
     return fx.GraphModule(root, graph, "Compiled")
 
 
@@ -182,6 +170,19 @@ def _flat(graph: fx.Graph) -> fx.Graph:
     return fresh
 
 
+def free_name(tensors: Mapping[str, Tensor], name: str) -> str:
+    """Return `name`, or one like it that no tensor has.
+
+    >>> free_name({"fc.weight": torch.ones(1)}, "fc.weight")
+    'fc.weight_2'
+    """
+    number, found = 1, name
+    while found in tensors:
+        number += 1
+        found = f"{name}_{number}"
+    return found
+
+
 def drop_unused(graph: fx.Graph) -> None:
     """Erase tensors and pure calls that nothing uses."""
     for node in reversed(list(graph.nodes)):
@@ -195,11 +196,5 @@ def drop_unused(graph: fx.Graph) -> None:
 def _owned(graph: fx.Graph, tensors: Mapping[str, Tensor], module: fx.GraphModule) -> dict[str, Tensor]:
     """Return copies of the tensors that a graph uses, looked up in the module where they are not given."""
     names = dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr")
-    found = {name: tensors[name] if name in tensors else _attribute(module, name) for name in names}
+    found = {name: tensors[name] if name in tensors else member(module, name) for name in names}
     return {name: tensor.detach().clone() for name, tensor in found.items()}
-
-
-def _attribute(module: nn.Module, name: str) -> Tensor:
-    path, _, last = name.rpartition(".")
-    value: Tensor = getattr(module.get_submodule(path), last)
-    return value

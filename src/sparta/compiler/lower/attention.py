@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
+from sparta.aten import arguments_of
 from sparta.compiler.graph.constants import kept_pairs
-from sparta.compiler.graph.fold import arguments_of
 from sparta.compiler.graph.program import Program
 from sparta.compiler.lower.call import Call
 from sparta.nn.attention import SparseAttention

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from sparta.compiler.graph.fold import arguments_of
+from sparta.aten import arguments_of
 from sparta.compiler.lower.base import Anchor, Lowering
 from sparta.specialize.conv.spec import ConvGeometry, conv_spec, dense_conv
 from sparta.specialize.implement import Kernel

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
-from sparta.compiler.graph.fold import arguments_of
+from sparta.aten import arguments_of
 from sparta.compiler.lower.base import Anchor, Lowering
 from sparta.specialize.implement import Kernel
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec

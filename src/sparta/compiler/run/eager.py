@@ -16,6 +16,7 @@ from torch import fx
 
 from sparta.compiler.graph.program import copied
 from sparta.compiler.run.kernel_module import KernelModule
+from sparta.modules import member
 from sparta.specialize.cpu.pool import max_pool2d
 
 __all__ = ["with_fast_paths"]
@@ -69,8 +70,7 @@ def with_fast_paths(module: fx.GraphModule) -> Callable[..., Any]:
     tensors = []
     for node in list(graph.nodes):
         if node.op == "get_attr":
-            path, _, last = str(node.target).rpartition(".")
-            tensors.append(getattr(module.get_submodule(path), last))
+            tensors.append(member(module, str(node.target)))
             with graph.inserting_before(first):
                 lifted = graph.placeholder(f"tensor_{len(tensors)}")
             node.replace_all_uses_with(lifted)

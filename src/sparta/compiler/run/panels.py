@@ -18,6 +18,7 @@ from sparta.compiler.graph.program import copied
 from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.plan import LayerPlan
 from sparta.compiler.run.kernel_module import KernelModule
+from sparta.modules import member
 from sparta.specialize.cpu.panel import Panel
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.implement import implement_named
@@ -78,7 +79,7 @@ def panelled(module: fx.GraphModule) -> fx.GraphModule:
             parts[node.target] = step
             node.args, node.kwargs = (*node.args,), {"like": like}
         elif node.op in ("get_attr", "call_module"):
-            parts[str(node.target)] = _member(module, str(node.target))
+            parts[str(node.target)] = member(module, str(node.target))
     return fx.GraphModule(parts, graph, "Panelled")
 
 
@@ -174,8 +175,3 @@ def _widths(layer: nn.Module) -> dict[int, int] | None:
             return None
         widths[size] = width
     return widths
-
-
-def _member(module: nn.Module, name: str) -> object:
-    path, _, last = name.rpartition(".")
-    return getattr(module.get_submodule(path), last)

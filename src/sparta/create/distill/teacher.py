@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from sparta.create.quantize.prepare import restore, unwrapped
+from sparta.create.quantize.prepare import restore
 from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
+from sparta.modules import unwrapped
 
 __all__ = ["Teacher", "check_teacher", "frozen_copy"]
 

@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparta.batch_norms import fold_factor, folded
 from sparta.create.quantize.fake_quantize import Quantizer, to_integers
-from sparta.create.quantize.fold import conv_norm_pairs, fold_factor, folded_bias
+from sparta.create.quantize.fold import conv_norm_pairs
 from sparta.create.quantize.layers import QuantizedLayer
-from sparta.create.quantize.prepare import is_quantized, quantized_layers, quantizers, restore, unwrapped
+from sparta.create.quantize.prepare import is_quantized, quantized_layers, quantizers, restore
 from sparta.create.quantize.scheme import QuantizationArgs
 from sparta.errors import FileFormatError, ValueRangeError, message
 from sparta.files import load_tensors, save_tensors
+from sparta.modules import replace_module, unwrapped
 from sparta.sparsify.shards import local, whole
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.spec import Spec
@@ -173,9 +175,9 @@ def export(model: nn.Module, *, fold_batch_norms: bool = True) -> Exported:
             )
         )
     restore(plain)
-    folded = _fold_all(plain, weights, folded_before) if fold_batch_norms else ()
+    gone = _fold_all(plain, weights, folded_before) if fold_batch_norms else ()
     _write_weights(plain, weights)
-    return Exported(plain, _spec_of(plain, weights), weights, activations, folded)
+    return Exported(plain, _spec_of(plain, weights), weights, activations, gone)
 
 
 @torch.no_grad()
@@ -199,7 +201,7 @@ def load_exported(path: str | os.PathLike[str], model: nn.Module) -> Exported:
     plain = deepcopy(unwrapped(model)).eval()
     try:
         for name in payload["folded"]:
-            _replace(plain, name, nn.Identity())
+            replace_module(plain, name, nn.Identity())
         weights = {
             name: IntegerWeight(
                 tensors[f"{name}::integers"],
@@ -237,7 +239,7 @@ def _integer_weight(layer: QuantizedLayer, name: str, quantizer: Quantizer) -> I
     weight: Any = layer._parameters[name]
     values = whole(local(weight.detach()), weight).float()
     if layer.folded_norm:
-        values = values * fold_factor(layer.folded_norm[0], layer, values.dim())
+        values = values * fold_factor(layer, layer.folded_norm[0], values.dim())
     quantizer(values)  # the range of a weight that is still observed is that of the weight as it is now
     scale, zero_point = quantizer.grid()
     integers = to_integers(values, scale, zero_point, quantizer.args, quantizer.axis)
@@ -254,25 +256,20 @@ def _activation_grid(quantizer: Quantizer) -> ActivationGrid:
 
 def _fold_all(model: nn.Module, weights: dict[str, IntegerWeight], folded_before: set[str]) -> tuple[str, ...]:
     """Fold all batch norms; weights in `folded_before` were rounded with theirs folded in and are final."""
-    folded = []
+    done = []
     for conv_name, norm_name in conv_norm_pairs(model):
         conv: Any = model.get_submodule(conv_name)
         norm = model.get_submodule(norm_name)
-        factor = fold_factor(norm, conv, conv.weight.dim())
         key = f"{conv_name}.weight"
+        weight, bias = folded(conv, norm)
         if key not in weights:
-            conv.weight = nn.Parameter((conv.weight.float() * factor).to(conv.weight.dtype))
+            conv.weight = nn.Parameter(weight)
         elif conv_name not in folded_before:
-            weights[key] = weights[key].folded(factor)
-        conv.bias = nn.Parameter(folded_bias(norm, conv.bias).to(conv.weight.dtype))
-        _replace(model, norm_name, nn.Identity())
-        folded.append(norm_name)
-    return tuple(folded)
-
-
-def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    model.get_submodule(parent).register_module(child, new)
+            weights[key] = weights[key].folded(fold_factor(conv, norm, conv.weight.dim()))
+        conv.bias = nn.Parameter(bias)
+        replace_module(model, norm_name, nn.Identity())
+        done.append(norm_name)
+    return tuple(done)
 
 
 def _write_weights(model: nn.Module, weights: Mapping[str, IntegerWeight]) -> None:

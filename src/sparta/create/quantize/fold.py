@@ -1,4 +1,4 @@
-"""Batch norms under quantization: which follow a convolution, how they fold into it, how their statistics freeze.
+"""Batch norms under quantization: which follow a convolution, and how their statistics freeze.
 
 A deployed network has no batch norms; each is part of the convolution before it. With one scale for each output channel
 the fold only multiplies those scales, so training needs nothing special; with one scale for the whole weight the
@@ -10,14 +10,11 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any, Self
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-__all__ = ["NORMS", "conv_norm_pairs", "fold_factor", "folded_bias", "freeze_statistics", "unfreeze_statistics"]
+from sparta.batch_norms import NORMS, is_foldable, pairs_in_graph
 
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+__all__ = ["conv_norm_pairs", "freeze_statistics", "unfreeze_statistics"]
 
 
 def conv_norm_pairs(model: nn.Module) -> list[tuple[str, str]]:
@@ -38,19 +35,7 @@ def conv_norm_pairs(model: nn.Module) -> list[tuple[str, str]]:
         graph = fx.Tracer().trace(model)
     except Exception:  # noqa: BLE001 - tracing runs the user's code with proxies, which can fail in any way
         return _pairs_in_sequentials(model)
-    calls = [node for node in graph.nodes if node.op == "call_module"]
-    uses: dict[object, int] = {}
-    for node in calls:
-        uses[node.target] = uses.get(node.target, 0) + 1
-    pairs = []
-    for node in calls:
-        before = node.args[0] if node.args else None
-        if not isinstance(before, fx.Node) or before.op != "call_module":
-            continue
-        alone = len(before.users) == 1 and uses[before.target] == uses[node.target] == 1
-        if alone and _foldable(modules[str(before.target)], modules[str(node.target)]):
-            pairs.append((str(before.target), str(node.target)))
-    return pairs
+    return pairs_in_graph(graph, modules)
 
 
 def _pairs_in_sequentials(model: nn.Module) -> list[tuple[str, str]]:
@@ -59,34 +44,9 @@ def _pairs_in_sequentials(model: nn.Module) -> list[tuple[str, str]]:
         if type(module) is nn.Sequential:
             children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
             for (conv_name, conv), (norm_name, norm) in pairwise(children):
-                if _foldable(conv, norm):
+                if is_foldable(conv, norm):
                     pairs.append((conv_name, norm_name))
     return pairs
-
-
-def _foldable(conv: nn.Module, norm: nn.Module) -> bool:
-    if not isinstance(conv, CONVS) or not isinstance(norm, NORMS) or norm.running_mean is None:
-        return False
-    # A grouped transposed convolution spreads its output channels over both axes of the weight.
-    return not (isinstance(conv, TRANSPOSED) and conv.groups > 1)
-
-
-def fold_factor(norm: Any, conv: nn.Module, dims: int) -> Tensor:
-    """Return what folding multiplies each output channel of a convolution's weight by, shaped to broadcast over it."""
-    axis = 1 if isinstance(conv, TRANSPOSED) else 0
-    return _channel_factor(norm).reshape([-1 if dim == axis else 1 for dim in range(dims)])
-
-
-def folded_bias(norm: Any, bias: Tensor | None) -> Tensor:
-    """Return the bias of a convolution after its batch norm is folded in."""
-    shift = -norm.running_mean.float() if bias is None else bias.detach().float() - norm.running_mean.float()
-    folded: Tensor = shift * _channel_factor(norm)
-    return folded if norm.bias is None else folded + norm.bias.detach().float()
-
-
-def _channel_factor(norm: Any) -> Tensor:
-    factor: Tensor = torch.rsqrt(norm.running_var.float() + norm.eps)
-    return factor if norm.weight is None else factor * norm.weight.detach().float()
 
 
 class _Frozen(nn.Module):

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sparta.batch_norms import TRANSPOSED, fold_factor
 from sparta.create.quantize.fake_quantize import Quantizer
-from sparta.create.quantize.fold import TRANSPOSED, fold_factor
 from sparta.create.quantize.scheme import Scheme
 
 __all__ = ["LayerKind", "QuantizedLayer", "kind_of", "switch_off", "switch_on"]
@@ -104,7 +104,7 @@ class QuantizedLayer(nn.Module):
         if not self.folded_norm:
             rounded: Tensor = quantizer(weight)
             return rounded
-        factor = fold_factor(self.folded_norm[0], self, weight.dim())
+        factor = fold_factor(self, self.folded_norm[0], weight.dim())
         folded: Tensor = quantizer(weight * factor) / factor.where(factor != 0, 1.0)
         # A norm of scale 0 hides its channel, rounded or not; left as it is, the scale can still learn.
         return folded.where(factor != 0, weight).to(weight.dtype)

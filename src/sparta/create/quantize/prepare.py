@@ -20,6 +20,7 @@ from sparta.create.quantize.fold import conv_norm_pairs, unfreeze_statistics
 from sparta.create.quantize.layers import LayerKind, QuantizedLayer, kind_of, switch_off, switch_on
 from sparta.create.quantize.scheme import Scheme
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_you_mean, message
+from sparta.modules import unwrapped
 from sparta.tables import table
 from sparta.tesa import names
 
@@ -37,7 +38,6 @@ __all__ = [
     "quantizers",
     "restore",
     "synchronize",
-    "unwrapped",
 ]
 
 _VERSION = 1
@@ -58,17 +58,6 @@ class Prepared:
         rows: list[list[object]] = [[name, scheme] for name, scheme in self.layers.items()]
         rows += [[name, f"floating point: {why}"] for name, why in self.left.items()]
         return table(["layer", "scheme"], rows)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside the wrappers of `torch.compile`, DataParallel and DistributedDataParallel."""
-    while True:
-        if isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
-            model = inner
-        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            model = model.module
-        else:
-            return model
 
 
 def prepare(
@@ -347,7 +336,7 @@ def _matching(entry: str, modules: Mapping[str, nn.Module], what: str, *, strict
 
 
 def _norms_to_fold(model: nn.Module, chosen: _Chosen) -> dict[nn.Module, nn.Module]:
-    """Return the batch norm of each convolution whose weight has one scale; with one a channel folding is exact."""
+    """Return the batch norm of each convolution whose weight has one scale; with one per channel folding is exact."""
     one_scale = {m for m, _, s, _ in chosen if s.weights is not None and s.weights.strategy == "tensor"}
     if not one_scale:
         return {}
