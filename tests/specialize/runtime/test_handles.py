@@ -1,13 +1,18 @@
-"""A weight is packed once per change, in training as in evaluation, and every change is seen."""
+"""Handles mean living kernels of their kind; a weight is packed once per change, and every change is seen."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 
+import sparta.specialize.matmul.cpu  # noqa: F401 - its op
+from sparta.errors import SpartaError
 from sparta.nn import SparseConv2d, SparseLinear
 from sparta.specialize.linear.dense import DenseLinear
 from sparta.specialize.linear.spec import linear_spec
-from sparta.specialize.runtime.handles import KernelState
+from sparta.specialize.runtime.handles import KernelState, find, register
 from sparta.tesa.attribute import TeSA
 from sparta.testing import block_mask, check, linear_reference
 
@@ -35,7 +40,7 @@ def layer(request):
     config, x = {"_name": request.param}, torch.randn(7, K)
     if not made.get_search_space(x).includes(config):
         pytest.skip(f"{request.param} is not available here")
-    made.build(config, (x,))
+    made.build((x,), config)
     made._state.forward = Counter(made._state.forward)
     return made
 
@@ -134,7 +139,7 @@ def test_weights_of_inference_mode_count_nothing_and_are_packed_in_each_call(lay
 def test_convolutions_pack_once_per_change_too():
     conv = SparseConv2d(nn.Conv2d(8, 8, 3), weight_mask=torch.rand(8, 8, 3, 3) < 0.4)
     x = torch.randn(2, 8, 9, 9)
-    conv.build({"_name": "dense"}, (x,))
+    conv.build((x,), {"_name": "dense"})
     counter = conv._state.forward = Counter(conv._state.forward)
     for training in (True, False):
         conv.train(training)
@@ -159,3 +164,51 @@ def test_memory_of_a_weight_is_not_given_to_another_while_its_packed_form_is_kno
         assert all((each == number).all() for each in packed if each.is_floating_point() and each.numel() == 64 * 64)
         del weight, packed
     assert counter.packs == 50
+
+
+class Held:
+    """Something that ops may ask for."""
+
+
+class Other:
+    """Something else."""
+
+
+def test_a_handle_means_one_living_object_of_the_kind_that_is_asked_for():
+    held, other = Held(), Other()
+    handle = register(held)
+    assert find(handle, Held) is held
+    assert register(other) != handle
+    with pytest.raises(SpartaError, match="are gone"):
+        find(handle, Other)
+    del held
+    with pytest.raises(SpartaError, match="keep it"):
+        find(handle, Held, fix="keep it")
+
+
+def test_handles_of_two_processes_have_nothing_in_common():
+    code = (
+        "from sparta.specialize.runtime.handles import register\n"
+        "held = {1}\n"
+        "print(*(register(held) for _ in range(20)))"
+    )
+    found = [
+        set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+        for _ in range(2)
+    ]
+    assert len(found[0]) == len(found[1]) == 20
+    assert not found[0] & found[1]
+    assert all(2**16 < int(handle) < 2**63 for handle in found[0] | found[1])
+    for handle in found[0]:  # a number that was written down means nothing here
+        with pytest.raises(SpartaError):
+            find(int(handle), KernelState)
+
+
+def test_ops_find_no_kernel_of_another_kind():
+    spec = linear_spec(TeSA.dense((8, 4)), 16, torch.float32)
+    state = KernelState(spec["weight"], DenseLinear().build(spec, {}))
+    x, weight, mask = torch.zeros(2, 4), torch.zeros(8, 4), torch.ones(2, 4, dtype=torch.bool)
+    with pytest.raises(SpartaError, match="are gone"):
+        torch.ops.sparta.masked_input(x, weight, mask, state.handle)
+    with pytest.raises(SpartaError, match="are gone"):
+        torch.ops.sparta.linear(x, weight, None, state.handle, keep=False)

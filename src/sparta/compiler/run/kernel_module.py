@@ -8,9 +8,7 @@ and where a chosen kernel does not fit any more, dense runs and says so.
 
 from __future__ import annotations
 
-import itertools
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -23,13 +21,11 @@ from sparta.compiler.lower.subgraph import SubGraph
 from sparta.errors import ShapeError, SpartaError, message
 from sparta.specialize.implement import Kernel
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
+from sparta.specialize.runtime.handles import find, register
 from sparta.specialize.tuning.select import DENSE, Choice, build
 from sparta.tesa.attribute import TeSA
 
 __all__ = ["Fused", "KernelModule", "fused_of", "subgraph"]
-
-_handles = itertools.count(1)
-_modules: weakref.WeakValueDictionary[int, KernelModule] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -79,8 +75,7 @@ class KernelModule(nn.Module):
         self.register_buffer("bias", bias)
         self.choices = dict(choices)
         self.notes: list[str] = []
-        self.handle = next(_handles)
-        _modules[self.handle] = self
+        self.handle = register(self)
         self._built: list[tuple[int, Kernel, Sequence[Tensor]]] = []
         self._others: dict[str, KernelModule] = {}
         self.rebuild()
@@ -224,15 +219,12 @@ def _moved(spec: KernelSpec, like: Tensor) -> KernelSpec:
 
 
 def _module(handle: int) -> KernelModule:
-    found = _modules.get(handle)
-    if found is None:
-        raise SpartaError(message(f"the kernel behind handle {handle} is gone", fix="keep the compiled model"))
-    return found
+    return find(handle, KernelModule, fix="keep the compiled model")
 
 
 @torch.library.custom_op("sparta::subgraph", mutates_args=())
 def subgraph(x: Tensor, residual: Tensor | None, handle: int) -> Tensor:
-    """Return what the kernel module behind `handle` makes of x; how `torch.compile` reaches a kernel."""
+    """Return what the kernel module with this handle makes of x; how `torch.compile` reaches a kernel."""
     return _module(handle).run(x, residual)
 
 

@@ -1,7 +1,7 @@
 """The C++ kernels for a masked input: ``cpu`` for the product of a sparse A and a dense, shared B on the CPU.
 
 ``(A B^T)^T = B A^T`` is a linear layer whose weight is A and whose tokens are the rows of B, so the kernels for sparse
-weights serve it, with A's live values packed anew at every call. Only the mask is fixed, and what is compiled and laid
+weights serve it, with A's live values packed again at every call. Only the mask is fixed, and what is compiled and laid
 out beforehand depends on it alone.
 """
 
@@ -9,15 +9,12 @@ out beforehand depends on it alone.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparta.errors import SpartaError, message
 from sparta.specialize.cpu.candidates import candidates
 from sparta.specialize.cpu.device import library_here
 from sparta.specialize.cpu.tile import Tile
@@ -25,12 +22,12 @@ from sparta.specialize.implement import Cause, Params, Support, TiledImplement, 
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cpu_packed import PackedLinear
 from sparta.specialize.matmul.spec import DenseMatmulKernel, MatmulKernel, Product
+from sparta.specialize.runtime.handles import find
+from sparta.specialize.runtime.handles import register as register_handle
 
 __all__ = ["CpuMaskedInput", "masked_input"]
 
 _FORMATS, _DTYPES = ("fp32", "bf16", "fp16"), (torch.float32, torch.bfloat16, torch.float16)
-_handles = itertools.count(1)
-_kernels: weakref.WeakValueDictionary[int, _MaskedInputKernel] = weakref.WeakValueDictionary()
 
 
 class _MaskedInputKernel(MatmulKernel):
@@ -39,8 +36,7 @@ class _MaskedInputKernel(MatmulKernel):
     def __init__(self, spec: KernelSpec, tile: Tile) -> None:
         self.linear = PackedLinear(None, spec["A"], **tile.to_dict())
         self._dense = DenseMatmulKernel(Product.of(spec))
-        self.handle = next(_handles)
-        _kernels[self.handle] = self
+        self.handle = register_handle(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _MaskedInputKernel:
         return self
@@ -60,13 +56,8 @@ class _MaskedInputKernel(MatmulKernel):
 @torch.library.custom_op("sparta::masked_input", mutates_args=())
 def masked_input(x: Tensor, weight: Tensor, mask: Tensor, handle: int) -> Tensor:
     """Return ``x W^T`` (..., M, N) for x (..., M, K), 0 where `mask` (M, K) prunes it, and the weight (N, K)."""
-    del mask  # the layout behind the handle has it
-    kernel = _kernels.get(handle)
-    if kernel is None:
-        raise SpartaError(
-            message(f"the kernel behind handle {handle} is gone", fix="keep the module, or build it again")
-        )
-    linear = kernel.linear
+    del mask  # the layout that the handle stands for has it
+    linear = find(handle, _MaskedInputKernel).linear
     y = x.new_empty(*x.shape[:-1], weight.shape[0])
     rows = weight.contiguous()
     sheets = x.reshape(-1, *x.shape[-2:])

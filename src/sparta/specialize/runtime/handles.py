@@ -1,13 +1,14 @@
-"""KernelState: the built kernels of one sparse module, and the packed weight of its last call.
+"""Handles: the one registry by which run-time ops find kernels, and the state that most of them find there.
 
-Run-time ops take plain tensors and the number of a state, because op schemas know no Python objects. States are found
-by number as long as their module lives, and a weight is packed again only when it has changed, in training as well.
+Op schemas know no Python objects, so an op takes plain tensors and a number. An object is found by its number while it
+lives, and only as the kind that the op asks for. Numbers are drawn at random, so that none that stands in a file or was
+guessed ever means a live kernel.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
+import secrets
 import weakref
 from collections.abc import Sequence
 from typing import Any, Self, TypeVar
@@ -21,15 +22,38 @@ from sparta.specialize.cuda.nvrtc import raw_stream
 from sparta.specialize.implement import Kernel
 from sparta.tesa.attribute import TeSA
 
-__all__ = ["KernelState", "state_of"]
+__all__ = ["KernelState", "find", "register", "state_of"]
 
-_handles = itertools.count(1)
-_states: weakref.WeakValueDictionary[int, KernelState] = weakref.WeakValueDictionary()
+_BITS = 62  # op schemas hold signed numbers of 64 bits
+_found: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+T = TypeVar("T")
 S = TypeVar("S", bound="KernelState")
 
 
+def register(held: object) -> int:
+    """Return a handle of an object, by which it is found as long as it lives."""
+    handle = secrets.randbits(_BITS)
+    while handle in _found:
+        handle = secrets.randbits(_BITS)
+    _found[handle] = held
+    return handle
+
+
+def find(handle: int, kind: type[T], fix: str = "keep the module, or build it again") -> T:
+    """Return the object of this kind that has this handle; raises where there is none.
+
+    >>> state = {1, 2}
+    >>> find(register(state), set) is state
+    True
+    """
+    found = _found.get(handle)
+    if not isinstance(found, kind):
+        raise SpartaError(message(f"the kernels with the handle {handle} are gone", fix=fix))
+    return found
+
+
 class KernelState:
-    """What the op of one operation finds behind a handle; operations add what else they need.
+    """What the op of one operation finds by a handle; operations add what else they need.
 
     Parameters
     ----------
@@ -45,13 +69,12 @@ class KernelState:
 
     def _enter(self) -> None:
         """Take a handle of its own, with nothing packed yet."""
-        self.handle = next(_handles)
-        _states[self.handle] = self
+        self.handle = register(self)
         self._packed: tuple[Any, ...] | None = None
         self._mask: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # Kernels are immutable and shared; the copy's weight is another tensor, so it packs anew.
+        # Kernels are immutable and shared; the copy's weight is another tensor, so it packs again.
         made = copy.copy(self)
         made._enter()
         return made
@@ -99,7 +122,7 @@ class KernelState:
 
 
 def state_of(handle: int, kind: type[S]) -> S:
-    """Return the state of this kind behind a handle.
+    """Return the state of this kind that has a handle.
 
     >>> from sparta.specialize.linear.dense import DenseLinear
     >>> from sparta.specialize.linear.spec import linear_spec
@@ -108,9 +131,4 @@ def state_of(handle: int, kind: type[S]) -> S:
     >>> state_of(state.handle, KernelState) is state
     True
     """
-    found = _states.get(handle)
-    if not isinstance(found, kind):
-        raise SpartaError(
-            message(f"the kernels behind handle {handle} are gone", fix="keep the sparse module, or build it again")
-        )
-    return found
+    return find(handle, kind)
