@@ -1,30 +1,72 @@
-"""All implements that come with the package: importing this module puts them into the registry."""
+"""All implements that come with the package, by operation, dense first: what the registry begins with.
 
-# ruff: noqa: F401, I001 - imported to be registered, in the order that searches follow
+A new implement of the package is one new file and one line here. Importing other modules registers nothing, so the
+registry is the same whatever was imported before, and in which order.
+"""
 
-import sparta.specialize.attention.spec
-import sparta.specialize.matmul.spec
-import sparta.specialize.conv.dense
-import sparta.specialize.conv.cpu
-import sparta.specialize.linear.cpu_generated
-import sparta.specialize.linear.cpu
-import sparta.specialize.int8_linear.cpu
-import sparta.specialize.matmul.cpu
-import sparta.specialize.attention.triton_flash
-import sparta.specialize.matmul.triton_block
-import sparta.specialize.linear.cusparselt
-import sparta.specialize.linear.triton_block.implement
-import sparta.specialize.moe.triton_ragged
-import sparta.specialize.softmax.triton_block
-import sparta.specialize.linear.cuda_24
-import sparta.specialize.linear.cuda_bitmap
-import sparta.specialize.linear.dense
-import sparta.specialize.int8_linear.dense
-import sparta.specialize.moe.spec
-import sparta.specialize.matmul.sampled
-import sparta.specialize.seqlen_attention.spec
-import sparta.specialize.softmax.spec
-import sparta.specialize.linear.split
-import sparta.specialize.linear.torch_sparse
-import sparta.specialize.linear.tvm
-import sparta.specialize.int8_linear.quantization
+from __future__ import annotations
+
+from sparta.specialize.attention.spec import BlocksAttention, DenseAttention
+from sparta.specialize.attention.triton_flash import TritonFlash, TritonFlashSeqlen
+from sparta.specialize.conv.cpu import CpuConv1d, CpuConv2d
+from sparta.specialize.conv.dense import DenseConv1d, DenseConv2d
+from sparta.specialize.implement import Implement
+from sparta.specialize.int8_linear.cpu import CpuInt8Linear
+from sparta.specialize.int8_linear.dense import DenseInt8Linear, OneDnnInt8Linear
+from sparta.specialize.int8_linear.quantization import CpuInt8, CpuQuantized, DenseQuantized, OneDnnInt8
+from sparta.specialize.linear.cpu import CpuLinear
+from sparta.specialize.linear.cpu_generated import CpuGenerated
+from sparta.specialize.linear.cuda_24 import TwoFour
+from sparta.specialize.linear.cuda_bitmap import CudaBitmap
+from sparta.specialize.linear.cusparselt import CuSparseLt
+from sparta.specialize.linear.dense import DenseLinear
+from sparta.specialize.linear.split import SplitLinear
+from sparta.specialize.linear.torch_sparse import TorchBSR, TorchCSR
+from sparta.specialize.linear.triton_block.implement import TritonBlock
+from sparta.specialize.linear.tvm import TvmLinear
+from sparta.specialize.matmul.cpu import CpuMaskedInput
+from sparta.specialize.matmul.sampled import SampledMatmul
+from sparta.specialize.matmul.spec import BlocksMatmul, DenseMatmul
+from sparta.specialize.matmul.triton_block import TritonBlockMatmul
+from sparta.specialize.moe.spec import DenseMoE, SortedMoE
+from sparta.specialize.moe.triton_ragged import TritonRagged
+from sparta.specialize.seqlen_attention.spec import DenseSeqlenAttention, LengthsSeqlenAttention
+from sparta.specialize.softmax.spec import BlocksSoftmax, DenseSoftmax
+from sparta.specialize.softmax.triton_block import TritonBlockSoftmax
+
+__all__ = ["IMPLEMENTS"]
+
+_LINEAR: tuple[type[Implement], ...] = (
+    DenseLinear,
+    CpuGenerated,
+    CpuLinear,
+    CuSparseLt,
+    TritonBlock,
+    TwoFour,
+    CudaBitmap,
+    SplitLinear,
+    TorchCSR,
+    TorchBSR,
+    TvmLinear,
+)
+_CONVOLUTIONS: tuple[type[Implement], ...] = (DenseConv2d, CpuConv2d, DenseConv1d, CpuConv1d)
+_INT8_LINEAR: tuple[type[Implement], ...] = (DenseInt8Linear, CpuInt8Linear, OneDnnInt8Linear)
+_QUANTIZED_LINEAR: tuple[type[Implement], ...] = (DenseQuantized, CpuQuantized, CpuInt8, OneDnnInt8)
+_MATMUL: tuple[type[Implement], ...] = (DenseMatmul, BlocksMatmul, CpuMaskedInput, TritonBlockMatmul, SampledMatmul)
+_SOFTMAX: tuple[type[Implement], ...] = (DenseSoftmax, BlocksSoftmax, TritonBlockSoftmax)
+_ATTENTION: tuple[type[Implement], ...] = (DenseAttention, BlocksAttention, TritonFlash)
+_SEQLEN_ATTENTION: tuple[type[Implement], ...] = (DenseSeqlenAttention, LengthsSeqlenAttention, TritonFlashSeqlen)
+_MOE: tuple[type[Implement], ...] = (DenseMoE, SortedMoE, TritonRagged)
+
+IMPLEMENTS: tuple[type[Implement], ...] = (
+    *_LINEAR,
+    *_CONVOLUTIONS,
+    *_INT8_LINEAR,
+    *_QUANTIZED_LINEAR,
+    *_MATMUL,
+    *_SOFTMAX,
+    *_ATTENTION,
+    *_SEQLEN_ATTENTION,
+    *_MOE,
+)
+"""The classes in the order that searches follow."""

@@ -2,7 +2,8 @@
 
 Hand-written, library and generated kernels, and plain dense, are all an :class:`Implement` with a predicate, a search
 space and a builder. An implement never decides that it is the best; it only says whether it can, and measurement
-chooses. A new one is one new file with ``@register`` above its class.
+chooses. A new one is one new file: in this package with a line in :mod:`sparta.specialize.builtin`, elsewhere with
+``@register`` above its class.
 """
 
 from __future__ import annotations
@@ -250,17 +251,20 @@ _T = TypeVar("_T", bound=type[Implement])
 
 
 def register(cls: _T) -> _T:
-    """Class decorator: put an implement into the registry."""
-    if (cls.op, cls.name) in _REGISTRY:
+    """Class decorator: put an implement into the registry, after those that come with the package."""
+    registry = _registry()
+    if (cls.op, cls.name) in registry:
         given = f"an implement of {cls.op} named {cls.name!r} is registered already"
         raise ValueRangeError(message(given, fix="rename one"))
-    _REGISTRY[cls.op, cls.name] = cls()
+    registry[cls.op, cls.name] = cls()
     return cls
 
 
-def _registry() -> Mapping[tuple[str, str], Implement]:
-    """Return the registry, with the package's own implements in it."""
-    import_module("sparta.specialize.builtin")
+def _registry() -> dict[tuple[str, str], Implement]:
+    """Return the registry; the package's own implements are the first in it, in the order of their list."""
+    if not _REGISTRY:
+        own = import_module("sparta.specialize.builtin").IMPLEMENTS
+        _REGISTRY.update({(cls.op, cls.name): cls() for cls in own})
     return _REGISTRY
 
 

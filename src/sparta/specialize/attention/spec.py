@@ -20,7 +20,7 @@ from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ShapeError, message
 from sparta.specialize.blocks.batches import Batches, broadcast
 from sparta.specialize.blocks.block_rows import BlockRows, tile_candidates, tile_guess
-from sparta.specialize.implement import Cause, Implement, Kernel, Params, Support, present, register
+from sparta.specialize.implement import Cause, Implement, Kernel, Params, Support, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.softmax.spec import kept_softmax
 from sparta.tesa.attribute import TeSA
@@ -147,7 +147,6 @@ class DenseAttentionKernel(AttentionKernel):
         return batches.unfold(_without_blind(y, packed[1:]))
 
 
-@register
 class DenseAttention(Implement):
     """``torch.nn.functional.scaled_dot_product_attention`` with a mask."""
 
@@ -215,7 +214,6 @@ class _BlocksKernel(AttentionKernel):
         return rows.join(packed, attended)
 
 
-@register
 class BlocksAttention(Implement):
     """Attention over the kept tiles, in plain PyTorch, on any device."""
 

@@ -18,7 +18,7 @@ from sparta.specialize.attention.tile import AttentionTile
 from sparta.specialize.blocks.attention_lists import AttentionLists, attention_lists
 from sparta.specialize.blocks.batches import broadcast
 from sparta.specialize.cuda.device import bulk_copies, need_triton, on_cuda, triton_here
-from sparta.specialize.implement import Cause, Params, Support, TiledImplement, present, register
+from sparta.specialize.implement import Cause, Params, Support, TiledImplement, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.seqlen_attention.spec import SeqlenAttentionKernel
 from sparta.tesa.attribute import TeSA
@@ -97,7 +97,6 @@ class _FlashKernel(AttentionKernel):
         return self._groups[key]
 
 
-@register
 class TritonFlash(TiledImplement):
     """Fused attention in Triton over the tiles that a mask keeps, with gradients; any mask, GQA, any length."""
 
@@ -136,7 +135,6 @@ class _FlashSeqlenKernel(SeqlenAttentionKernel):
         return o
 
 
-@register
 class TritonFlashSeqlen(TiledImplement):
     """Fused attention in Triton that skips padding, with gradients."""
 

@@ -21,7 +21,7 @@ from sparta.specialize.cpu.candidates import candidates
 from sparta.specialize.cpu.device import layout_of, runs_here
 from sparta.specialize.cpu.library import fused_activation
 from sparta.specialize.cpu.tile import Tile
-from sparta.specialize.implement import Implement, KernelLayout, Params, Support, register
+from sparta.specialize.implement import Implement, KernelLayout, Params, Support
 from sparta.specialize.kernel_spec import KernelSpec
 
 __all__ = ["CpuConv1d", "CpuConv2d", "conv_images", "conv_tiles"]
@@ -80,14 +80,12 @@ class _CpuConv(Implement):
         return _CpuConvKernel(spec, Tile.parse(params["tile"]), params["image"])
 
 
-@register
 class CpuConv2d(_CpuConv):
     """Hand-written C++ kernels for conv2d."""
 
     op = "conv2d"
 
 
-@register
 class CpuConv1d(_CpuConv):
     """Hand-written C++ kernels for conv1d."""
 

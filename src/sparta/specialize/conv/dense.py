@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparta.specialize.conv.spec import ConvGeometry, ConvKernel, dense_conv
-from sparta.specialize.implement import Implement, Params, Support, register
+from sparta.specialize.implement import Implement, Params, Support
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import apply_epilogue
 
@@ -53,14 +53,12 @@ class _DenseConv(Implement):
         return _DenseConvKernel(spec)
 
 
-@register
 class DenseConv2d(_DenseConv):
     """``torch.nn.functional.conv2d`` on the masked weight."""
 
     op = "conv2d"
 
 
-@register
 class DenseConv1d(_DenseConv):
     """``torch.nn.functional.conv1d`` on the masked weight."""
 

@@ -21,7 +21,7 @@ from sparta.specialize.cpu.device import layout_of, library_here
 from sparta.specialize.cpu.library import INT8_CALL, PanelMatrix, load
 from sparta.specialize.cpu.packing import pack_mask
 from sparta.specialize.cpu.tile import Tile
-from sparta.specialize.implement import KernelLayout, Params, Support, TiledImplement, present, register
+from sparta.specialize.implement import KernelLayout, Params, Support, TiledImplement, present
 from sparta.specialize.int8_linear.cpu_panel import UNIT, Int8Panel, whole_units
 from sparta.specialize.int8_linear.spec import Int8LinearKernel
 from sparta.specialize.kernel_spec import KernelSpec
@@ -311,7 +311,6 @@ class _CpuInt8Kernel(Int8LinearKernel):
         return self._packed.run(x.float(), packed, (multiplier, inputs[2]), options)
 
 
-@register
 class CpuInt8Linear(TiledImplement):
     """Hand-written C++ kernels on units of 1x4, with VNNI where the processor has it."""
 

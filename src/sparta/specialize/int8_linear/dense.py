@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparta.measure.machine import probe_cpu
-from sparta.specialize.implement import Cause, Implement, Params, Support, present, register
+from sparta.specialize.implement import Cause, Implement, Params, Support, present
 from sparta.specialize.int8_linear.spec import Int8LinearKernel, requantized
 from sparta.specialize.kernel_spec import KernelSpec
 
@@ -50,7 +50,6 @@ class _DenseKernel(Int8LinearKernel):
         return functional.pad(rows, (0, self._missing)) if self._missing else rows
 
 
-@register
 class DenseInt8Linear(Implement):
     """``torch._int_mm`` on the masked weight."""
 
@@ -106,7 +105,6 @@ class _OneDnnKernel(Int8LinearKernel):
         return result
 
 
-@register
 class OneDnnInt8Linear(Implement):
     """oneDNN's quantised linear on the masked weight."""
 

@@ -26,7 +26,6 @@ from sparta.specialize.implement import (
     Support,
     implement_named,
     present,
-    register,
 )
 from sparta.specialize.int8_linear.spec import RANGES, Int8LinearKernel, int8_linear_spec, requantization
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
@@ -235,21 +234,18 @@ def _integer_spec(spec: KernelSpec) -> KernelSpec:
     )
 
 
-@register
 class DenseQuantized(DenseLinear):
     """PyTorch's linear layer in real numbers."""
 
     op = OP
 
 
-@register
 class CpuQuantized(CpuLinear):
     """The C++ kernels in real numbers."""
 
     op = OP
 
 
-@register
 class CpuInt8(_Int8Linear):
     """The C++ kernels of 8-bit integers."""
 
@@ -257,7 +253,6 @@ class CpuInt8(_Int8Linear):
     inner = "cpu-int8"
 
 
-@register
 class OneDnnInt8(_Int8Linear):
     """oneDNN's dense product of 8-bit integers."""
 

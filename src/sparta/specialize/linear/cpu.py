@@ -13,7 +13,7 @@ from sparta.specialize.cpu.device import layout_of, runs_here
 from sparta.specialize.cpu.library import fused_activation
 from sparta.specialize.cpu.panel import Panel
 from sparta.specialize.cpu.tile import Tile
-from sparta.specialize.implement import Implement, KernelLayout, Params, Support, register
+from sparta.specialize.implement import Implement, KernelLayout, Params, Support
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cpu_packed import PackedLinear
 from sparta.specialize.linear.spec import LinearKernel
@@ -63,7 +63,6 @@ class CpuLinearKernel(LinearKernel):
         return self._packed.to_panel(x, bias, self._activation, values=packed[0])
 
 
-@register
 class CpuLinear(Implement):
     """Hand-written C++ kernels, compiled with the package or at their first use."""
 

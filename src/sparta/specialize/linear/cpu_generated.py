@@ -19,7 +19,7 @@ from sparta.errors import ShapeError, SpartaError, ValueRangeError, message
 from sparta.specialize.cpu.device import compiles_here, runs_here
 from sparta.specialize.cpu.library import PANEL_CALL, activation_code, fused_activation, load
 from sparta.specialize.cpu.toolchain import build, chosen_isa
-from sparta.specialize.implement import Cause, Implement, Params, Support, present, register
+from sparta.specialize.implement import Cause, Implement, Params, Support, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cpu_generate import Generated, generate
 from sparta.specialize.linear.spec import LinearKernel
@@ -113,7 +113,6 @@ class _GeneratedKernel(LinearKernel):
         return self._layer(x, packed[0], inputs[1], self._activation, inputs[2])
 
 
-@register
 class CpuGenerated(Implement):
     """Code generated for the mask, its indices part of the instructions."""
 

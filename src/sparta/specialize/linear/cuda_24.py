@@ -28,7 +28,7 @@ from sparta.specialize.cuda.few_tokens import (
 )
 from sparta.specialize.cuda.nvrtc import Function
 from sparta.specialize.cuda.text_tile import TextTile
-from sparta.specialize.implement import Cause, Params, Support, TiledImplement, register
+from sparta.specialize.implement import Cause, Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cuda_24_layout import CHUNK, SLAB, StreamLayout
 from sparta.specialize.linear.spec import LinearKernel
@@ -165,7 +165,6 @@ class _StreamKernel(LinearKernel):
         return self._functions[device]
 
 
-@register
 class TwoFour(TiledImplement):
     """CUDA C++ on 2:4 weights, for up to a few hundred tokens."""
 

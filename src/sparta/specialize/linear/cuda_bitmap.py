@@ -28,7 +28,7 @@ from sparta.specialize.cuda.few_tokens import (
 )
 from sparta.specialize.cuda.nvrtc import Function
 from sparta.specialize.cuda.text_tile import TextTile
-from sparta.specialize.implement import Cause, Params, Support, TiledImplement, register
+from sparta.specialize.implement import Cause, Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cuda_bitmap_layout import GROUPS, RUNS, SLAB, BitmapLayout, largest_record
 from sparta.specialize.linear.spec import LinearKernel
@@ -158,7 +158,6 @@ class _BitmapKernel(LinearKernel):
         return self._functions[device]
 
 
-@register
 class CudaBitmap(TiledImplement):
     """CUDA C++ on any mask, for up to 16 tokens."""
 

@@ -25,7 +25,7 @@ from sparta.common.tuning import TunableItemCfg
 from sparta.errors import MissingPackageError, ShapeError, SpartaError, ValueRangeError, message
 from sparta.specialize.cuda.device import cuda_here, on_cuda
 from sparta.specialize.cuda.nvrtc import current_device, raw_stream
-from sparta.specialize.implement import Cause, Implement, Params, Support, register
+from sparta.specialize.implement import Cause, Implement, Params, Support
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.linear.cuda_24 import is_two_four
 from sparta.specialize.linear.spec import LinearKernel, apply_epilogue
@@ -261,7 +261,6 @@ class _LibraryKernel(LinearKernel):
             library.multiply(plan, packed, x, y)
 
 
-@register
 class CuSparseLt(Implement):
     """NVIDIA's cuSPARSELt on 2:4 weights, for many tokens."""
 

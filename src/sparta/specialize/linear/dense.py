@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparta.specialize.implement import Implement, Params, Support, register
+from sparta.specialize.implement import Implement, Params, Support
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import LinearKernel, apply_epilogue
 
@@ -37,7 +37,6 @@ class _DenseLinearKernel(LinearKernel):
         return lambda x, _no_residual=None: functional.linear(x, weight, bias)
 
 
-@register
 class DenseLinear(Implement):
     """``torch.nn.functional.linear`` on the masked weight."""
 

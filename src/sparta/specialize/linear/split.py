@@ -30,7 +30,6 @@ from sparta.specialize.implement import (
     implement_named,
     implements_of,
     present,
-    register,
 )
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.linear.spec import LinearKernel, apply_epilogue
@@ -152,7 +151,6 @@ class _SplitKernel(LinearKernel):
         return apply_epilogue(result, self._epilogue, residual) if activated else result
 
 
-@register
 class SplitLinear(Implement):
     """A sum of regular parts, each by another implement with its default parameters, or with those that are given."""
 

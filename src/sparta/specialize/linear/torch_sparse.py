@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparta.common.tuning import TunableItemCfg
-from sparta.specialize.implement import Cause, Implement, Params, Support, register
+from sparta.specialize.implement import Cause, Implement, Params, Support
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import LinearKernel, apply_epilogue
 from sparta.tesa.formats import BCSR
@@ -49,7 +49,6 @@ class _TorchSparseKernel(LinearKernel):
         return apply_epilogue(y if bias is None else y + bias, self._epilogue, residual).contiguous()
 
 
-@register
 class TorchCSR(Implement):
     """``torch.sparse`` CSR (MKL): any mask."""
 
@@ -74,7 +73,6 @@ class TorchCSR(Implement):
         return _TorchSparseKernel(spec, (1, 1))
 
 
-@register
 class TorchBSR(Implement):
     """``torch.sparse`` BSR: masks made of whole square blocks."""
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import MissingPackageError, ShapeError, ValueRangeError, message
 from sparta.specialize.cpu.toolchain import chosen_isa
-from sparta.specialize.implement import Cause, Implement, Params, Support, present, register
+from sparta.specialize.implement import Cause, Implement, Params, Support, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import LinearKernel, apply_epilogue
 from sparta.tesa.attribute import TeSA
@@ -127,7 +127,6 @@ class _TvmKernel(LinearKernel):
         return apply_epilogue(flat.contiguous(), self._epilogue, residual)
 
 
-@register
 class TvmLinear(Implement):
     """LLVM code for a loop nest in TVM's tensor IR."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from sparta.specialize.cpu.candidates import candidates
 from sparta.specialize.cpu.device import library_here
 from sparta.specialize.cpu.tile import Tile
-from sparta.specialize.implement import Cause, Params, Support, TiledImplement, present, register
+from sparta.specialize.implement import Cause, Params, Support, TiledImplement, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cpu_packed import PackedLinear
 from sparta.specialize.matmul.spec import DenseMatmulKernel, MatmulKernel, Product
@@ -89,7 +89,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 masked_input.register_autograd(_backward, setup_context=_setup_context)
 
 
-@register
 class CpuMaskedInput(TiledImplement):
     """The hand-written C++ kernels for sparse weights, with the roles of input and weight exchanged."""
 

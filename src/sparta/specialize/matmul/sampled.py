@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparta.common.tuning import TunableItemCfg
-from sparta.specialize.implement import Cause, Implement, Params, Support, present, register
+from sparta.specialize.implement import Cause, Implement, Params, Support, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.matmul.spec import DenseMatmulKernel, MatmulKernel, Product
 
@@ -133,7 +133,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 masked_output.register_autograd(_backward, setup_context=_setup_context)
 
 
-@register
 class SampledMatmul(Implement):
     """Only the kept elements or blocks of a product, in plain PyTorch on the CPU."""
 

@@ -23,7 +23,7 @@ from sparta.errors import ShapeError, message
 from sparta.specialize.blocks.batches import Batches, broadcast
 from sparta.specialize.blocks.block_rows import tile_candidates, tile_guess
 from sparta.specialize.blocks.tiled_matrix import TiledMatrix, block_places, to_values, to_whole
-from sparta.specialize.implement import Cause, Implement, Kernel, Params, Support, present, register
+from sparta.specialize.implement import Cause, Implement, Kernel, Params, Support, present
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.tesa.attribute import TeSA
 
@@ -140,7 +140,6 @@ class DenseMatmulKernel(MatmulKernel):
         return to_values(C, packed[1], product.block) if product.compressed else C
 
 
-@register
 class DenseMatmul(Implement):
     """``torch.matmul`` of the masked matrices."""
 
@@ -217,7 +216,6 @@ def _times(x: Tensor, y: Tensor) -> Tensor:
     return taller.reshape(rows, shared, height, y.shape[-1]).transpose(0, 1)
 
 
-@register
 class BlocksMatmul(Implement):
     """Batched products over the kept tiles, in plain PyTorch, on any device."""
 

@@ -18,7 +18,7 @@ from sparta.errors import ValueRangeError, message
 from sparta.specialize.blocks.sparse_plan import ProductTile
 from sparta.specialize.blocks.tile_lists import tile_lists
 from sparta.specialize.cuda.device import need_triton, on_cuda, triton_here
-from sparta.specialize.implement import Cause, Params, Support, TiledImplement, present, register
+from sparta.specialize.implement import Cause, Params, Support, TiledImplement, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.matmul.op import FLIPPED, TURNED, sampled_product, sparse_product
 from sparta.specialize.matmul.spec import MatmulKernel, Product
@@ -102,7 +102,6 @@ class _ProductKernel(MatmulKernel):
         return _flat(stored, lead, 1 if self._product.compressed else 2)
 
 
-@register
 class TritonBlockMatmul(TiledImplement):
     """Triton kernels on kept tiles of 16×16 to 128×128: one of A, B and C sparse, whole or compressed."""
 

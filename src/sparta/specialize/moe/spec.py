@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparta.specialize.blocks.block_moves import gather
-from sparta.specialize.implement import Cause, Implement, Kernel, Params, Support, present, register
+from sparta.specialize.implement import Cause, Implement, Kernel, Params, Support, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.tesa.attribute import TeSA
 
@@ -79,7 +79,6 @@ class DenseMoEKernel(MoEKernel):
         return functools.reduce(torch.add, parts)
 
 
-@register
 class DenseMoE(Implement):
     """Every expert on every token, masked."""
 
@@ -116,7 +115,6 @@ class _SortedKernel(MoEKernel):
         return total.to(answers.dtype)
 
 
-@register
 class SortedMoE(Implement):
     """Tokens sorted by expert, in plain PyTorch, on any device."""
 

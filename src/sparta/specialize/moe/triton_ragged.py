@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparta.errors import ValueRangeError, message
 from sparta.specialize.cuda.device import bulk_copies, need_triton, on_cuda, triton_here
-from sparta.specialize.implement import Cause, Params, Support, TiledImplement, present, register
+from sparta.specialize.implement import Cause, Params, Support, TiledImplement, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.moe.op import ragged_forward, ragged_linear
 from sparta.specialize.moe.spec import MoEKernel
@@ -53,7 +53,6 @@ def _biases(given: Sequence[Tensor | None], weight: Tensor) -> list[Tensor]:
     return [zero if bias is None else bias.contiguous() for bias in given]
 
 
-@register
 class TritonRagged(TiledImplement):
     """One Triton kernel for the products of all experts, any number of tokens each, with gradients."""
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from sparta.common.tuning import TunableItemCfg
 from sparta.specialize.attention.spec import repeat_heads
-from sparta.specialize.implement import Implement, Kernel, Params, Support, present, register
+from sparta.specialize.implement import Implement, Kernel, Params, Support, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.tesa.attribute import TeSA
 
@@ -76,7 +76,6 @@ class DenseSeqlenKernel(SeqlenAttentionKernel):
         return _attend(q, repeat_heads(q, k), repeat_heads(q, v), lengths)
 
 
-@register
 class DenseSeqlenAttention(Implement):
     """``torch.nn.functional.scaled_dot_product_attention`` with a mask of the padding."""
 
@@ -127,7 +126,6 @@ def _group(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
     return _attend(q, k, v, lengths)
 
 
-@register
 class LengthsSeqlenAttention(Implement):
     """Attention by groups of alike length, in plain PyTorch, on any device."""
 

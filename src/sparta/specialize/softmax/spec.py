@@ -19,7 +19,7 @@ from sparta.errors import ShapeError, message
 from sparta.specialize.blocks.batches import Batches, broadcast
 from sparta.specialize.blocks.block_rows import tile_candidates, tile_guess
 from sparta.specialize.blocks.tiled_matrix import TiledMatrix, block_places, to_values, to_whole
-from sparta.specialize.implement import Cause, Implement, Kernel, Params, Support, present, register
+from sparta.specialize.implement import Cause, Implement, Kernel, Params, Support, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.tesa.attribute import TeSA
 
@@ -110,7 +110,6 @@ class DenseSoftmaxKernel(SoftmaxKernel):
         return to_values(y, packed[1], self._block) if self._compressed else y
 
 
-@register
 class DenseSoftmax(Implement):
     """``torch.softmax`` with -inf where pruned."""
 
@@ -154,7 +153,6 @@ class _BlocksKernel(SoftmaxKernel):
         )
 
 
-@register
 class BlocksSoftmax(Implement):
     """Softmax over the kept tiles, in plain PyTorch, on any device."""
 

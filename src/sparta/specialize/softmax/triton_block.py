@@ -14,7 +14,7 @@ from torch import Tensor
 from sparta.specialize.blocks.sparse_plan import SoftmaxTile
 from sparta.specialize.blocks.tile_lists import tile_lists
 from sparta.specialize.cuda.device import need_triton
-from sparta.specialize.implement import Params, Support, TiledImplement, present, register
+from sparta.specialize.implement import Params, Support, TiledImplement, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.matmul.triton_block import GroupTable, covered, tiles_pay
 from sparta.specialize.softmax.op import tile_softmax
@@ -54,7 +54,6 @@ class _SoftmaxKernel(SoftmaxKernel):
         return y.reshape(*lead, *stored)
 
 
-@register
 class TritonBlockSoftmax(TiledImplement):
     """Softmax in Triton over the tiles that a mask keeps, with gradients; whole or compressed."""
 

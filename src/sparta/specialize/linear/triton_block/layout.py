@@ -131,7 +131,7 @@ class BlockLayout:
             schedule=schedule.to(torch.int32),
             tile_row=tile_row,
             tile_column=tile_column,
-            live=self._live(tile_row, tile_column, filled, self._inside(row, column)),
+            live=self._live(tile_row, tile_column, filled, self.inside(row, column)),
         )
 
     def _live(self, tile_row: Tensor, tile_column: Tensor, filled: Tensor, inside: int) -> Tensor | None:
@@ -144,7 +144,7 @@ class BlockLayout:
             live = self._tiles(self.weight.mask().cpu())[tile_row, tile_column] & filled[:, None, None]
         return torch.unflatten(live, 0, (-1, self.tile.blocks)).transpose(1, 2).flatten(2).contiguous()
 
-    def _inside(self, row: Tensor, column: Tensor) -> int:
+    def inside(self, row: Tensor, column: Tensor) -> int:
         """Return how many elements of the weight lie in kept blocks; edge blocks reach beyond it."""
         (n, k), tile = self.weight.shape, self.tile
         high = (n - row * tile.height).clamp(max=tile.height)
