@@ -121,7 +121,9 @@ def linear_backward(grad: Tensor, x: Tensor, weight: Tensor, handle: int) -> tup
     if weight.requires_grad:
         state.forget()
     mask = state.mask(weight.device)
-    grad_weight = torch.where(mask, grad.t() @ x, torch.zeros((), dtype=grad.dtype, device=grad.device))
+    grad_weight = state.forward.weight_gradient(grad, x, mask)
+    if grad_weight is None:
+        grad_weight = torch.where(mask, grad.t() @ x, torch.zeros((), dtype=grad.dtype, device=grad.device))
     if state.backward is None:
         return grad @ state.weight.apply(weight), grad_weight
     return state.backward.run(state.backward.pack(weight.t()), grad.contiguous(), None, None), grad_weight

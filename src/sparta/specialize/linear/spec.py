@@ -31,6 +31,14 @@ class LinearKernel(Kernel):
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         """Return (M, N) for the inputs x (M, K), bias (N,) or None, residual (M, N) or None."""
 
+    def weight_gradient(self, grad: Tensor, x: Tensor, mask: Tensor) -> Tensor | None:
+        """Return the gradient (N, K) of the weight for grad (M, N) and x (M, K), exactly 0 where `mask` is False.
+
+        None, as here, where the kernel has no better way than the dense product.
+        """
+        del grad, x, mask
+        return None
+
 
 def linear_spec(
     weight: TeSA, rows: int, dtype: torch.dtype, *, epilogue: Epilogue | None = None, device: str = "cpu"

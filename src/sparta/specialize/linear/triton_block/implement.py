@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from sparta.specialize.cuda.device import bulk_copies, need_triton, on_cuda, triton_here
-from sparta.specialize.implement import Cause, Params, Support, TiledImplement, register
+from sparta.specialize.implement import Cause, Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import LinearKernel
 from sparta.specialize.linear.triton_block.candidates import candidates, coverage
@@ -18,6 +18,7 @@ __all__ = ["TritonBlock"]
 
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 _MOST_COVERED = 0.7  # above it no tile was ever faster than dense
+_MOST_OF_A_GRADIENT = 0.5  # above it the dense product is as fast
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
@@ -27,22 +28,27 @@ class _BlockKernel(LinearKernel):
     def __init__(self, spec: KernelSpec, tile: BlockTile) -> None:
         need_triton()
         from sparta.specialize.linear.triton_block.launch import BlockLinearLauncher
+        from sparta.specialize.linear.triton_block.training import BlockGradient, BlockPacker
 
         n, k = spec["weight"].shape
         self._layout = BlockLayout(spec["weight"], tile)
+        self._pack = BlockPacker(self._layout)
+        self._gradient = BlockGradient(self._layout)
         self._launch = BlockLinearLauncher((n, k), tile, spec.epilogue.activation, whole=self._layout.whole)
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         index = self._layout.index(operand.device)
-        return self._layout.values(operand), index.columns, index.schedule
+        return self._pack(operand), index.columns, index.schedule
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         x, bias, residual = inputs
         assert x is not None  # noqa: S101 - the operation's convention
         return self._launch(packed, x, bias, residual)
 
+    def weight_gradient(self, grad: Tensor, x: Tensor, mask: Tensor) -> Tensor | None:
+        return self._gradient(grad, x, mask) if self._gradient.density <= _MOST_OF_A_GRADIENT else None
 
-@register
+
 class TritonBlock(TiledImplement):
     """Triton kernels on kept blocks of 16×16 to 128×128, for any mask that such blocks cover well."""
 

@@ -1,0 +1,86 @@
+"""Starting any Triton kernel with little work on the host: a compiled kernel is looked up by what Triton compiles for.
+
+Triton's own call looks at every argument and binds it by name, which takes longer than to start the kernel. A
+:class:`Launcher` keeps compiled kernels by dtype and alignment of tensors, by the few facts of numbers that count, and
+by constants, and has the driver start them. This module imports nothing of Triton itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparta.specialize.cuda.direct import DirectKernel, direct_kernel
+from sparta.specialize.cuda.nvrtc import current_device, raw_stream
+
+__all__ = ["Launcher"]
+
+_MOST_KERNELS = 256
+
+
+class Launcher:
+    """Starts one Triton function on one-dimensional grids.
+
+    Parameters
+    ----------
+    function
+        Decorated by ``triton.jit``; all its parameters are given by position.
+    interpreted
+        Whether Triton's interpreter runs it.
+    """
+
+    def __init__(self, function: Any, *, interpreted: bool) -> None:
+        self._function, self._interpreted = function, interpreted
+        self._direct: dict[tuple[Any, ...], DirectKernel] = {}
+        self._constants = None if interpreted else [bool(each.is_constexpr) for each in function.params]
+
+    def __call__(
+        self, programs: int, arguments: Sequence[Any], device: torch.device, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Start `programs` programs.
+
+        Parameters
+        ----------
+        arguments
+            Tensors, None, numbers and constants in the function's order.
+        options
+            For Triton's compiler, such as ``num_warps``.
+        """
+        if self._constants is None:
+            self._function[(programs,)](*arguments)
+            return
+        if device.index != current_device():
+            with torch.cuda.device(device):
+                self(programs, arguments, device, options)
+            return
+        chosen = dict(options or {})
+        facts = [_fact(value, constant) for value, constant in zip(arguments, self._constants, strict=True)]
+        key = (device, *facts, *chosen.items())
+        kernel = self._direct.get(key)
+        if kernel is not None:
+            kernel.start(programs, [_number(value) for value in arguments], raw_stream(device))
+            return
+        compiled = self._function[(programs,)](*arguments, **chosen)
+        made = direct_kernel(
+            compiled, torch.float32
+        )  # the dtype is that of tensor descriptors, of which there are none
+        if made is not None:
+            if len(self._direct) >= _MOST_KERNELS:
+                self._direct.clear()
+            self._direct[key] = made
+
+
+def _fact(value: Any, constant: bool) -> Any:  # noqa: FBT001 - a pair of a zip
+    """Return all that Triton compiles for of an argument."""
+    if constant or value is None:
+        return value
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    return value == 1, value % 16 == 0, value.bit_length() > 31
+
+
+def _number(value: Any) -> Any:
+    return value.data_ptr() if isinstance(value, Tensor) else value
