@@ -8,9 +8,11 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # already, GPU_PYTHON=python3 makes no environment.
 GPU_PYTHON ?= $(BIN)/python
 GPU_WORKERS ?= 6
+# How long `make soak` serves.
+SECONDS ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint docs bench fuzz sanitize format clean
+.PHONY: help demo test test-gpu lint docs bench fuzz soak sanitize format clean
 
 help:
 	@echo "make demo    run the whole job on real data: train, sparsify, compile, save, load, measure"
@@ -20,6 +22,7 @@ help:
 	@echo "make docs    build the documentation into docs/_build"
 	@echo "make bench   measure; results go to benchmarks/results"
 	@echo "make fuzz    read 20,000 damaged files of every kind and print what came of them"
+	@echo "make soak    serve a model from eight threads for SECONDS=60 and compare every answer"
 	@echo "make sanitize  run the tests of the C++ kernels under the address and undefined-behaviour sanitizers"
 	@echo "make format  rewrite the code in the house format"
 	@echo "make clean   remove everything that the targets made"
@@ -62,6 +65,9 @@ bench: $(READY)
 
 fuzz: $(READY)
 	$(TEST_ENV) $(BIN)/python tests/fuzz/run.py --count 20000
+
+soak: $(READY)
+	$(TEST_ENV) $(BIN)/python tests/soak/run.py --seconds $(SECONDS)
 
 sanitize: $(READY)
 	$(TEST_ENV) $(BIN)/python tests/sanitize.py --numprocesses 2
