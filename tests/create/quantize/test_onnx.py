@@ -36,6 +36,8 @@ def test_the_runtime_agrees_within_a_quantum(name, scheme, tmp_path):
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
+    # Fused integer kernels saturate on processors without VNNI; what the file says is the same on all.
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", options, providers=["CPUExecutionProvider"])
     found = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})[0]
     last = list(quantize.export(model).activations.values())[-1].scale

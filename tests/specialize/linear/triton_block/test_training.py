@@ -1,4 +1,4 @@
-"""Packing and the gradient of kept blocks, under Triton's interpreter: what the dense computation gives, for any shape."""
+"""Packing and the gradient of kept blocks, under Triton's interpreter, against the dense computation."""
 
 import pytest
 import torch
