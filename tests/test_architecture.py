@@ -11,7 +11,7 @@ import sparta
 
 SOURCE = Path(sparta.__file__).parent
 # Knows nothing above itself; everyone may use it.
-GROUND = {"aten", "batch_norms", "errors", "files", "modules", "tables", "version"}
+GROUND = {"aten", "batch_norms", "errors", "files", "modules", "spelling", "tables", "version"}
 
 MAY_USE = {
     "tesa": set(),

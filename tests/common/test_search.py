@@ -372,11 +372,18 @@ def test_a_study_on_disk_is_resumed(algo, tmp_path):
     assert second.reasons == {"no": 1}
 
 
-def test_progress_gets_each_trial_and_the_best_so_far():
+def test_progress_gets_a_step_for_each_trial():
     seen = []
-    result = search(LINE, lambda p: abs(p["x"] - 2), algo="grid", progress=lambda *args: seen.append(args))
-    assert [trial for trial, _ in seen] == list(result.trials)
-    assert [best.params["x"] for _, best in seen] == [0, 1, 2, 2, 2, 2, 2, 2, 2, 2]
+    result = search(LINE, lambda p: abs(p["x"] - 2), algo="grid", progress=seen.append)
+    assert [step.outcome for step in seen] == list(result.trials)
+    assert [step.name for step in seen][::9] == ["trial 1/10", "trial 10/10"]
+    assert str(seen[0]) == "trial 1/10: 2 with x=0"
+
+
+def test_the_best_so_far_is_shown(capsys):
+    search(LINE, lambda p: abs(p["x"] - 2), algo="grid", progress=True)
+    best = [line.rpartition("=")[2] for line in capsys.readouterr().err.splitlines()]
+    assert best == list("0122222222")
 
 
 def outcomes(sample):

@@ -12,7 +12,7 @@ X = torch.randn(8, 8)
 
 
 def built(module, *inputs):
-    module.build({"_name": "dense"}, inputs)
+    module.build(inputs, {"_name": "dense"})
     return module.eval()
 
 
@@ -52,7 +52,7 @@ def test_odd_sample_inputs_are_named(name, odd, wrapped):
         pytest.skip("a list holds several sample inputs")
     given = [odd] * COUNTS.get(name, 1)
     module = MODULES[name]()
-    for call in (module.tune, lambda inputs: module.build(None, inputs), module.get_search_space):
+    for call in (module.tune, lambda inputs: module.build(inputs, None), module.get_search_space):
         with pytest.raises(SpartaError, match="allowed"):
             call(tuple(given) if wrapped else odd)
 
@@ -67,4 +67,4 @@ def test_odd_lengths_are_named(lengths):
 @pytest.mark.parametrize("config", ["dense", {"_name": "nothing"}, {}, ["dense"]])
 def test_odd_configs_are_named(config):
     with pytest.raises(SpartaError, match="config"):
-        MODULES["linear"]().build(config, X)
+        MODULES["linear"]().build(X, config)

@@ -31,7 +31,7 @@ def made(which, mask=None, *, tile=(16, 16), bias=True, lead=()):
     layer = SparseLinear(nn.Linear(K, N, bias=bias), **{which: mask})
     x = torch.randn(*lead, M, K)
     if tile is not None:
-        layer.build(cpu_config(layer, x) if tile == "cpu" else {"_name": "blocks", "tile": tile}, x)
+        layer.build(x, cpu_config(layer, x) if tile == "cpu" else {"_name": "blocks", "tile": tile})
     return layer, mask
 
 
@@ -82,7 +82,7 @@ def test_any_mask_and_number_of_rows(which, rows, density, batch, seed):
     layer = SparseLinear(nn.Linear(K, N), **{which: mask})
     x = torch.randn(*batch, rows, K, generator=generator)
     ways = list(layer.get_search_space(x).samples())
-    layer.build(ways[seed % len(ways)], x)
+    layer.build(x, ways[seed % len(ways)])
     check(layer(x), linear_reference(x, layer.weight, layer.bias, **{which: mask}), reduction=K)
     if which == "output_mask":
         assert bool((layer(x)[..., ~mask] == 0).all())
@@ -122,7 +122,7 @@ def test_a_sampled_product_is_the_masked_one(block, density, lead, bias, dtype, 
     forms = [s for s in layer.get_search_space(x).samples() if s["_name"] == "sampled"]
     assert forms or mask.float().mean() > 0.2
     for form in forms:
-        layer.build(form, x)
+        layer.build(x, form)
         y, found = gradients(layer, x)
         check(y, truth, reduction=K)
         for mine, theirs in zip(found[1:], wanted[1:], strict=True):
@@ -205,7 +205,7 @@ def test_short_dtypes_on_the_cpu_kernels(dtype):
     mask = block_mask((M, K), (4, 4), 0.7, seed=2)
     layer = SparseLinear(nn.Linear(K, N, dtype=dtype), input_mask=mask)
     x = torch.randn(M, K, dtype=dtype)
-    layer.build(cpu_config(layer, x), x)
+    layer.build(x, cpu_config(layer, x))
     assert layer(x).dtype == dtype
     check(layer(x), linear_reference(x, layer.weight, layer.bias, input_mask=mask), reduction=K)
 
@@ -214,7 +214,7 @@ def test_a_product_that_was_built_for_one_matrix_takes_a_batch_of_them():
     mask = block_mask((M, K), (4, 4), 0.7, seed=2)
     product = SparseBatchMatMul(A_mask=mask, transpose_B=True, compressed=False)
     x, weight = torch.randn(2, M, K), torch.randn(2, N, K)
-    product.build(cpu_config(product, (x, weight[0])), (x, weight[0]))
+    product.build((x, weight[0]), cpu_config(product, (x, weight[0])))
     for other in (weight[0], weight):
         check(product(x, other), matmul_reference(x, other, A_mask=mask, transpose_B=True), reduction=K)
 

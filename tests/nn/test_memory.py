@@ -42,7 +42,7 @@ def test_memory_is_counted_once():
 
 def run(layer, name, x):
     config = next(sample for sample in layer.get_search_space(x).samples() if sample["_name"] == name)
-    layer.eval().build(config, x)
+    layer.eval().build(x, config)
     with torch.no_grad():
         return layer(x), layer(x)
 

@@ -48,7 +48,7 @@ def tensors(batch=4, size=21, *, heads=4, kv_heads=4, width=8):
 def test_result_and_gradients(config, lengths):
     op, qkv = SeqlenDynamicSparseAttention(global_mode=False), tensors(kv_heads=2)
     if config is not None:
-        op.build(config, (*qkv, torch.tensor(lengths)))
+        op.build((*qkv, torch.tensor(lengths)), config)
     compare(op, *qkv, torch.tensor(lengths))
 
 
@@ -58,13 +58,13 @@ def test_any_lengths(lengths, size, config):
     op, lengths = SeqlenDynamicSparseAttention(global_mode=False), torch.tensor(lengths, dtype=torch.int32)
     qkv = tensors(len(lengths), size, heads=2, kv_heads=2, width=3)
     if config is not None:
-        op.build(config, (*qkv, lengths))
+        op.build((*qkv, lengths), config)
     compare(op, *qkv, lengths)
 
 
 def test_lengths_and_batch_may_change_after_build():
     op = SeqlenDynamicSparseAttention(global_mode=False)
-    op.build(CONFIGS[2], (*tensors(), torch.tensor([21, 3, 0, 14])))
+    op.build((*tensors(), torch.tensor([21, 3, 0, 14])), CONFIGS[2])
     compare(op, *tensors(2, 30), [30, 7])
     assert op.ready
 
@@ -84,7 +84,7 @@ def test_global_lengths_serve_all_modules():
 def test_dtypes_and_strides(dtype):
     q, k, v = torch.randn(3, 4, 21, 2, 8, dtype=dtype).transpose(2, 3)
     op = SeqlenDynamicSparseAttention(global_mode=False)
-    op.build(CONFIGS[2], (q, k, v, torch.tensor([1, 8, 21, 8])))
+    op.build((q, k, v, torch.tensor([1, 8, 21, 8])), CONFIGS[2])
     y = op(q, k, v, [1, 8, 21, 8])
     assert y.dtype == dtype
     expected = attention_reference(q, k, v, seqlens=[1, 8, 21, 8])
@@ -125,7 +125,7 @@ QKV = tensors(2, 6)
     [
         (lambda op: op(*QKV), ValueRangeError, "pass seqlens"),
         (lambda op: SeqlenDynamicSparseAttention()(*QKV), ValueRangeError, "set_global_seqlens first"),
-        (lambda op: op(*QKV, [1, 2, 3]), ShapeError, r"\(2,\), one a sequence"),
+        (lambda op: op(*QKV, [1, 2, 3]), ShapeError, r"\(2,\), one per sequence"),
         (lambda op: op(*QKV, [1, 7]), ValueRangeError, "to 7"),
         (lambda op: op(*QKV, [-1, 2]), ValueRangeError, "from -1"),
         (lambda op: op(*QKV, torch.tensor([0.5, 1.0])), ShapeError, "integers"),

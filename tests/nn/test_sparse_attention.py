@@ -48,7 +48,7 @@ def test_result_and_gradients(config, lead, kv_heads):
     q, k, v = (torch.randn(2, heads, N, E) for heads in (4, kv_heads, kv_heads))
     op = SparseAttention(mask)
     if config is not None:
-        op.build(config, (q, k, v))
+        op.build((q, k, v), config)
     compare(op, mask, q, k, v)
 
 
@@ -79,7 +79,7 @@ def test_any_size_and_mask(problem, implement, tile):
     if implement is not None:
         space = [config for config in op.get_search_space(qkv).samples() if config["_name"] == implement]
         if space:
-            op.build(space[tile % len(space)], qkv)
+            op.build(qkv, space[tile % len(space)])
     compare(op, mask, *qkv)
 
 
@@ -90,7 +90,7 @@ def test_what_no_query_sees_never_matters(config):
     q, k, v = (torch.randn(2, N, E) for _ in range(3))
     op = SparseAttention(mask)
     if config is not None:
-        op.build({**config, "tile": (16, 16)} if "tile" in config else config, (q, k, v))
+        op.build((q, k, v), {**config, "tile": (16, 16)} if "tile" in config else config)
     expected = attention_reference(q, k, v, mask)
     q[:, 9], k[:, 5], v[:, 5] = math.nan, math.nan, math.inf
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -110,7 +110,7 @@ def test_causal(config, full):
     q, k, v = (torch.randn(2, 3, N, E) for _ in range(3))
     if config is not None:
         config = {**config, "tile": (16, 16)} if "tile" in config else config
-        op.build(config, (q, k, v))
+        op.build((q, k, v), config)
     check(op(q, k, v), attention_reference(q, k, v, mask, causal=True), reduction=N)
     op.update_mask(mask)
     check(op(q, k, v), attention_reference(q, k, v, mask, causal=True), reduction=N)
@@ -121,7 +121,7 @@ def test_dtypes_and_strides(dtype):
     mask = block_mask((N, N), (8, 8), 0.7, seed=1)
     q, k, v = torch.randn(2, N, 3, 3, E, dtype=dtype).permute(2, 0, 3, 1, 4)
     op = SparseAttention(mask)
-    op.build(CONFIGS[2], (q, k, v))
+    op.build((q, k, v), CONFIGS[2])
     y = op(q, k, v)
     assert y.dtype == dtype
     # half precision rounds the probabilities once more
@@ -131,7 +131,7 @@ def test_dtypes_and_strides(dtype):
 def test_any_batch_after_build():
     mask = block_mask((N, N), (8, 8), 0.7, seed=1)
     op = SparseAttention(mask)
-    op.build(CONFIGS[2], [torch.randn(2, N, E)] * 3)
+    op.build([torch.randn(2, N, E)] * 3, CONFIGS[2])
     for lead in ((), (5,), (0, 2), (2, 2)):
         q, k, v = (torch.randn(*lead, N, 8) for _ in range(3))
         compare(op, mask, q, k, v)
@@ -141,7 +141,7 @@ def test_any_batch_after_build():
 def test_rows_of_many_different_lengths(inner):
     mask = torch.ones(230, 230, dtype=torch.bool).tril()  # 15 rows of tiles, each longer than the last
     op, qkv = SparseAttention(mask), [torch.randn(230, 8) for _ in range(3)]
-    op.build({"_name": "blocks", "tile": (16, 16), "inner": inner}, qkv)
+    op.build(qkv, {"_name": "blocks", "tile": (16, 16), "inner": inner})
     compare(op, mask, *qkv)
 
 
@@ -150,14 +150,14 @@ def test_many_heads_are_computed_in_chunks(monkeypatch):
     mask = block_mask((N, N), (8, 8), 0.7, seed=1)
     op = SparseAttention(mask)
     q, k, v = (torch.randn(2, 3, N, E) for _ in range(3))
-    op.build(CONFIGS[2], (q, k, v))
+    op.build((q, k, v), CONFIGS[2])
     compare(op, mask, q, k, v)
 
 
 def test_masks_change_copy_and_load():
     first, second = block_mask((N, N), (8, 8), 0.7, seed=1), block_mask((N, N), (4, 4), 0.5, seed=2)
     op, qkv = SparseAttention(first), [torch.randn(2, N, E) for _ in range(3)]
-    op.build(CONFIGS[2], qkv)
+    op.build(qkv, CONFIGS[2])
     twin, causal = copy.deepcopy(op), SparseAttention(first, causal=True)
     op.update_mask(second)
     assert not op.ready
@@ -178,7 +178,7 @@ def test_torch_compile_takes_it_whole(config):
     mask = block_mask((N, N), (8, 8), 0.7, seed=1)
     op, qkv = SparseAttention(mask), [torch.randn(2, 2, N, E, requires_grad=True) for _ in range(3)]
     if config is not None:
-        op.build(config, qkv)
+        op.build(qkv, config)
     y = torch.compile(op, fullgraph=True, backend="aot_eager")(*qkv)
     check(y, attention_reference(*qkv, mask), reduction=N)
     y.sum().backward()

@@ -34,7 +34,7 @@ def made(dense, config=None, size=9, density=0.4):
         x = torch.randn(2, dense.in_channels, *[size] * (1 if one_dim else 2))
         if not layer.get_search_space(x).includes(config):
             pytest.skip(f"{config['_name']} is not available here")
-        layer.build(config, (x,))
+        layer.build((x,), config)
     return layer, mask, copy.deepcopy(dense).double()
 
 
@@ -206,8 +206,8 @@ def test_a_subclass_is_not_swapped():
         (lambda: SparseConv2d(nn.Conv2d(2, 2, 1), torch.full((2, 2, 1, 1), 0.5)), ValueRangeError, "0 and 1|neither"),
         (lambda: made(nn.Conv2d(2, 2, 1))[0](torch.randn(3, 3, 3)), ShapeError, "an input of shape"),
         (lambda: made(nn.Conv2d(2, 2, 1))[0](torch.randn(2, 3)), ShapeError, "an input of shape"),
-        (lambda: made(nn.Conv2d(2, 2, 1))[0].tune(torch.randn(3, 3, 3)), ShapeError, "a sample input"),
-        (lambda: made(nn.Conv2d(2, 2, 1))[0].build({"_name": "x"}, torch.randn(2, 3, 3)), ValueRangeError, "space"),
+        (lambda: made(nn.Conv2d(2, 2, 1))[0].tune(torch.randn(3, 3, 3)), ShapeError, "an example input"),
+        (lambda: made(nn.Conv2d(2, 2, 1))[0].build(torch.randn(2, 3, 3), {"_name": "x"}), ValueRangeError, "space"),
     ],
 )
 def test_wrong_inputs_say_what_is_allowed(call, error, text):

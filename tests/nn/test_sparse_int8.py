@@ -67,7 +67,7 @@ def test_every_implement_gives_the_same(name, format):
     config = next((s for s in layer.get_search_space(x).samples() if s["_name"] == name), None)
     if config is None:
         pytest.skip(f"{name} is not available here")
-    layer.build(config, (x,))
+    layer.build((x,), config)
     torch.testing.assert_close(layer(x), before, rtol=1e-6, atol=1e-5)
     assert torch.equal(layer(x), layer(layer.quantize(x)))
     assert torch.equal(layer(x.half()), layer(x.half().float()))
@@ -90,7 +90,7 @@ def test_rows_that_are_too_short_for_the_library_are_filled_up(inputs, format, m
     layer = SparseInt8Linear.from_float(dense, mask, calibration=x, input_format=format)
     before = layer(x)
     monkeypatch.setattr(torch, "_int_mm", wrong_for_short_rows)
-    layer.build({"_name": "dense"}, x)
+    layer.build(x, {"_name": "dense"})
     assert layer.choice.implement == "dense"
     assert torch.equal(layer(x), before)
 
@@ -110,9 +110,9 @@ def test_it_is_tuned_and_built_like_any_other():
 
 def test_state_travels_and_another_mask_or_grid_undoes_what_was_built():
     layer, dense, mask, x = made()
-    layer.build({"_name": "dense"}, (x,))
+    layer.build((x,), {"_name": "dense"})
     other = SparseInt8Linear.from_float(dense, mask, input_scale=1.0)
-    other.build({"_name": "dense"}, (x,))
+    other.build((x,), {"_name": "dense"})
     other.load_state_dict(layer.state_dict())
     assert not other.ready
     assert torch.equal(other(x), layer(x))
@@ -123,7 +123,7 @@ def test_state_travels_and_another_mask_or_grid_undoes_what_was_built():
 def test_new_integers_are_packed_again():
     layer, _, _, x = made(bias=False)
     config = next(s for s in layer.get_search_space(x).samples() if s["_name"] == "dense")
-    layer.build(config, (x,))
+    layer.build((x,), config)
     before = layer(x)
     layer.weight.neg_()
     assert torch.equal(layer(x), -before)
@@ -131,7 +131,7 @@ def test_new_integers_are_packed_again():
 
 def test_torch_compile_takes_it_whole():
     layer, _, _, x = made()
-    layer.build({"_name": "dense"}, (x,))
+    layer.build((x,), {"_name": "dense"})
     fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(fast(x), layer(x))
 
@@ -171,5 +171,5 @@ def test_wrong_inputs_say_what_is_allowed():
         layer(x[:, :5])
     with pytest.raises(ValueRangeError, match=r"torch\.int64"):
         layer(x.long())
-    with pytest.raises(ShapeError, match="a sample input"):
+    with pytest.raises(ShapeError, match="an example input"):
         layer.tune((x[:, :5],))

@@ -25,7 +25,7 @@ def made(mask, config=None, rows=7, *, bias=True):
     if config is not None:
         if not layer.get_search_space(torch.randn(rows, K)).includes(config):
             pytest.skip(f"{config['_name']} is not available here")
-        layer.build(config, (torch.randn(rows, K),))
+        layer.build((torch.randn(rows, K),), config)
     return layer
 
 
@@ -112,7 +112,7 @@ def test_calls_that_repeat_see_all_that_changed_between_them(mask, rows, bias):
     config = next((s for s in layer.get_search_space(x).samples() if s["_name"] == "cpu"), None)
     if config is None:
         pytest.skip("there are no C++ kernels here")
-    layer.build(config, (x,))
+    layer.build((x,), config)
 
     def right(x):
         with torch.no_grad():
@@ -223,7 +223,7 @@ def test_a_whole_model_is_tuned_and_built_from_what_was_tuned(mask):
     x = torch.randn(5, K)
     first, second = model(), model()
     seen = []
-    configs = tune(first, (x,), max_trials=3, backward=True, progress=lambda name, choice: seen.append(name))
+    configs = tune(first, (x,), max_trials=3, backward=True, progress=lambda step: seen.append(step.name))
     assert seen == ["0", "2"]
     build(second, x, configs)
     assert all(layer.ready for layer in (second[0], second[2]))
@@ -252,9 +252,9 @@ def test_backward_kernels_give_the_same_gradients(mask):
         (lambda m: SparseLinear(nn.Linear(K, N), weight_mask=m.t()), ShapeError, "weight_mask of shape"),
         (lambda m: SparseLinear(nn.Linear(K, N), weight_mask=m * 0.5), ValueRangeError, "0 and 1|neither"),
         (lambda m: SparseLinear(nn.Conv1d(1, 1, 1), weight_mask=m), ValueRangeError, "Linear"),
-        (lambda m: made(m).tune(inputs=(torch.randn(3, K + 1),)), ShapeError, "sample input"),
+        (lambda m: made(m).tune(inputs=(torch.randn(3, K + 1),)), ShapeError, "example input"),
         (lambda m: made(m).tune(inputs=(1, 2)), ValueRangeError, "tuple of 1"),
-        (lambda m: made(m).build({"_name": "dense", "x": 1}, torch.randn(3, K)), ValueRangeError, "search space"),
+        (lambda m: made(m).build(torch.randn(3, K), {"_name": "dense", "x": 1}), ValueRangeError, "search space"),
         (lambda m: made(m, CONFIGS[0])(torch.randn(3, K + 1)), ShapeError, "an input of shape"),
     ],
 )

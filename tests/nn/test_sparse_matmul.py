@@ -64,7 +64,7 @@ def built(config, mask, which, inputs, *, compressed, **transposes):
     if config is not None:
         if compressed and which != "C":
             inputs = [op.indexes.convert(x) if name == which else x for name, x in zip("AB", inputs, strict=True)]
-        op.build(config, inputs)
+        op.build(inputs, config)
     return op
 
 
@@ -113,8 +113,20 @@ def test_any_size_and_mask(problem, compressed, implement, tile):
             inputs["AB".index(which)] = op.indexes.convert(inputs["AB".index(which)])
         space = [config for config in op.get_search_space(inputs).samples() if config["_name"] == implement]
         if space:
-            op.build(space[tile % len(space)], inputs)
+            op.build(inputs, space[tile % len(space)])
     run_and_compare(op, mask, which, A, B, **transposes)
+
+
+@pytest.mark.parametrize("which", ["A", "B"])
+def test_compressed_values_without_a_batch_dim_run_by_blocks(which):
+    mask = torch.tensor([[True, False], [True, True]])
+    op = SparseBatchMatMul(**{f"{which}_mask": mask}, compressed=True)
+    matrices = {"A": torch.randn(2, 2), "B": torch.randn(2, 2)}
+    matrices[which] = torch.where(mask, matrices[which], 0.0)
+    given = {**matrices, which: op.indexes.convert(matrices[which])}
+    assert given[which].dim() == 1
+    op.build((given["A"], given["B"]), {"_name": "blocks", "tile": (2, 2)})
+    torch.testing.assert_close(op(given["A"], given["B"]), matrices["A"] @ matrices["B"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -133,7 +145,7 @@ def test_masks_that_differ_by_head_share_one_index():
     op = SparseBatchMatMul(A_mask=mask)
     assert torch.equal(op.indexes.get_mask(), mask.any(0))
     A, B = torch.randn(2, 3, M, K), torch.randn(2, 3, K, N)
-    op.build(BLOCKS, (op.indexes.convert(A), B))
+    op.build((op.indexes.convert(A), B), BLOCKS)
     run_and_compare(op, mask, "A", A, B)
 
 
@@ -162,9 +174,9 @@ def test_values_of_one_product_go_into_the_next():
     mask = block_mask((M, M), (8, 8), 0.6, seed=2)
     scores, out = SparseBatchMatMul(C_mask=mask, transpose_B=True), SparseBatchMatMul(A_mask=mask)
     q, v = torch.randn(2, M, 16), torch.randn(2, M, 8)
-    scores.build(BLOCKS, (q, q))
+    scores.build((q, q), BLOCKS)
     values = scores(q, q)
-    out.build(BLOCKS, (values, v))
+    out.build((values, v), BLOCKS)
     expected = matmul_reference(matmul_reference(q, q, C_mask=mask, transpose_B=True), v)
     check(out(values, v), expected, reduction=16 * M)
 
@@ -181,7 +193,7 @@ def test_gradients_of_gradients():
     mask = block_mask((6, 8), (2, 2), 0.5, seed=0)
     A, B = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((6, 8), (8, 3)))
     op = SparseBatchMatMul(A_mask=mask, compressed=False)
-    op.build({"_name": "blocks", "tile": (6, 8)}, (A, B))
+    op.build((A, B), {"_name": "blocks", "tile": (6, 8)})
     assert torch.autograd.gradgradcheck(op, (A, B))
 
 
@@ -260,7 +272,7 @@ MASK = torch.ones(4, 6, dtype=torch.bool)
         (lambda: made("C")(torch.ones(4, 6), torch.ones(6, 5)), ShapeError, r"into \(4, 6\)"),
         (lambda: made().tune((torch.ones(4, 6),)), ValueRangeError, "tuple of 2"),
         (
-            lambda: made().build({"_name": "blocks", "tile": (3, 3)}, (MASK.float(), MASK.T.float())),
+            lambda: made().build((MASK.float(), MASK.T.float()), {"_name": "blocks", "tile": (3, 3)}),
             ValueRangeError,
             "space",
         ),

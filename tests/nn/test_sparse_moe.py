@@ -21,7 +21,7 @@ NAMES = ["untuned", "dense", "sorted"]
 def layer(config=None, *, experts=EXPERTS, bias=(True,), dtype=torch.float32):
     moe = DynamicSparseMoE([nn.Linear(K, N, bias=bias[i % len(bias)], dtype=dtype) for i in range(experts)])
     if config is not None:
-        moe.build(config, (torch.randn(3, K, dtype=dtype), torch.zeros(3, dtype=torch.int64)))
+        moe.build((torch.randn(3, K, dtype=dtype), torch.zeros(3, dtype=torch.int64)), config)
     return moe
 
 
@@ -107,7 +107,7 @@ def test_experts_keep_their_parameters():
     experts = [nn.Linear(K, N) for _ in range(3)]
     moe = DynamicSparseMoE(experts)
     assert all(mine is given for mine, given in zip(moe.experts, experts, strict=True))
-    moe.build(CONFIGS[2], (torch.randn(3, K), torch.zeros(3, dtype=torch.int64)))
+    moe.build((torch.randn(3, K), torch.zeros(3, dtype=torch.int64)), CONFIGS[2])
     twin = copy.deepcopy(moe)
     with torch.no_grad():
         twin.experts[0].weight.zero_()

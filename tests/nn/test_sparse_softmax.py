@@ -45,7 +45,7 @@ def test_result_and_gradient(config, compressed, lead):
     x = torch.randn(2, 3, H, W).masked_fill(~mask, math.nan)
     op = SparseSoftmax(mask, temperature=math.sqrt(W), compressed=compressed)
     if config is not None:
-        op.build(config, (op.indexes.convert(x) if compressed else x,))
+        op.build((op.indexes.convert(x) if compressed else x,), config)
     compare(op, mask, x, math.sqrt(W))
 
 
@@ -69,7 +69,7 @@ def test_any_size_and_mask(problem, compressed, implement, tile):
         inputs = (op.indexes.convert(x) if compressed else x,)
         space = [config for config in op.get_search_space(inputs).samples() if config["_name"] == implement]
         if space:
-            op.build(space[tile % len(space)], inputs)
+            op.build(inputs, space[tile % len(space)])
     compare(op, mask, x)
 
 
@@ -77,7 +77,7 @@ def test_any_size_and_mask(problem, compressed, implement, tile):
 def test_the_maximum_is_that_of_kept_elements(config):
     mask = block_mask((H, W), (8, 8), 0.5, seed=1)
     op = SparseSoftmax(mask)
-    op.build(config, (torch.zeros(H, W),))
+    op.build((torch.zeros(H, W),), config)
     x = torch.where(mask, torch.randn(H, W) - 2e4, 1e30)  # with the maximum of all, every kept element underflows
     check(op(x), softmax_reference(x, mask), reduction=W)
     x = torch.where(mask, torch.randn(H, W) + 2e4, 0.0)
@@ -87,7 +87,7 @@ def test_the_maximum_is_that_of_kept_elements(config):
 def test_temperature_can_change_after_build():
     mask = block_mask((H, W), (8, 8), 0.7, seed=1)
     op, x = SparseSoftmax(mask), torch.randn(H, W)
-    op.build(BLOCKS, (x,))
+    op.build((x,), BLOCKS)
     op.set_temperature(7.0)
     assert op.ready
     check(op(x), softmax_reference(x, mask, 7.0), reduction=W)
@@ -100,7 +100,7 @@ def test_dtypes_and_strides(dtype):
     mask = block_mask((H, W), (8, 8), 0.7, seed=1)
     x = torch.randn(2, W, H, dtype=dtype).mT
     op = SparseSoftmax(mask)
-    op.build(BLOCKS, (x,))
+    op.build((x,), BLOCKS)
     y = op(x)
     assert y.dtype == dtype
     check(y, softmax_reference(x, mask), reduction=W)
@@ -109,7 +109,7 @@ def test_dtypes_and_strides(dtype):
 def test_masks_change_copy_and_load():
     first, second = block_mask((H, W), (8, 8), 0.7, seed=1), block_mask((H, W), (4, 4), 0.5, seed=2)
     op, x = SparseSoftmax(first), torch.randn(3, H, W)
-    op.build(BLOCKS, (x,))
+    op.build((x,), BLOCKS)
     twin = copy.deepcopy(op)
     op.update_mask(second)
     assert not op.ready
@@ -126,7 +126,7 @@ def test_torch_compile_takes_it_whole(config):
     mask = block_mask((H, W), (8, 8), 0.7, seed=1)
     op, x = SparseSoftmax(mask), torch.randn(2, H, W, requires_grad=True)
     if config is not None:
-        op.build(config, (x,))
+        op.build((x,), config)
     y = torch.compile(op, fullgraph=True, backend="aot_eager")(x)
     check(y, softmax_reference(x, mask), reduction=W)
     y.square().sum().backward()
@@ -154,7 +154,7 @@ MASK = torch.ones(4, 6, dtype=torch.bool)
         (lambda: SparseSoftmax(MASK)(torch.ones(4, 5)), ShapeError, "x has shape"),
         (lambda: SparseSoftmax(MASK, compressed=True)(torch.ones(4, 5)), ShapeError, "compressed values"),
         (lambda: SparseSoftmax(MASK.expand(2, 4, 6))(torch.ones(3, 4, 6)), ShapeError, "leading dims"),
-        (lambda: SparseSoftmax(MASK).build({"_name": "blocks"}, (torch.ones(4, 6),)), ValueRangeError, "space"),
+        (lambda: SparseSoftmax(MASK).build((torch.ones(4, 6),), {"_name": "blocks"}), ValueRangeError, "space"),
     ],
 )
 def test_wrong_inputs_say_what_is_allowed(call, error, text):

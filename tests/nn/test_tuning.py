@@ -55,7 +55,7 @@ def test_false_shows_nothing_even_in_a_terminal(model, capsys, monkeypatch):
 
 
 def test_an_interrupt_between_modules_keeps_what_was_tuned(model):
-    def stop(name, choice):
+    def stop(step):
         raise KeyboardInterrupt
 
     configs = tune(model, X, max_trials=1, progress=stop)
@@ -165,7 +165,7 @@ def test_what_is_built_wrong_is_replaced_with_a_warning(model, monkeypatch):
     run = kernel.run
     monkeypatch.setattr(kernel, "run", lambda self, packed, *inputs: run(self, packed, *inputs) + 1.0)
     with pytest.warns(UserWarning, match="dense is wrong here"):
-        model[0].build({"_name": "dense"}, X)
+        model[0].build(X, {"_name": "dense"})
     assert model[0].choice.implement != "dense"
     expected = nn.functional.linear(X, model[0].weight, model[0].bias)
     torch.testing.assert_close(model[0](X), expected)

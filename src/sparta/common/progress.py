@@ -1,8 +1,7 @@
-"""What a search shows while it runs: a live line in a terminal, plain lines anywhere else.
+"""What is shown while something is measured: a live line in a terminal, plain lines anywhere else.
 
-:func:`progress_view` shows one search, :func:`many_view` a row of them, one for each part of a model. A view of one
-search is a callable that gets each finished trial and the best so far, so any function of these two can stand in for
-the views here.
+Every ``progress=`` of this package takes the same callable, which gets one :class:`Step` at a time: `sparta.compile`
+reports its steps, `sparta.nn.tune` its modules, a search its trials. ``progress=print`` is a view like any other.
 """
 
 from __future__ import annotations
@@ -11,18 +10,49 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sparta.common.result import Trial, shortened
 
-__all__ = ["ManyView", "Progress", "many_view", "progress_view"]
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
 
-Progress = Callable[[Trial, Trial | None], object]
+__all__ = ["ManyView", "Progress", "Step", "many_view", "progress_view"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of something that takes a while.
+
+    Attributes
+    ----------
+    name
+        What is done: a step of the compiler, the name of a module, ``trial 3/40``.
+    outcome
+        What came of it: a :class:`~sparta.specialize.tuning.select.Choice` for a module, a
+        :class:`~sparta.common.result.Trial` for a trial; None where a step begins.
+
+    Examples
+    --------
+    >>> print(Step("verifying against the original"))
+    verifying against the original
+    >>> print(Step("encoder.fc1", "2.1x dense"))
+    encoder.fc1: 2.1x dense
+    """
+
+    name: str
+    outcome: Any = None
+
+    def __str__(self) -> str:
+        return self.name if self.outcome is None else f"{self.name}: {self.outcome}"
+
+
+Progress = Callable[[Step], object]
 
 
 @contextlib.contextmanager
 def progress_view(progress: Progress | Literal[True] | None, total: int | None) -> Iterator[Progress]:
-    """Give the callable that shows each finished trial.
+    """Give the callable that shows the trials of one search.
 
     Parameters
     ----------
@@ -34,121 +64,110 @@ def progress_view(progress: Progress | Literal[True] | None, total: int | None) 
 
     Examples
     --------
-    >>> with progress_view(lambda trial, best: print(trial.value), 1) as show:
-    ...     show(Trial(0, {"tile": 16}, 2.5, "complete"), None)
+    >>> with progress_view(lambda step: print(step.outcome.value), 1) as show:
+    ...     show(Step("trial 1", Trial(0, {"tile": 16}, 2.5, "complete")))
     2.5
     """
     if callable(progress):
         yield progress
     elif not progress:
-        yield lambda _trial, _best: None
+        yield lambda _step: None
     elif sys.stderr.isatty():
-        with _live_line(total) as show:
-            yield show
+        with _bar(total) as (bar, task):
+            say = _saying_the_best()
+            yield lambda step: bar.update(task, completed=step.outcome.number + 1, description=say(step))  # type: ignore[arg-type]
     else:
-        yield lambda trial, best: sys.stderr.write(f"trial {_position(trial, total)}: {_outcome(trial, best)}\n")
+        say = _saying_the_best()
+        yield lambda step: sys.stderr.write(f"{step.name}: {say(step)}\n")
 
 
 @dataclass(frozen=True)
 class ManyView:
-    """What shows a row of searches.
+    """What shows several searches, one for each part of a model.
 
     Attributes
     ----------
     trials
         Given the name of the part whose search begins, returns what shows its trials; None where nothing does.
     done
-        Called with the name of a part and what came of it.
+        Called with the step of a part: its name, and what came of it.
     """
 
     trials: Callable[[str], Progress | None]
-    done: Callable[[str, object], object]
+    done: Progress
 
 
 @contextlib.contextmanager
-def many_view(progress: Callable[[str, object], object] | bool | None, total: int) -> Iterator[ManyView]:  # noqa: FBT001
-    """Give what shows a row of searches.
+def many_view(progress: Progress | bool | None, total: int) -> Iterator[ManyView]:  # noqa: FBT001
+    """Give what shows several searches.
 
     Parameters
     ----------
     progress
-        A callable that gets the name of each part and what came of it; True for a live view if stderr is a terminal
-        and plain lines if not; None for a live view in a terminal only; False for nothing.
+        A callable that gets the step of each part; True for a live view if stderr is a terminal and plain lines if
+        not; None for a live view in a terminal only; False for nothing.
     total
         How many parts there are.
 
     Examples
     --------
     >>> with many_view(print, 1) as view:
-    ...     view.done("fc", "2.1x dense")
-    fc 2.1x dense
+    ...     view.done(Step("fc", "2.1x dense"))
+    fc: 2.1x dense
     """
     if callable(progress):
         yield ManyView(lambda _name: None, progress)
     elif progress is not False and sys.stderr.isatty():
-        with _live_parts(total) as view:
-            yield view
+        with _bar(total) as (bar, task):
+            yield _live_parts(bar, task)
     elif progress:
         finished: list[str] = []
 
-        def line(name: str, outcome: object) -> None:
-            finished.append(name)
-            sys.stderr.write(f"{len(finished)}/{total} {name or 'model'}: {outcome}\n")
+        def line(step: Step) -> None:
+            finished.append(step.name)
+            sys.stderr.write(f"{len(finished)}/{total} {step}\n")
 
         yield ManyView(lambda _name: None, line)
     else:
-        yield ManyView(lambda _name: None, lambda _name, _outcome: None)
+        yield ManyView(lambda _name: None, lambda _step: None)
+
+
+def _live_parts(bar: RichProgress, task: Any) -> ManyView:
+    def trials(name: str) -> Progress:
+        part = name or "model"
+        bar.update(task, description=part)
+        say = _saying_the_best()
+        return lambda step: bar.update(task, description=f"{part}, {step.name}: {say(step)}")
+
+    def done(step: Step) -> None:
+        bar.update(task, advance=1)
+        bar.console.print(str(step), markup=False, highlight=False)
+
+    return ManyView(trials, done)
 
 
 @contextlib.contextmanager
-def _live_parts(total: int) -> Iterator[ManyView]:
+def _bar(total: int | None) -> Iterator[tuple[RichProgress, Any]]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as RichProgress
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     text = TextColumn("{task.description}", markup=False)
     columns = (TextColumn("tuning"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), text)
-    with RichProgress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
-
-        def trials(name: str) -> Progress:
-            part = name or "model"
-            bar.update(task, description=part)
-            return lambda trial, best: bar.update(
-                task, description=f"{part}, trial {trial.number + 1}: {_outcome(trial, best)}"
-            )
-
-        def done(name: str, outcome: object) -> None:
-            bar.update(task, advance=1)
-            bar.console.print(f"{name or 'model'}: {outcome}", markup=False, highlight=False)
-
-        yield ManyView(trials, done)
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        yield bar, bar.add_task("", total=total)
 
 
-@contextlib.contextmanager
-def _live_line(total: int | None) -> Iterator[Progress]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as RichProgress
+def _saying_the_best() -> Callable[[Step], str]:
+    """Return what gives one line about a trial and the best of all that it was called for."""
+    best: list[Trial] = []
 
-    text = TextColumn("{task.description}", markup=False)
-    columns = (TextColumn("tuning"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), text)
-    with RichProgress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
+    def say(step: Step) -> str:
+        trial: Trial = step.outcome
+        if trial.value is not None and (not best or trial.value < (best[0].value or 0.0)):
+            best[:] = [trial]
+        what = f"{trial.value:.4g}" if trial.value is not None else f"{trial.state} ({shortened(trial.reason, 60)})"
+        if not best:
+            return f"{what}, nothing works so far"
+        return f"{what}, best {best[0].value:.4g} with {shortened(best[0].params_text, 60)}"
 
-        def show(trial: Trial, best: Trial | None) -> None:
-            bar.update(task, completed=trial.number + 1, description=_outcome(trial, best))
-
-        yield show
-
-
-def _position(trial: Trial, total: int | None) -> str:
-    return f"{trial.number + 1}" if total is None else f"{trial.number + 1}/{total}"
-
-
-def _outcome(trial: Trial, best: Trial | None) -> str:
-    """Return one line about a trial and the best so far."""
-    what = f"{trial.value:.4g}" if trial.value is not None else f"{trial.state} ({shortened(trial.reason, 60)})"
-    if best is None or best.value is None:
-        return f"{what}, nothing works so far"
-    return f"{what}, best {best.value:.4g} with {shortened(best.params_text, 60)}"
+    return say

@@ -74,6 +74,10 @@ class Trial:
         """The sample on one line, such as ``block tile=16``."""
         return _params_text(self.params)
 
+    def __str__(self) -> str:
+        what = f"{self.value:.4g}" if self.value is not None else f"{self.state} ({shortened(self.reason, 60)})"
+        return f"{what} with {self.params_text}"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the trial as JSON-able data."""
         return {

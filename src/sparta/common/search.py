@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparta.common.ledger import Ticket
-from sparta.common.progress import Progress, progress_view
+from sparta.common.progress import Progress, Step, progress_view
 from sparta.common.result import NoMoreTrial, PrunedTrial, Trial, TrialState, TuningResult
 from sparta.common.space import Sample, Space, normalize
 from sparta.common.tuner import Tuner
@@ -72,8 +72,8 @@ def search(  # noqa: PLR0913 - one call says all there is to say about a search
         is there is continued. In memory by default. Processes of one machine share a journal file best (SQLite locks
         no rows, so they would repeat some of each other's trials), machines a server's database.
     progress
-        A callable that gets each finished :class:`~sparta.common.result.Trial` and the best so far; True for a view on
-        stderr.
+        A callable that gets a :class:`~sparta.common.progress.Step` for each finished
+        :class:`~sparta.common.result.Trial`; True for a view on stderr.
     initial
         Samples to try first, such as the best of an earlier search.
     prepare
@@ -105,7 +105,8 @@ def search(  # noqa: PLR0913 - one call says all there is to say about a search
             raise ValueRangeError(message(given, "max_trials, max_seconds or both"))
         first = [normalize(tuner.space, sample) for sample in initial]
         limits = [limit for limit in (max_trials, tuner.size) if limit is not None]
-        show = stack.enter_context(progress_view(progress, min(limits, default=None)))
+        total = min(limits, default=None)
+        show = stack.enter_context(progress_view(progress, total))
         deadline = math.inf if max_seconds is None else perf_counter() + max_seconds
         try:
             while not tuner.trials or perf_counter() < deadline:
@@ -116,7 +117,8 @@ def search(  # noqa: PLR0913 - one call says all there is to say about a search
                 for ticket, prepared in zip(tickets, _prepare_all(prepare, tickets), strict=True):
                     if perf_counter() >= deadline and tuner.best is not None:
                         break
-                    show(_measure(tuner, ticket, objective, prepared), tuner.best)
+                    trial = _measure(tuner, ticket, objective, prepared)
+                    show(Step(f"trial {trial.number + 1}" + ("" if total is None else f"/{total}"), trial))
         except KeyboardInterrupt:
             return TuningResult(tuner.trials, interrupted=True)
         return TuningResult(tuner.trials)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from sparta.common.progress import Progress
 from sparta.compiler.choose.calls import with_operators
 from sparta.compiler.choose.decisions import Decision, model_key, recall, remember
 from sparta.compiler.choose.end_to_end import Contest
@@ -36,7 +37,7 @@ from sparta.compiler.plan import EndToEnd, LayerPlan, Plan
 from sparta.compiler.report import Report, Totals
 from sparta.compiler.run.compiled_model import CompiledModel, tensor_bytes
 from sparta.compiler.run.kernel_module import KernelModule
-from sparta.compiler.session import Session, Show, Tune, shown
+from sparta.compiler.session import Session, Tune, shown
 from sparta.compiler.verify import Certificate, relative_error, verify, wrong_kernels
 from sparta.errors import CheckError, SpartaError, ValueRangeError, message
 from sparta.measure.untouched import Trace, untouched
@@ -45,6 +46,7 @@ from sparta.propagation.capture import call_arguments
 from sparta.propagation.compact import masked_tensors
 from sparta.propagation.result import PropagationResult
 from sparta.specialize.tuning.store import device_name
+from sparta.spelling import also
 from sparta.tesa.spec import Spec
 from sparta.version import __version__
 
@@ -53,12 +55,13 @@ __all__ = ["compile_model"]
 _CALLS_TO_VERIFY = 6  # the original and the compiled model, each on three inputs
 
 
+@also(inputs="example_inputs", sample_inputs="example_inputs", dummy_input="example_inputs", target="device")
 def compile_model(  # noqa: PLR0913 - one call says all there is to say about a compilation
     model: nn.Module,
     example_inputs: Any,
     spec: Spec | None = None,
     *,
-    target: str | torch.device | None = None,
+    device: str | torch.device | None = None,
     tune: Tune = "quick",
     dynamic_shapes: Any = None,
     dtype: torch.dtype | None = None,
@@ -68,7 +71,7 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     activations: Mapping[str, Any] | None = None,
     inductor: bool | None = None,
     cuda_graphs: bool = True,
-    progress: Show | bool | None = None,
+    progress: Progress | bool | None = None,
 ) -> CompiledModel:
     """Return a model that computes what the masked dense model computes, as fast as measurement can make it.
 
@@ -80,7 +83,7 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
         A tensor, a tuple of positional arguments, or a dict of keyword arguments, of the sizes it will be used with.
     spec
         What is pruned; None reads the zeros that are in the weights.
-    target
+    device
         The device to compile for; None stays where the model is.
     tune
         ``"quick"`` times a few candidates a layer, ``"full"`` many, and `torch.compile` as a host for the rest;
@@ -106,7 +109,8 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
         Whether CUDA graphs compete on CUDA, for models whose sizes are all fixed. A model that is replayed copies its
         inputs in and its results out, and holds the memory of its activations.
     progress
-        A callable that gets lines about what is being tried; True for stderr; None for stderr if it is a terminal.
+        A callable that gets a :class:`~sparta.common.progress.Step` for each thing that is tried; True for lines on
+        stderr; None for stderr if it is a terminal.
 
     Examples
     --------
@@ -122,7 +126,7 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     competes = inductor if inductor is not None else (tune == "full" or given is not model)
     if not isinstance(given, nn.Module):
         raise ValueRangeError(message(f"a {type(given).__name__}", "a torch.nn.Module"))
-    given, (example_inputs, *more_inputs) = _moved(given, [example_inputs, *more_inputs], target, dtype)
+    given, (example_inputs, *more_inputs) = _moved(given, [example_inputs, *more_inputs], device, dtype)
     with untouched(given, (example_inputs, more_inputs)) as trace, _evaluating(given):
         _check_stateless(given, example_inputs, trace)
         job = _Job.started(
@@ -407,10 +411,10 @@ def _provenance(job: _Job) -> dict[str, Any]:
 
 
 def _moved(
-    model: nn.Module, inputs: Sequence[Any], target: str | torch.device | None, dtype: torch.dtype | None
+    model: nn.Module, inputs: Sequence[Any], wanted: str | torch.device | None, dtype: torch.dtype | None
 ) -> tuple[nn.Module, list[Any]]:
-    """Return model and inputs on the target device in the dtype; the model itself where nothing changes."""
-    device = None if target is None else _device(target)
+    """Return model and inputs on the device in the dtype; the model itself where nothing changes."""
+    device = None if wanted is None else _device(wanted)
     if dtype is not None and not dtype.is_floating_point:
         raise ValueRangeError(message(f"dtype={dtype}", "a floating-point dtype", "int8 comes from the spec, not here"))
     if device is None and dtype is None:
@@ -424,13 +428,13 @@ def _moved(
     return deepcopy(model).to(device=device, dtype=dtype), [pytree.tree_map(move, one) for one in inputs]
 
 
-def _device(target: str | torch.device) -> torch.device:
+def _device(wanted: str | torch.device) -> torch.device:
     try:
-        device = torch.device(target)
+        device = torch.device(wanted)
     except (RuntimeError, TypeError) as error:
-        raise ValueRangeError(message(f"target={target!r}", "'cpu' or 'cuda'")) from error
+        raise ValueRangeError(message(f"device={wanted!r}", "'cpu' or 'cuda'")) from error
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ValueRangeError(message(f"target={target!r}", "'cpu', or 'cuda' where torch sees a CUDA device"))
+        raise ValueRangeError(message(f"device={wanted!r}", "'cpu', or 'cuda' where torch sees a CUDA device"))
     return device
 
 

@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from sparta.common.progress import Progress, Step
 from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
 from sparta.specialize.tuning.forgiving import ForgivingStore
 
 __all__ = ["ForgivingStore", "Session", "Show", "Tune"]
 
 Tune = Literal["quick", "full", "off"]
-Show = Callable[[str], None]
+Show = Callable[[str], object]
 _TUNES = ("quick", "full", "off")
 _FOR_LAYERS = 0.6  # of the budget
 _NOTHING = 0.02
@@ -112,13 +113,15 @@ class Session:
             self.notes.append(text)
 
 
-def shown(progress: Show | bool | None) -> Show:  # noqa: FBT001 - as people pass it
-    """Return what shows progress: the given callable, lines on a terminal's stderr, or nothing.
+def shown(progress: Progress | bool | None) -> Show:  # noqa: FBT001 - as people pass it
+    """Return what shows a line about progress: the given callable, a terminal's stderr, or nothing.
 
     >>> shown(None if not sys.stderr.isatty() else False)("trying ...")
+    >>> shown(print)("trying ...")
+    trying ...
     """
     if callable(progress):
-        return progress
+        return lambda line: progress(Step(line))
     if progress or (progress is None and sys.stderr.isatty()):
         return lambda line: print(f"sparta: {line}", file=sys.stderr, flush=True)  # noqa: T201 - what progress is for
     return lambda _line: None

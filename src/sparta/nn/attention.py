@@ -15,15 +15,8 @@ from torch import Tensor
 
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.measure.references import attention_reference
-from sparta.nn.operator import (
-    KernelOperator,
-    SampleInputs,
-    as_inputs,
-    as_optional_inputs,
-    checked_mask,
-    demand,
-    need_tensors,
-)
+from sparta.nn.inputs import ExampleInputs, as_inputs, as_optional_inputs, checked_mask, demand, need_tensors
+from sparta.nn.kernel_operator import KernelOperator
 from sparta.specialize.attention.spec import DenseAttentionKernel, attention_spec, check_attention, repeat_heads
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.seqlen_attention.spec import DenseSeqlenKernel, seqlen_attention_spec
@@ -96,12 +89,12 @@ class SparseAttention(KernelOperator):
     def _dense(self) -> DenseAttentionKernel:
         return DenseAttentionKernel(self.mask)
 
-    def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
+    def _spec(self, inputs: ExampleInputs, *, backward: bool = False) -> KernelSpec:
         q, k, v = as_inputs(inputs, 3)
         check_attention(self.mask.shape, q, k, v)
         return attention_spec(self.mask, q, k, v, backward=backward)
 
-    def _problem(self, inputs: SampleInputs, *, backward: bool) -> Problem:
+    def _problem(self, inputs: ExampleInputs, *, backward: bool) -> Problem:
         spec = self._spec(inputs, backward=backward)
         q, k, v = (x.detach() for x in as_inputs(inputs, 3))
         lead = check_attention(self.mask.shape, q, k, v)
@@ -138,7 +131,7 @@ class SeqlenDynamicSparseAttention(KernelOperator):
     Notes
     -----
     Scores are scaled by ``1 / sqrt(E)``, as everywhere; the original did not scale. Nothing is tuned again when the
-    lengths change. Lengths are needed on the CPU, so on a GPU `global_mode` waits for the device once a batch, and
+    lengths change. Lengths are needed on the CPU, so on a GPU `global_mode` waits for the device once per batch, and
     otherwise each call does.
 
     Examples
@@ -190,19 +183,19 @@ class SeqlenDynamicSparseAttention(KernelOperator):
             fix = "call set_global_seqlens first" if self.global_mode else "pass seqlens"
             raise ValueRangeError(message("no lengths", f"({q.shape[0]},) integers", fix))
         if tuple(lengths.shape) != (q.shape[0],):
-            raise ShapeError(message(f"seqlens of shape {tuple(lengths.shape)}", f"({q.shape[0]},), one a sequence"))
+            raise ShapeError(message(f"seqlens of shape {tuple(lengths.shape)}", f"({q.shape[0]},), one per sequence"))
         demand(lengths <= q.shape[2], lengths, f"seqlens must be from 0 to {q.shape[2]}")
         return lengths
 
     def _dense(self) -> DenseSeqlenKernel:
         return DenseSeqlenKernel()
 
-    def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
+    def _spec(self, inputs: ExampleInputs, *, backward: bool = False) -> KernelSpec:
         q, k, v, seqlens = _sample(inputs)
         self._checked(q, k, v, seqlens)
         return seqlen_attention_spec(q, k, v, backward=backward)
 
-    def _problem(self, inputs: SampleInputs, *, backward: bool) -> Problem:
+    def _problem(self, inputs: ExampleInputs, *, backward: bool) -> Problem:
         spec = self._spec(inputs, backward=backward)
         q, k, v, seqlens = _sample(inputs)
         lengths = self._checked(q, k, v, seqlens)
@@ -215,7 +208,7 @@ class SeqlenDynamicSparseAttention(KernelOperator):
         return f"global_mode={self.global_mode}, {super().extra_repr()}"
 
 
-def _sample(inputs: SampleInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _sample(inputs: ExampleInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     if isinstance(inputs, Sequence) and len(inputs) == 4 and inputs[3] is not None:
         inputs = (*inputs[:3], _lengths(inputs[3]))
     q, k, v, seqlens = as_optional_inputs(inputs, 3, 1)

@@ -7,7 +7,8 @@ weight gradient that is exactly zero there too.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from collections.abc import Sequence
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,21 +16,21 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.nn.operator import OperatorBase, SampleInputs, Store, as_inputs, need_tensors, rows_to_check
+from sparta.nn.inputs import ExampleInputs, as_inputs, need_tensors, rows_to_check
+from sparta.nn.operator import Chosen
+from sparta.nn.weight_operator import WeightOperator
 from sparta.specialize.conv.op import ConvState, run_conv
 from sparta.specialize.conv.spec import ConvGeometry, ConvKernel, conv_spec, dense_conv
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
-from sparta.specialize.tuning.select import Choice, Problem, build
-from sparta.specialize.tuning.store import key_of
+from sparta.specialize.tuning.select import Problem, build
 from sparta.tesa.attribute import TeSA
-from sparta.tesa.mask import as_mask
 
 __all__ = ["SparseConv1d", "SparseConv2d"]
 
 _MOST_IMAGES = 8  # of a sample that results are compared with float64 for
 
 
-class _SparseConv(OperatorBase):
+class _SparseConv(WeightOperator):
     """What the sparse convolutions share; `_dims` says how many spatial dims there are."""
 
     _dims: ClassVar[int]
@@ -64,14 +65,10 @@ class _SparseConv(OperatorBase):
 
         What was tuned was tuned for the old mask, so dense runs until it is tuned or built again.
         """
-        device = self.weight.device
-        kept = weight_mask.mask(device) if isinstance(weight_mask, TeSA) else as_mask(weight_mask)
-        if kept.shape != self.weight.shape:
-            given = f"weight_mask of shape {tuple(kept.shape)}"
-            raise ShapeError(message(given, f"shape {tuple(self.weight.shape)}, that of the weight"))
-        self.register_buffer("weight_mask", kept.to(device, copy=True))
-        with torch.no_grad():
-            self.weight.masked_fill_(~self.weight_mask, 0)
+        self._hold_mask(weight_mask)
+        self._reset()
+
+    def _reset(self) -> None:
         self._state, self.choice = None, None
 
     # ------------------------------------------------------------------ running
@@ -100,42 +97,14 @@ class _SparseConv(OperatorBase):
 
     # ------------------------------------------------------------------ choosing
 
-    def tune(
-        self,
-        inputs: SampleInputs,
-        *,
-        backward: bool = False,
-        store: Store = None,
-        **options: Any,
-    ) -> Choice:
-        """Measure all implements on these inputs and keep the fastest; dense stays if nothing is faster.
-
-        Parameters
-        ----------
-        inputs
-            ``(x,)``, as they will be in use: batch and image sizes decide which implement wins. Others run as well.
-        backward
-            Taken as every module takes it; gradients are computed densely, so there is nothing to choose for them.
-        store
-            Where results are looked up and kept: None for the user's store on disk, False for nowhere.
-        options
-            ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``progress``, see
-            :func:`sparta.specialize.tuning.select.tune_kernel`; and ``known``, a dict of what equal layers of this run
-            chose.
-        """
-        problem = self._problem(inputs, backward=backward)
-        choice = self._measured(problem, store=store, **options)
-        self._install(problem.spec, choice)
-        self._tuned_for = key_of(problem.spec)
-        return choice
-
-    def _install(self, spec: KernelSpec, choice: Choice) -> None:
+    def _install(self, chosen: Sequence[Chosen]) -> None:
+        spec, choice = chosen[0]
         self._state = ConvState(spec, cast("ConvKernel", build(spec, choice.config)))
         self.choice = choice
 
-    def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
+    def _spec(self, inputs: ExampleInputs, *, backward: bool = False) -> KernelSpec:
         del backward  # gradients are dense
-        return self._spec_for(self._images(as_inputs(inputs, 1)[0], "a sample input"))
+        return self._spec_for(self._images(as_inputs(inputs, 1)[0], "an example input"))
 
     def _spec_for(self, images: Tensor) -> KernelSpec:
         return conv_spec(
@@ -147,9 +116,9 @@ class _SparseConv(OperatorBase):
             device=images.device.type,
         )
 
-    def _problem(self, inputs: SampleInputs, *, backward: bool) -> Problem:
+    def _problem(self, inputs: ExampleInputs, *, backward: bool) -> Problem:
         del backward  # gradients are dense
-        images = self._images(as_inputs(inputs, 1)[0].detach(), "a sample input")
+        images = self._images(as_inputs(inputs, 1)[0].detach(), "an example input")
         weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
         # References use their arguments in float64, on the device they are on.
         exact = torch.where(self.weight_mask, weight.double(), 0.0)
@@ -157,12 +126,6 @@ class _SparseConv(OperatorBase):
         expected = dense_conv(some.double(), exact, None if bias is None else bias.double(), self.geometry)
         reduction = weight[0].numel() if len(weight) else 1
         return Problem(self._spec_for(images), weight, (images, bias, None), expected, reduction, checked=checked)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load parameters and mask; a mask other than the present one undoes what was tuned for it."""
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        if self._state is not None and not torch.equal(self._state.mask(self.weight_mask.device), self.weight_mask):
-            self._state, self.choice = None, None
 
     def extra_repr(self) -> str:
         """Say the sizes, the mask and what runs."""

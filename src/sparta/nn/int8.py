@@ -8,25 +8,23 @@ for inference: it has no gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_you_mean, message
-from sparta.nn.operator import OperatorBase, SampleInputs, Store, as_inputs, need_tensors, rows_to_check
+from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.nn.inputs import ExampleInputs, as_inputs, need_tensors, rows_to_check, weight_mask_of
+from sparta.nn.operator import Chosen, OperatorBase
 from sparta.specialize.int8_linear.op import Int8State, run_int8_linear, run_real_linear
-from sparta.specialize.int8_linear.spec import RANGES, Int8LinearKernel, int8_linear_spec, requantization
+from sparta.specialize.int8_linear.quantization import Quantization
+from sparta.specialize.int8_linear.spec import Int8LinearKernel, int8_linear_spec, requantization
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
-from sparta.specialize.tuning.select import Choice, Problem, build
-from sparta.specialize.tuning.store import key_of
+from sparta.specialize.tuning.select import Problem, build
 from sparta.tesa.attribute import TeSA
-from sparta.tesa.mask import as_mask
 
 __all__ = ["SparseInt8Linear"]
-
-_DTYPES = {"int8": torch.int8, "uint8": torch.uint8}
 
 
 class SparseInt8Linear(OperatorBase):
@@ -80,8 +78,8 @@ class SparseInt8Linear(OperatorBase):
         for name, vector in (("weight_scale", weight_scale), ("bias", bias)):
             if vector is not None and vector.shape != (outputs,):
                 raise ShapeError(message(f"{name} of shape {tuple(vector.shape)}", f"({outputs},)"))
-        kept = _checked_mask(weight_mask, weight)
-        _check_grid(input_scale, input_zero_point, input_format)
+        kept = weight_mask_of(weight_mask, weight)
+        Quantization(input_scale, input_zero_point, input_format)  # raises where it is none
         self.in_features, self.out_features, self.input_format = inputs, outputs, input_format
         self.register_buffer("weight", torch.where(kept, weight.detach(), 0))
         self.register_buffer("weight_scale", weight_scale.detach().float())
@@ -103,7 +101,7 @@ class SparseInt8Linear(OperatorBase):
         input_zero_point: int = 0,
         input_format: str = "uint8",
     ) -> SparseInt8Linear:
-        """Round a trained linear layer to integers: its weight symmetric with one scale a row, its input on one grid.
+        """Round a trained linear layer to integers: its weight symmetric with one scale per row, its input on one grid.
 
         Parameters
         ----------
@@ -121,9 +119,10 @@ class SparseInt8Linear(OperatorBase):
         if (calibration is None) == (input_scale is None):
             raise ValueRangeError(message("both or neither of calibration and input_scale", "one of them"))
         if calibration is not None:
-            input_scale, input_zero_point = _covering(calibration, dense.in_features, input_format)
+            covering = _covering(calibration, dense.in_features, input_format)
+            input_scale, input_zero_point = covering.scale, covering.zero_point
         real = dense.weight.detach()
-        kept = _checked_mask(weight_mask, real)
+        kept = weight_mask_of(weight_mask, real)
         live = torch.where(kept, real, 0.0)
         # A dead row has no largest weight; any scale will do for its zeros.
         largest = live.abs().amax(1) if live.shape[1] else live.new_zeros(len(live))
@@ -141,13 +140,13 @@ class SparseInt8Linear(OperatorBase):
 
     def _grid_changed(self) -> None:
         """Read the grid again and run dense: what was tuned has another grid in it."""
-        self._scale, self._zero = float(self.input_scale), int(self.input_zero_point)
+        self._grid = Quantization(float(self.input_scale), int(self.input_zero_point), self.input_format)
         self._fold_scales()
         self._state: Int8State | None = None
         self.choice = None
 
     def _fold_scales(self) -> None:
-        self._multiplier: Tensor = requantization(self.weight_scale, self._scale)[0]
+        self._multiplier: Tensor = requantization(self.weight_scale, self._grid.scale)[0]
 
     # ------------------------------------------------------------------ running
 
@@ -158,9 +157,7 @@ class SparseInt8Linear(OperatorBase):
         >>> layer.quantize(torch.tensor([[0.0, 1.0, 1e9]])).tolist()
         [[0, 2, 255]]
         """
-        low, high = RANGES[self.input_format]
-        shifted = (x.float() * (1.0 / self._scale)).round() + self._zero
-        return shifted.clamp(low, high).to(_DTYPES[self.input_format])
+        return self._grid.integers(x.float())
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output (..., N), float32, for x (..., K) in real numbers or as integers of its grid."""
@@ -169,19 +166,19 @@ class SparseInt8Linear(OperatorBase):
             y = self._dense(self._integers(rows))
         else:
             real = rows.is_floating_point()
-            done = run_real_linear(rows, self.weight, self._scale, self._scales(), state) if real else None
+            done = run_real_linear(rows, self.weight, self._grid.scale, self._scales(), state) if real else None
             y = run_int8_linear(self._integers(rows), self.weight, *self._scales(), state) if done is None else done
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def _rows(self, x: Tensor) -> Tensor:
-        """Return a sample input as integers (M, K)."""
-        return self._integers(self._flat(x, "a sample input"))
+        """Return an example input as integers (M, K)."""
+        return self._integers(self._flat(x, "an example input"))
 
     def _flat(self, x: Tensor, what: str = "an input") -> Tensor:
         need_tensors(x=x)
         if x.dim() < 1 or x.shape[-1] != self.in_features:
             raise ShapeError(message(f"{what} of shape {tuple(x.shape)}", f"(..., {self.in_features})"))
-        wanted = _DTYPES[self.input_format]
+        wanted = self._grid.dtype
         if not x.is_floating_point() and x.dtype != wanted:
             raise ValueRangeError(message(f"{what} of {x.dtype}", f"a floating-point dtype, or {wanted}"))
         return x if x.dim() == 2 else x.reshape(-1, self.in_features)
@@ -195,43 +192,14 @@ class SparseInt8Linear(OperatorBase):
 
     def _dense(self, rows: Tensor) -> Tensor:
         # Integers up to 2^53 are exact in float64, and the result is rounded once, as kernels do it.
-        sums = (rows.double() - self._zero) @ self.weight.double().t()
+        sums = (rows.double() - self._grid.zero_point) @ self.weight.double().t()
         multiplier, offset = self._scales()
         y = sums.float().double() * multiplier.double()
         return (y if offset is None else y + offset.double()).float()
 
     # ------------------------------------------------------------------ choosing
 
-    def tune(
-        self,
-        inputs: SampleInputs,
-        *,
-        backward: bool = False,
-        store: Store = None,
-        **options: Any,
-    ) -> Choice:
-        """Measure all implements on these inputs and keep the fastest; dense stays if nothing is faster.
-
-        Parameters
-        ----------
-        inputs
-            ``(x,)``, as they will be in use: the number of rows decides which implement wins. Others run as well.
-        backward
-            Taken as every module takes it; there are no gradients.
-        store
-            Where results are looked up and kept: None for the user's store on disk, False for nowhere.
-        options
-            ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``progress``, see
-            :func:`sparta.specialize.tuning.select.tune_kernel`; and ``known``, a dict of what equal layers of this run
-            chose.
-        """
-        problem = self._problem(inputs, backward=backward)
-        choice = self._measured(problem, store=store, **options)
-        self._install(problem.spec, choice)
-        self._tuned_for = key_of(problem.spec)
-        return choice
-
-    def _problem(self, inputs: SampleInputs, *, backward: bool) -> Problem:
+    def _problem(self, inputs: ExampleInputs, *, backward: bool) -> Problem:
         del backward  # there are no gradients
         rows = self._rows(as_inputs(inputs, 1)[0].detach())
         checked, some = rows_to_check(rows)
@@ -239,7 +207,7 @@ class SparseInt8Linear(OperatorBase):
         scaled = (rows, *self._scales())
         return Problem(self._spec_for(rows), self.weight, scaled, expected, max(1, self.in_features), checked=checked)
 
-    def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
+    def _spec(self, inputs: ExampleInputs, *, backward: bool = False) -> KernelSpec:
         del backward  # there are no gradients
         return self._spec_for(self._rows(as_inputs(inputs, 1)[0]))
 
@@ -248,17 +216,18 @@ class SparseInt8Linear(OperatorBase):
             TeSA.from_mask(self.weight_mask),
             len(rows),
             input_format=self.input_format,
-            input_zero_point=self._zero,
+            input_zero_point=self._grid.zero_point,
             epilogue=Epilogue(bias=self.bias is not None),
         )
 
-    def _install(self, spec: KernelSpec, choice: Choice) -> None:
+    def _install(self, chosen: Sequence[Chosen]) -> None:
+        spec, choice = chosen[0]
         self._state = Int8State(spec["weight"], cast("Int8LinearKernel", build(spec, choice.config)))
         self.choice = choice
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load the integers, their mask and the grid; another mask or grid undoes what was tuned for the present."""
-        mask, grid = self.weight_mask.clone(), (self._scale, self._zero)
+        mask, grid = self.weight_mask.clone(), (self._grid.scale, self._grid.zero_point)
         super()._load_from_state_dict(state_dict, prefix, *args)
         loaded = (float(self.input_scale), int(self.input_zero_point))
         self._fold_scales()
@@ -268,34 +237,13 @@ class SparseInt8Linear(OperatorBase):
     def extra_repr(self) -> str:
         """Say the sizes, the grid, the mask and what runs."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        grid = f"input {self.input_format}, scale {self._scale:.3g}, zero point {self._zero}"
+        grid = f"input {self.input_format}, scale {self._grid.scale:.3g}, zero point {self._grid.zero_point}"
         density = self.weight_mask.float().mean().item() if self.weight_mask.numel() else 0.0
         return f"{sizes}, {grid}, density {density:.3g}, {super().extra_repr()}"
 
 
-def _checked_mask(mask: Tensor | TeSA | None, weight: Tensor) -> Tensor:
-    """Return the mask of a weight as bool, on its device."""
-    if mask is None:
-        return weight.detach() != 0
-    kept = mask.mask(weight.device) if isinstance(mask, TeSA) else as_mask(mask).to(weight.device, copy=True)
-    if kept.shape != weight.shape:
-        raise ShapeError(message(f"weight_mask of shape {tuple(kept.shape)}", f"{tuple(weight.shape)}"))
-    return kept
-
-
-def _check_grid(scale: float, zero_point: int, format: str) -> None:
-    if format not in RANGES:
-        raise NameNotFoundError(did_you_mean(format, RANGES, "input format"))
-    low, high = RANGES[format]
-    if not (scale > 0 and math.isfinite(scale) and low <= zero_point <= high):
-        given = f"an input scale of {scale} and a zero point of {zero_point} in {format}"
-        raise ValueRangeError(message(given, f"a scale above 0, and a zero point of {low} to {high}"))
-
-
-def _covering(calibration: Tensor | Iterable[Tensor], inputs: int, format: str) -> tuple[float, int]:
-    """Return the scale and zero point of the grid that covers all values of some inputs, and 0 exactly."""
-    if format not in RANGES:
-        raise NameNotFoundError(did_you_mean(format, RANGES, "input format"))
+def _covering(calibration: Tensor | Iterable[Tensor], inputs: int, format: str) -> Quantization:
+    """Return the integers of a format that cover all values of some inputs, and 0 exactly."""
     least, most = 0.0, 0.0
     for x in [calibration] if isinstance(calibration, Tensor) else calibration:
         if x.dim() < 1 or x.shape[-1] != inputs:
@@ -305,5 +253,4 @@ def _covering(calibration: Tensor | Iterable[Tensor], inputs: int, format: str) 
             least, most = min(least, float(low)), max(most, float(high))
     if not math.isfinite(most - least):
         raise ValueRangeError(message("calibration inputs with NaN or inf", "finite ones"))
-    scale = (most - least) / 255 or 1.0
-    return scale, max(RANGES[format][0], min(RANGES[format][1], RANGES[format][0] + round(-least / scale)))
+    return Quantization.covering(least, most, format)

@@ -8,7 +8,7 @@ is pruned, so training cannot bring pruned weights back.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,14 +17,16 @@ from torch.nn import functional
 
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.measure.references import linear_reference
-from sparta.nn.masked_linear import MaskedLinear, check_rows, masked_problem, masked_spec
-from sparta.nn.operator import OperatorBase, SampleInputs, Store, as_inputs, need_tensors, rows_to_check
+from sparta.nn.inputs import ExampleInputs, as_inputs, need_tensors, rows_to_check
+from sparta.nn.kernel_operator import PackedIndex
+from sparta.nn.masked_linear import check_rows, masked_problem, masked_spec
+from sparta.nn.operator import Chosen
+from sparta.nn.weight_operator import WeightOperator
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.linear.op import LinearState, run_linear
 from sparta.specialize.linear.spec import LinearKernel, linear_spec
 from sparta.specialize.tuning.forgiving import ForgivingStore
-from sparta.specialize.tuning.select import DENSE, Choice, Problem, build, choose, right_choice
-from sparta.specialize.tuning.store import key_of
+from sparta.specialize.tuning.select import DENSE, Problem, build, choose, right_choice
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.mask import as_mask
 
@@ -33,7 +35,7 @@ __all__ = ["SparseLinear"]
 _MASKS = ("input_mask", "weight_mask", "output_mask")
 
 
-class SparseLinear(OperatorBase):
+class SparseLinear(PackedIndex, WeightOperator):
     """A linear layer with one sparse operand.
 
     Parameters
@@ -74,7 +76,6 @@ class SparseLinear(OperatorBase):
         self.weight = raw_module.weight
         self.register_parameter("bias", raw_module.bias)
         self._state: LinearState | None = None
-        self._masked: MaskedLinear | None = None
         for name in _MASKS:
             self.register_buffer(name, None)
         self.update_mask(input_mask, weight_mask, output_mask)
@@ -95,23 +96,28 @@ class SparseLinear(OperatorBase):
             raise ValueRangeError(
                 message(f"{len(present)} masks ({', '.join(present) or 'none'})", "exactly one of " + ", ".join(_MASKS))
             )
-        mask = cast("Tensor | TeSA", given[present[0]])
-        kept = mask.mask(self.weight.device) if isinstance(mask, TeSA) else as_mask(mask)
-        widths = {"input_mask": (None, self.in_features), "output_mask": (None, self.out_features)}
-        expected = widths.get(present[0], (self.out_features, self.in_features))
-        if kept.dim() != 2 or any(e not in (None, s) for e, s in zip(expected, kept.shape, strict=True)):
-            shape = tuple("M" if e is None else e for e in expected)
-            raise ShapeError(message(f"{present[0]} of shape {tuple(kept.shape)}", f"shape {shape}"))
-        for name in _MASKS:
-            setattr(self, name, kept.to(self.weight.device, copy=True) if name == present[0] else None)
-        if self.weight_mask is not None:
-            with torch.no_grad():
-                self.weight.masked_fill_(~self.weight_mask, 0)
+        name, mask = present[0], cast("Tensor | TeSA", given[present[0]])
+        if name == "weight_mask":
+            self._hold_mask(mask)
+        else:
+            setattr(self, name, self._checked(name, mask))
+        for other in _MASKS:
+            if other != name:
+                setattr(self, other, None)
         self._reset()
+
+    def _checked(self, name: str, mask: Tensor | TeSA) -> Tensor:
+        """Return the mask of the input or output as bool, where the weight is."""
+        kept = mask.mask(self.weight.device) if isinstance(mask, TeSA) else as_mask(mask)
+        width = self.in_features if name == "input_mask" else self.out_features
+        if kept.dim() != 2 or kept.shape[1] != width:
+            raise ShapeError(message(f"{name} of shape {tuple(kept.shape)}", f"shape ('M', {width})"))
+        return kept.to(self.weight.device, copy=True)
 
     def _reset(self) -> None:
         """Run dense: nothing is tuned for the present mask."""
-        self._state, self._masked, self.choice = None, None, None
+        self._release()
+        self._state, self.choice = None, None
 
     @property
     def _mask_name(self) -> str:
@@ -130,7 +136,7 @@ class SparseLinear(OperatorBase):
                 return self._dense(x)
             name = self._mask_name
             check_rows(x, getattr(self, name), name)
-            return self._dense(x) if self._masked is None else self._masked(x, self.weight, self.bias)
+            return self._run(x, self.weight, self.bias) if self.ready else self._dense(x)
         flat = len(shape) == 2
         rows = x if flat else x.reshape(-1, self.in_features)
         y = None
@@ -156,73 +162,43 @@ class SparseLinear(OperatorBase):
 
     # ------------------------------------------------------------------ choosing
 
-    def tune(
-        self,
-        inputs: SampleInputs,
-        *,
-        backward: bool = False,
-        store: Store = None,
-        **options: Any,
-    ) -> Choice:
-        """Measure all implements on these inputs and keep the fastest; dense stays if nothing is faster.
-
-        Parameters
-        ----------
-        inputs
-            ``(x,)``, as they will be in use: the number of rows decides which implement wins. Others run as well.
-        backward
-            Whether to choose a kernel for the gradient of the input too; with an input or output mask, whether to
-            measure forward and backward together.
-        store
-            Where results are looked up and kept: None for the user's store on disk, False for nowhere.
-        options
-            ``algo``, ``max_trials``, ``max_seconds``, ``seed``, ``progress``, see
-            :func:`sparta.specialize.tuning.select.tune_kernel`; and ``known``, a dict of what equal layers of this run
-            chose.
-        """
+    def _problems(self, inputs: ExampleInputs, *, backward: bool) -> tuple[Problem, ...]:
         problem = self._problem(inputs, backward=backward)
-        choice = self._measured(problem, store=store, **options)
-        back: tuple[KernelSpec, Choice] | None = None
-        if backward and self.weight_mask is not None:
-            gradient = self._backward_problem(as_inputs(inputs, 1)[0])
-            back = gradient.spec, self._measured(gradient, store=store, **options)
-        self._install(problem.spec, choice, back)
-        self._tuned_for = key_of(problem.spec)
-        return choice
+        if not backward or self.weight_mask is None:
+            return (problem,)
+        return problem, self._backward_problem(as_inputs(inputs, 1)[0])
 
-    def build(self, config: Mapping[str, Any] | None, sample_inputs: SampleInputs) -> None:
+    def _build(self, inputs: ExampleInputs, config: Mapping[str, Any] | None) -> None:
         """Build as every sparse module does; None also takes the kernel for gradients that was tuned, if one was."""
-        super().build(config, sample_inputs)
+        super()._build(inputs, config)
         if config is not None or self._state is None:
             return
-        x = as_inputs(sample_inputs, 1)[0]
+        x = as_inputs(inputs, 1)[0]
         stored = choose(self._backward_spec(x), ForgivingStore())
         if stored.entry is not None and stored.implement != DENSE:
             problem = self._backward_problem(x)
             right = right_choice(problem, stored)
             self._state.backward = cast("LinearKernel", build(problem.spec, right.config))
 
-    def _install(self, spec: KernelSpec, choice: Choice, back: tuple[KernelSpec, Choice] | None = None) -> None:
+    def _install(self, chosen: Sequence[Chosen]) -> None:
+        kernels = [build(spec, choice.config) for spec, choice in chosen]
         if self.weight_mask is None:
-            self._masked = MaskedLinear(build(spec, choice.config), getattr(self, self._mask_name))
-            self.choice = choice
-            return
-        forward = cast("LinearKernel", build(spec, choice.config))
-        backward = None if back is None else cast("LinearKernel", build(back[0], back[1].config))
-        self._state = LinearState(spec["weight"], forward, backward)
-        self.choice = choice
+            self._hold(kernels[0], getattr(self, self._mask_name))
+        else:
+            self._state = LinearState(chosen[0][0]["weight"], *cast("list[LinearKernel]", kernels))
+        self.choice = chosen[0][1]
 
-    def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
+    def _spec(self, inputs: ExampleInputs, *, backward: bool = False) -> KernelSpec:
         x = as_inputs(inputs, 1)[0]
         if not x.dim() or x.shape[-1] != self.in_features:
-            raise self._unfit(x, "a sample input")
+            raise self._unfit(x, "an example input")
         if self.weight_mask is None:
             name = self._mask_name
             return masked_spec(x, self.weight, self.bias, getattr(self, name), name, backward=backward)
         # The gradient of a sparse weight's layer has a spec of its own, see `_backward_problem`.
         return _weight_spec(x, self.weight_mask, bias=self.bias is not None, device=x.device.type)
 
-    def _problem(self, inputs: SampleInputs, *, backward: bool) -> Problem:
+    def _problem(self, inputs: ExampleInputs, *, backward: bool) -> Problem:
         spec, x = self._spec(inputs, backward=backward), as_inputs(inputs, 1)[0].detach()
         bias = None if self.bias is None else self.bias.detach()
         if self.weight_mask is None:
@@ -246,7 +222,7 @@ class SparseLinear(OperatorBase):
         before = getattr(self, name).clone()
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self.ready and not torch.equal(before, getattr(self, name).to(before.device)):
-            self._reset()
+            self._reset()  # an input or output mask; that of a weight has done so
 
     def extra_repr(self) -> str:
         """Say the sizes, the mask and what runs."""

@@ -1,56 +1,23 @@
 """A linear layer whose input or output is masked, as a product with one sparse matrix: what SparseLinear runs for it.
 
 ``x W^T + bias`` with a masked x is the ``batch_matmul`` of mode ``sdd``, with a masked result of mode ``dds``. The mask
-is fixed and the values are not, so what is kept here is the index of the mask, in buffers that move with the module and
-are not saved; gradients are autograd's, through the kernel.
+is fixed and the values are not, so what kernels pack is the index of the mask; gradients are autograd's, through the
+kernel.
 """
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparta.errors import ShapeError, message
 from sparta.measure.references import linear_reference
-from sparta.specialize.implement import Kernel
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.matmul.spec import Product
 from sparta.specialize.tuning.select import Problem
 
-__all__ = ["MaskedLinear", "check_rows", "masked_problem", "masked_spec"]
+__all__ = ["check_rows", "masked_problem", "masked_spec"]
 
 _MODES = {"input_mask": "sdd", "output_mask": "dds"}
-
-
-class MaskedLinear(nn.Module):
-    """A built kernel with the index of its mask.
-
-    Parameters
-    ----------
-    kernel
-        Of the operation ``batch_matmul``, built for this mask.
-    mask
-        (M, K) of the input or (M, N) of the output.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from sparta.specialize.matmul.spec import DenseMatmulKernel
-    >>> layer = MaskedLinear(DenseMatmulKernel(Product("sdd", transpose_B=True)), torch.eye(2, dtype=torch.bool))
-    >>> layer(torch.ones(2, 2), torch.ones(3, 2), None).tolist()
-    [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
-    """
-
-    def __init__(self, kernel: Kernel, mask: Tensor) -> None:
-        super().__init__()
-        self._kernel = kernel
-        packed = kernel.pack(mask)
-        self._names = [f"_packed_{number}" for number in range(len(packed))]
-        for name, tensor in zip(self._names, packed, strict=True):
-            self.register_buffer(name, tensor, persistent=False)
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return (..., M, N) for x (..., M, K), the weight (N, K) and the bias (N,)."""
-        return self._kernel.run([getattr(self, name) for name in self._names], x, weight, bias)
 
 
 def check_rows(x: Tensor, mask: Tensor, name: str) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from sparta.errors import ValueRangeError, message
 from sparta.measure.references import matmul_reference
-from sparta.nn.operator import KernelOperator, SampleInputs, as_inputs, checked_mask, need_tensors
+from sparta.nn.inputs import ExampleInputs, as_inputs, checked_mask, need_tensors
+from sparta.nn.kernel_operator import KernelOperator
 from sparta.specialize.blocks.tiled_matrix import any_group, own_block
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.matmul.spec import DenseMatmulKernel, Product
@@ -145,12 +146,12 @@ class SparseBatchMatMul(KernelOperator):
     def _dense(self) -> DenseMatmulKernel:
         return DenseMatmulKernel(self._product())
 
-    def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
+    def _spec(self, inputs: ExampleInputs, *, backward: bool = False) -> KernelSpec:
         A, B = as_inputs(inputs, 2)
         self._product().batch(tuple(self._mask().shape), A, B, self._kept_blocks)
         return self._product().spec(self._mask(), A, B, backward=backward)
 
-    def _problem(self, inputs: SampleInputs, *, backward: bool) -> Problem:
+    def _problem(self, inputs: ExampleInputs, *, backward: bool) -> Problem:
         spec = self._spec(inputs, backward=backward)
         A, B = (x.detach() for x in as_inputs(inputs, 2))
         indexes, name = self.indexes, self._product().sparse

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.measure.references import moe_reference
-from sparta.nn.operator import KernelOperator, SampleInputs, as_optional_inputs, demand, need_tensors
+from sparta.nn.inputs import ExampleInputs, as_optional_inputs, demand, need_tensors
+from sparta.nn.kernel_operator import KernelOperator
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.moe.spec import DenseMoEKernel, moe_spec
 from sparta.specialize.tuning.select import Problem
@@ -28,7 +29,7 @@ class DynamicSparseMoE(KernelOperator):
     Parameters
     ----------
     exp_modules
-        One ``nn.Linear`` an expert, all of one size, each with or without bias. Their parameters stay theirs.
+        One ``nn.Linear`` per expert, all of one size, each with or without bias. Their parameters stay theirs.
 
     Notes
     -----
@@ -105,11 +106,11 @@ class DynamicSparseMoE(KernelOperator):
     def _dense(self) -> DenseMoEKernel:
         return DenseMoEKernel()
 
-    def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
+    def _spec(self, inputs: ExampleInputs, *, backward: bool = False) -> KernelSpec:
         rows, ids, _ = self._sample(inputs)
         return moe_spec(rows, ids, [expert.weight for expert in self.experts], backward=backward)  # type: ignore[misc]
 
-    def _problem(self, inputs: SampleInputs, *, backward: bool) -> Problem:
+    def _problem(self, inputs: ExampleInputs, *, backward: bool) -> Problem:
         spec = self._spec(inputs, backward=backward)
         rows, ids, gates = self._sample(inputs)
         parameters = [None if tensor is None else tensor.detach() for tensor in self._parameters_by_expert()]
@@ -119,7 +120,7 @@ class DynamicSparseMoE(KernelOperator):
         reduction = max(1, self.in_features * ids.shape[1])
         return Problem(spec, None, (rows, ids, gates, *parameters), expected, reduction, backward)
 
-    def _sample(self, inputs: SampleInputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _sample(self, inputs: ExampleInputs) -> tuple[Tensor, Tensor, Tensor | None]:
         tokens, ids, gates = as_optional_inputs(inputs, 2, 1)
         assert tokens is not None  # noqa: S101 - checked by as_optional_inputs
         assert ids is not None  # noqa: S101

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from sparta.errors import ValueRangeError, message
 from sparta.measure.references import softmax_reference
-from sparta.nn.operator import KernelOperator, SampleInputs, as_inputs, checked_mask, need_tensors
+from sparta.nn.inputs import ExampleInputs, as_inputs, checked_mask, need_tensors
+from sparta.nn.kernel_operator import KernelOperator
 from sparta.specialize.blocks.tiled_matrix import any_group, own_block
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.softmax.spec import DenseSoftmaxKernel, check_softmax, softmax_spec
@@ -100,12 +101,12 @@ class SparseSoftmax(KernelOperator):
     def _dense(self) -> DenseSoftmaxKernel:
         return DenseSoftmaxKernel(self.block, compressed=self.compressed)
 
-    def _spec(self, inputs: SampleInputs, *, backward: bool = False) -> KernelSpec:
+    def _spec(self, inputs: ExampleInputs, *, backward: bool = False) -> KernelSpec:
         (x,) = as_inputs(inputs, 1)
         check_softmax(self.mask.shape, x, self._values)
         return softmax_spec(self.mask, x, block=self.block, compressed=self.compressed, backward=backward)
 
-    def _problem(self, inputs: SampleInputs, *, backward: bool) -> Problem:
+    def _problem(self, inputs: ExampleInputs, *, backward: bool) -> Problem:
         spec = self._spec(inputs, backward=backward)
         x = as_inputs(inputs, 1)[0].detach()
         temperature = torch.full((), self.temperature, dtype=torch.float64, device=x.device)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.nn.operator import need_tensors
+from sparta.nn.inputs import need_tensors
 from sparta.specialize.linear.threshold import threshold_linear, threshold_obstacle
 
 __all__ = ["ThresholdLinear"]

@@ -61,7 +61,7 @@ def test_nan_and_inf_reach_only_the_rows_that_read_them():
 def test_it_runs_in_a_module_and_takes_new_values():
     mask = torch.rand(40, 30) < 0.3
     layer = SparseLinear(torch.nn.Linear(30, 40), weight_mask=mask)
-    layer.build({"_name": "cpu-generated"}, torch.randn(8, 30))
+    layer.build(torch.randn(8, 30), {"_name": "cpu-generated"})
     for tokens in (8, 100):
         x = torch.randn(tokens, 30)
         check(layer(x), linear_reference(x, layer.weight, layer.bias, weight_mask=mask), reduction=30)

@@ -175,7 +175,9 @@ class _BlocksKernel(MatmulKernel):
         product, matrix, rows = self._product, self._matrix, self._matrix.rows
         lead = product.batch((*matrix.mask_lead, *matrix.shape), A, B, matrix.kept)
         batches = Batches(lead, matrix.mask_lead)
-        left, right = A.mT if product.transpose_A else A, B if product.transpose_B else B.mT  # (M, K) and (N, K)
+        # The dense operands as (M, K) and (N, K); the values of a compressed one may have a single dim.
+        left = A.mT if product.transpose_A and product.sparse != "A" else A
+        right = B if product.transpose_B or product.sparse == "B" else B.mT
         if product.sparse == "C":
             own = rows.rows_of(packed[1:], _folded(batches, left))
             faced = rows.columns_of(packed[1:], _folded(batches, right))
