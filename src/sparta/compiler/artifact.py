@@ -30,8 +30,8 @@ from sparta.compiler.session import ForgivingStore
 from sparta.errors import FileFormatError, SpartaError, message
 from sparta.files import Budget, load_tensors, reading, save_tensors
 from sparta.specialize.implement import implement_named
-from sparta.specialize.int8_linear.quantization import OP, integers_of, row_scales
-from sparta.specialize.kernel_spec import Epilogue, KernelSpec
+from sparta.specialize.int8_linear.quantized import OP, integers_of, row_scales
+from sparta.specialize.kernel_spec import Epilogue, KernelSpec, operation_named
 from sparta.specialize.tuning.select import DENSE, Choice, build, choose, tune_kernel
 from sparta.specialize.tuning.store import device_name
 from sparta.tesa.attribute import TeSA
@@ -159,7 +159,7 @@ class _Reader:
     def kernel(self, name: str, fields: Mapping[str, Any], *, retune: bool) -> KernelModule:
         """Return a kernel module whose choices run here."""
         tesa, where = self.tesa(f"mask/{name}", fields["weight"]), self.where
-        fused = Fused(str(fields["op"]), tesa, dict(fields["attributes"]), Epilogue(**fields["epilogue"]))
+        fused = Fused(operation_named(fields["op"]), tesa, dict(fields["attributes"]), Epilogue(**fields["epilogue"]))
         live = self.tensors[f"live/{name}"].to(where)
         if live.dim() != 1 or live.numel() != fused.weight.count("live"):
             raise FileFormatError(message(f"{live.numel()} live weights of {name}", f"{fused.weight.count('live')}"))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparta.specialize.implement import Support
+from sparta.specialize.kernel_spec import operation_named
 from sparta.specialize.tuning.select import DENSE, Choice
 from sparta.specialize.tuning.store import Entry
 
@@ -90,7 +91,7 @@ class LayerPlan:
         """Return what :meth:`to_dict` wrote."""
         return LayerPlan(
             name=str(fields["name"]),
-            op=str(fields["op"]),
+            op=operation_named(fields["op"]),
             pattern=str(fields["pattern"]),
             density=float(fields["density"]),
             shape=tuple(int(size) for size in fields["shape"]),

@@ -14,13 +14,13 @@ from sparta.compiler.plan import GIVEN, REDUCED, LayerPlan, Plan
 from sparta.compiler.verify import Certificate
 from sparta.errors import MissingPackageError, message
 from sparta.specialize.implement import Cause, implements_of
-from sparta.specialize.int8_linear.quantization import INT8_IMPLEMENTS
+from sparta.specialize.int8_linear.quantized import INT8_IMPLEMENTS
 from sparta.specialize.tuning.select import DENSE
 from sparta.tables import table
 
 __all__ = ["Report", "Totals", "advice", "break_even"]
 
-_PRUNED_BY_CHANNEL = ("linear", "quantised_linear", "conv1d", "conv2d")
+_PRUNED_BY_CHANNEL = ("linear", "quantized_linear", "conv1d", "conv2d")
 
 
 @dataclass(frozen=True)

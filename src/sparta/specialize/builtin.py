@@ -13,7 +13,7 @@ from sparta.specialize.conv.dense import DenseConv1d, DenseConv2d
 from sparta.specialize.implement import Implement
 from sparta.specialize.int8_linear.cpu import CpuInt8Linear
 from sparta.specialize.int8_linear.dense import DenseInt8Linear, OneDnnInt8Linear
-from sparta.specialize.int8_linear.quantization import CpuInt8, CpuQuantized, DenseQuantized, OneDnnInt8
+from sparta.specialize.int8_linear.quantized import CpuInt8, CpuQuantized, DenseQuantized, OneDnnInt8
 from sparta.specialize.linear.cpu import CpuLinear
 from sparta.specialize.linear.cpu_generated import CpuGenerated
 from sparta.specialize.linear.cuda_24 import TwoFour

@@ -19,10 +19,11 @@ from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, mess
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.state import decode_state, encode_state
 
-__all__ = ["ACTIVATIONS", "Epilogue", "KernelSpec"]
+__all__ = ["ACTIVATIONS", "Epilogue", "KernelSpec", "operation_named"]
 
 ACTIVATIONS = ("relu", "gelu", "silu", "relu6")
 """The activations an epilogue may fuse; ``gelu`` is the exact one."""
+_RENAMED = {"quantised_linear": "quantized_linear"}  # as files of older versions call it
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class KernelSpec:
         The TeSA of each operand by name; for ``linear`` these are ``"input"`` (M, K) with M dynamic, and
         ``"weight"`` (N, K). A dynamic dim has the size that is measured.
     epilogue
-        What is fused behind it.
+        What is fused after it.
     attributes
         The numbers the operation needs beside its operands, such as a convolution's stride.
     device
@@ -121,7 +122,7 @@ class KernelSpec:
         if missing:
             raise ValueRangeError(message(f"a kernel spec without {', '.join(sorted(missing))}", "all five fields"))
         return cls(
-            op=fields["op"],
+            op=operation_named(fields["op"]),
             operands={name: decode_state(state) for name, state in fields["operands"].items()},
             epilogue=Epilogue(**fields["epilogue"]),
             attributes=fields["attributes"],
@@ -160,6 +161,15 @@ class KernelSpec:
     def __str__(self) -> str:
         operands = ", ".join(f"{name}: {str(tesa).removeprefix('TeSA ')}" for name, tesa in self.operands.items())
         return f"{self.op} on {self.device} ({operands}; epilogue {self.epilogue})"
+
+
+def operation_named(given: object) -> str:
+    """Return the name of an operation for a name that a file gives, which an older version may have written.
+
+    >>> operation_named("quantised_linear")
+    'quantized_linear'
+    """
+    return _RENAMED.get(str(given), str(given))
 
 
 def _bucket(tesa: TeSA) -> str:

@@ -16,7 +16,8 @@ from compiler import nets
 from compiler.conftest import forcing
 from sparta.errors import NameNotFoundError, ValueRangeError
 from sparta.specialize.implement import implement_named
-from sparta.specialize.int8_linear.quantization import OP, InputGrid, Int8Kernel, integers_of, row_scales
+from sparta.specialize.int8_linear.quantization import Quantization
+from sparta.specialize.int8_linear.quantized import OP, Int8Kernel, integers_of, row_scales
 from sparta.specialize.tuning.select import build
 
 
@@ -54,13 +55,13 @@ def compiled():
 @settings(max_examples=30, deadline=None)
 @given(low=st.floats(-50, 50), width=st.floats(0, 100), seed=st.integers(0, 100))
 def test_a_grid_rounds_by_half_a_step_and_keeps_zero(low, width, seed):
-    grid = InputGrid.covering(low, low + width)
+    grid = Quantization.covering(low, low + width)
     x = low + width * torch.rand(64, generator=torch.Generator().manual_seed(seed))
     # One step more at the ends, where the zero point was rounded itself.
     assert float((grid.rounded(x) - x).abs().max()) <= 1.001 * grid.scale + 1e-5 * abs(low)
     assert not grid.rounded(torch.zeros(3)).any()
     assert torch.equal(grid.rounded(grid.rounded(x)), grid.rounded(x))
-    assert InputGrid.from_dict(json.loads(json.dumps(grid.to_dict()))) == grid
+    assert Quantization.from_dict(json.loads(json.dumps(grid.to_dict()))) == grid
 
 
 def test_int8_layers_compute_the_rounded_model(compiled):
@@ -81,7 +82,7 @@ def test_one_layer_is_exact_in_quanta():
     with forcing("cpu-int8"):
         fast = sparta.compile(model, x, spec, tune="off")
     (module,) = fast.kernels.values()
-    grid = InputGrid.from_dict(module.fused.attributes)
+    grid = Quantization.from_dict(module.fused.attributes)
     rounded = torch.nn.functional.linear(grid.rounded(x).double(), model.weight.double(), model.bias.double())
     torch.testing.assert_close(fast(x).double(), rounded, rtol=1e-5, atol=1e-5)
     # Half a quantum an input, for a whole row of weights, is the most that rounding can do.
@@ -106,9 +107,9 @@ def test_neighbours_hand_over_integers(tmp_path):
     spec = quantized(model)
     with forcing("cpu-int8"):
         fast = sparta.compile(model, x, spec, tune="off")
-    gives = {name: InputGrid.of_output(module.fused.attributes) for name, module in fast.kernels.items()}
+    gives = {name: Quantization.of_output(module.fused.attributes) for name, module in fast.kernels.items()}
     assert [name for name, grid in gives.items() if grid is not None] == ["a.weight_kernel", "b.weight_kernel"]
-    takes = InputGrid.from_dict(fast.kernels["b.weight_kernel"].fused.attributes)
+    takes = Quantization.from_dict(fast.kernels["b.weight_kernel"].fused.attributes)
     assert gives["a.weight_kernel"] == takes
     assert fast.kernels["a.weight_kernel"](x).dtype == takes.dtype
     assert loss_of(fast, model, x) < 0.05
@@ -119,7 +120,7 @@ def test_neighbours_hand_over_integers(tmp_path):
     spec = next(iter(module.choices.values()))[0]
     problem = module.fused.lowering.problem(spec, module.weight(), x, module.bias, None)
     assert problem.expected.is_floating_point()
-    assert InputGrid.of_output(problem.spec.attributes) is None
+    assert Quantization.of_output(problem.spec.attributes) is None
     assert build(problem.spec, {"_name": "cpu-int8", **implement_named("cpu-int8", OP).default(problem.spec)})
     # Where a kernel cannot run any more, dense takes and gives integers in its place.
     state = {
@@ -183,9 +184,9 @@ def test_grids_of_inputs_may_be_given(compiled):
         fast = sparta.compile(
             model, x, spec, tune="off", activations={"first.input": exported, "last.input": (0.1, 7, "uint8"), "no": 1}
         )
-    grids = {name: InputGrid.from_dict(module.fused.attributes) for name, module in fast.kernels.items()}
-    assert grids["first.weight_kernel"] == InputGrid(0.05, 3, "int8")
-    assert grids["last.weight_kernel"] == InputGrid(0.1, 7, "uint8")
+    grids = {name: Quantization.from_dict(module.fused.attributes) for name, module in fast.kernels.items()}
+    assert grids["first.weight_kernel"] == Quantization(0.05, 3, "int8")
+    assert grids["last.weight_kernel"] == Quantization(0.1, 7, "uint8")
     assert grids["second.weight_kernel"].format == "uint8"  # from the example
     assert "grids that no int8 layer uses: no" in str(fast.report)
 
@@ -200,7 +201,7 @@ def test_an_exported_model_compiles_with_its_own_grids():
     with forcing("cpu-int8"):
         fast = sparta.compile(exported.model, x, exported.spec, tune="off", activations=exported.activations)
     given = exported.activations["first.input"]
-    grid = InputGrid.from_dict(fast.kernels["first.weight_kernel"].fused.attributes)
+    grid = Quantization.from_dict(fast.kernels["first.weight_kernel"].fused.attributes)
     assert (grid.scale, grid.zero_point) == (given.scale, given.zero_point)
     assert loss_of(fast, exported.model, x) < 0.05
 
@@ -259,13 +260,13 @@ def test_layers_without_a_usable_grid_stay_in_real_numbers():
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda: InputGrid(0.0), ValueRangeError),
-        (lambda: InputGrid(float("nan")), ValueRangeError),
-        (lambda: InputGrid(1.0, 200, "int8"), ValueRangeError),
-        (lambda: InputGrid(1.0, 0, "int4"), NameNotFoundError),
-        (lambda: InputGrid.of("grid"), ValueRangeError),
+        (lambda: Quantization(0.0), ValueRangeError),
+        (lambda: Quantization(float("nan")), ValueRangeError),
+        (lambda: Quantization(1.0, 200, "int8"), ValueRangeError),
+        (lambda: Quantization(1.0, 0, "int4"), NameNotFoundError),
+        (lambda: Quantization.of("grid"), ValueRangeError),
         (
-            lambda: InputGrid.of(
+            lambda: Quantization.of(
                 SimpleNamespace(scale=1.0, zero_point=0, args=SimpleNamespace(quant_min=-8, quant_max=7))
             ),
             ValueRangeError,

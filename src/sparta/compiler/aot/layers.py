@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from sparta.specialize.conv.cpu_packed import PackedConv
 from sparta.specialize.cpu.library import STREAM_FORMS, activation_code, fused_activation
 from sparta.specialize.int8_linear.cpu import PackedInt8Linear
-from sparta.specialize.int8_linear.quantization import InputGrid, row_scales
+from sparta.specialize.int8_linear.quantization import Quantization
+from sparta.specialize.int8_linear.quantized import row_scales
 from sparta.specialize.int8_linear.spec import requantization
 from sparta.specialize.linear.cpu_packed import PackedLinear
 from sparta.specialize.linear.spec import apply_epilogue
@@ -123,8 +124,8 @@ class Int8Layer(_Packed):
     def __init__(self, packed: PackedInt8Linear, operands: Sequence[Tensor], kernel: KernelModule) -> None:
         super().__init__()
         fused, layout = kernel.fused, packed.layout
-        self._grid, self._epilogue = InputGrid.from_dict(fused.attributes), fused.epilogue
-        output = InputGrid.of_output(fused.attributes)
+        self._grid, self._epilogue = Quantization.from_dict(fused.attributes), fused.epilogue
+        output = Quantization.of_output(fused.attributes)
         self._hold(("starts", "offsets", "rows", "costs"), layout.arrays)
         scale = 1.0 if output is None else output.scale
         multiplier, offset = requantization(

@@ -20,7 +20,8 @@ from sparta.compiler.aot.layers import DenseLayer, layer_for
 from sparta.compiler.aot.library import load_operators
 from sparta.errors import ValueRangeError, message
 from sparta.modules import replace_module
-from sparta.specialize.int8_linear.quantization import OP, InputGrid
+from sparta.specialize.int8_linear.quantization import Quantization
+from sparta.specialize.int8_linear.quantized import OP
 
 if TYPE_CHECKING:
     from sparta.compiler.run.compiled_model import CompiledModel
@@ -92,7 +93,7 @@ def _layer(name: str, kernel: KernelModule) -> nn.Module:
     if found is not None:
         return found
     choice = next(iter(kernel.choices.values()))[1]
-    if kernel.fused.op == OP and InputGrid.of_output(kernel.fused.attributes) is not None:
+    if kernel.fused.op == OP and Quantization.of_output(kernel.fused.attributes) is not None:
         given = f"{name} runs by {choice.implement} and hands integers to the next layer"
         raise ValueRangeError(message(given, "the kernel cpu-int8", "compile the model without int8 for a package"))
     warnings.warn(f"{name}: {choice.implement} has no C++ operator; it is packaged dense", stacklevel=4)

@@ -20,7 +20,8 @@ from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.run.combine import combined
 from sparta.compiler.run.kernel_module import KernelModule
 from sparta.errors import SpartaError, ValueRangeError, message
-from sparta.specialize.int8_linear.quantization import INT8_IMPLEMENTS, OP, InputGrid, integers_of
+from sparta.specialize.int8_linear.quantization import Quantization
+from sparta.specialize.int8_linear.quantized import INT8_IMPLEMENTS, OP, integers_of
 from sparta.specialize.linear.spec import apply_epilogue
 from sparta.tesa.attribute import TeSA
 
@@ -36,7 +37,7 @@ class Calibration:
     weights
         The spec of the model; int8 TeSAs with a scale are what counts here.
     inputs
-        Grids of inputs by layer, ``"fc.input"``; see :meth:`InputGrid.of`. Others are taken from the examples.
+        Grids of inputs by layer, ``"fc.input"``; see :meth:`Quantization.of`. Others are taken from the examples.
     note
         Called with what could not be used, and why.
     """
@@ -79,13 +80,13 @@ class Calibration:
             scales=scales,
         )
 
-    def _grid(self, name: str, activations: Sequence[Tensor]) -> InputGrid:
+    def _grid(self, name: str, activations: Sequence[Tensor]) -> Quantization:
         if name in self.inputs:
-            return InputGrid.of(self.inputs[name])
+            return Quantization.of(self.inputs[name])
         low, high = (float(min(x.min() for x in activations)), float(max(x.max() for x in activations)))
         if not abs(low) + abs(high) < float("inf"):
             raise ValueRangeError(message(f"example inputs of {name} from {low} to {high}", "finite numbers"))
-        return InputGrid.covering(low, high)
+        return Quantization.covering(low, high)
 
 
 def _layer(program: Program, subgraph: SubGraph) -> str:

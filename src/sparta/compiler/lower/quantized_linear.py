@@ -1,4 +1,4 @@
-"""Quantised linear layers: a ``linear`` whose weight lies on an int8 grid becomes the operation ``quantised_linear``.
+"""Quantised linear layers: a ``linear`` whose weight lies on an int8 grid becomes the operation ``quantized_linear``.
 
 No call of a graph is matched here: a linear layer is recognised first, and takes this lowering when the spec says that
 its weight is int8 and the grid of its input is known. Kernels are checked on inputs that lie on that grid, where real
@@ -17,7 +17,8 @@ from torch import Tensor, fx
 from sparta.compiler.lower.base import Anchor
 from sparta.compiler.lower.linear import LinearLowering
 from sparta.specialize.implement import Kernel
-from sparta.specialize.int8_linear.quantization import OP, InputGrid, Int8Kernel
+from sparta.specialize.int8_linear.quantization import Quantization
+from sparta.specialize.int8_linear.quantized import OP, Int8Kernel
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.tuning.select import Problem
 from sparta.tesa.attribute import TeSA
@@ -26,7 +27,7 @@ __all__ = ["QuantizedLinearLowering"]
 
 
 class QuantizedLinearLowering(LinearLowering):
-    """The operation ``quantised_linear``."""
+    """The operation ``quantized_linear``."""
 
     op = OP
 
@@ -44,7 +45,7 @@ class QuantizedLinearLowering(LinearLowering):
 
     def result_dtype(self, dtype: torch.dtype, attributes: Mapping[str, Any]) -> torch.dtype:
         """Return the dtype of the output's grid, where it has one."""
-        output = InputGrid.of_output(attributes)
+        output = Quantization.of_output(attributes)
         return dtype if output is None else output.dtype
 
     def fast_path(self, kernel: Kernel, packed: Sequence[Tensor], bias: Tensor | None) -> None:
@@ -64,9 +65,9 @@ class QuantizedLinearLowering(LinearLowering):
         if isinstance(kernel, Int8Kernel):
             return super().run(kernel, packed, x, bias, residual, attributes)
         if not x.is_floating_point():
-            x = InputGrid.from_dict(attributes).real(x, packed[0].dtype)
+            x = Quantization.from_dict(attributes).real(x, packed[0].dtype)
         y = super().run(kernel, packed, x, bias, residual, attributes)
-        output = InputGrid.of_output(attributes)
+        output = Quantization.of_output(attributes)
         return y if output is None else output.integers(y)
 
     def problem(
@@ -78,4 +79,4 @@ class QuantizedLinearLowering(LinearLowering):
 
     def on_grid(self, x: Tensor, attributes: Mapping[str, Any]) -> Tensor:
         """Return x rounded to the grid of the input."""
-        return InputGrid.from_dict(attributes).rounded(x)
+        return Quantization.from_dict(attributes).rounded(x)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from torch import fx, nn
 
 from sparta.compiler.run.kernel_module import KernelModule
-from sparta.specialize.int8_linear.quantization import INT8_IMPLEMENTS, InputGrid
+from sparta.specialize.int8_linear.quantization import Quantization
+from sparta.specialize.int8_linear.quantized import INT8_IMPLEMENTS
 
 __all__ = ["link_layers"]
 
@@ -28,7 +29,7 @@ def link_layers(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
             continue
         plain = not first.fused.epilogue.residual and first.fused.epilogue.activation in (None, "relu")
         if plain and _all_int8(first) and _all_int8(second):
-            grid = InputGrid.from_dict(second.fused.attributes)
+            grid = Quantization.from_dict(second.fused.attributes)
             modules[str(node.target)] = first.with_attributes(grid.to_dict("output"))
             links += 1
     return links

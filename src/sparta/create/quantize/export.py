@@ -85,7 +85,11 @@ class IntegerWeight:
 
 @dataclass(frozen=True, eq=False)
 class ActivationGrid:
-    """The grid of an activation: its scale, its zero point, its bits."""
+    """The grid of an activation: its scale, its zero point, its bits.
+
+    Training knows more formats than kernels run (any number of bits, of either sign), so this holds the arguments
+    it was trained with; the compiler reads the 8-bit ones as its own ``Quantization``.
+    """
 
     scale: float
     zero_point: int

@@ -23,6 +23,7 @@ from sparta.specialize.cpu.packing import pack_mask
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.implement import KernelLayout, Params, Support, TiledImplement, present
 from sparta.specialize.int8_linear.cpu_panel import UNIT, Int8Panel, whole_units
+from sparta.specialize.int8_linear.quantization import DTYPES
 from sparta.specialize.int8_linear.spec import Int8LinearKernel
 from sparta.specialize.kernel_spec import KernelSpec
 
@@ -282,13 +283,12 @@ class _CpuInt8Kernel(Int8LinearKernel):
     def __init__(self, spec: KernelSpec, tile: Tile) -> None:
         self._packed = PackedInt8Linear(spec["weight"].mask("cpu"), **tile.to_dict())
         attributes = spec.attributes
-        formats = {"int8": torch.int8, "uint8": torch.uint8, "fp32": torch.float32}
-        self._input = formats[str(spec["input"].format)]
+        self._input = DTYPES[str(spec["input"].format)]
         self._rounding: Int8Options | None = None  # with the scale of the last call in real numbers
         self._options = Int8Options(
             zero_point=attributes["input_zero_point"],
             relu=spec.epilogue.activation == "relu",
-            output=(formats[attributes["output_format"]], attributes["output_zero_point"]),
+            output=(DTYPES[attributes["output_format"]], attributes["output_zero_point"]),
         )
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from sparta.measure.machine import probe_cpu
 from sparta.specialize.implement import Cause, Implement, Params, Support, present
+from sparta.specialize.int8_linear.quantization import DTYPES
 from sparta.specialize.int8_linear.spec import Int8LinearKernel, requantized
 from sparta.specialize.kernel_spec import KernelSpec
 
@@ -71,11 +72,10 @@ class _OneDnnKernel(Int8LinearKernel):
     def __init__(self, spec: KernelSpec) -> None:
         self._spec = spec
         attributes = spec.attributes
-        formats = {"int8": torch.int8, "uint8": torch.uint8, "fp32": torch.float32}
         # With signs oneDNN has no fast kernel and takes ten thousand times as long, so they are moved away.
         self._signed = str(spec["input"].format) == "int8"
         self._zero = attributes["input_zero_point"] + 128 * self._signed
-        self._output = formats[attributes["output_format"]], attributes["output_zero_point"]
+        self._output = DTYPES[attributes["output_format"]], attributes["output_zero_point"]
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         weight = self._spec["weight"].apply(operand).contiguous()

@@ -1,7 +1,7 @@
-"""The operation ``int8_linear``: ``requantise(x W^T)`` of 8-bit integers with a sparse weight W of shape (N, K).
+"""The operation ``int8_linear``: ``requantize(x W^T)`` of 8-bit integers with a sparse weight W of shape (N, K).
 
 A kernel sums exactly in 32-bit integers and stores ``sum * multiplier + offset``, through ReLU where the epilogue says
-so, as fp32 or rounded to 8 bits again. All scales are folded into one multiplier and one offset a channel
+so, as fp32 or rounded to 8 bits again. All scales are folded into one multiplier and one offset per channel
 (:func:`requantization`), so a kernel knows neither of them apart; zero points are attributes of the spec.
 """
 
@@ -10,18 +10,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_you_mean, message
 from sparta.specialize.implement import Kernel
+from sparta.specialize.int8_linear.quantization import DTYPES, RANGES
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.tesa.attribute import TeSA
 
 __all__ = ["Int8LinearKernel", "int8_linear_spec", "requantization", "requantized"]
 
-RANGES = {"int8": (-128, 127), "uint8": (0, 255)}
-_DTYPES = {"int8": torch.int8, "uint8": torch.uint8, "fp32": torch.float32}
 _MOST_INPUTS = 2**16  # 255 * 127 * K must fit 31 bits
 
 
@@ -77,8 +75,8 @@ def int8_linear_spec(
     epilogue = epilogue or Epilogue()
     if input_format not in RANGES:
         raise NameNotFoundError(did_you_mean(input_format, RANGES, "input format"))
-    if output_format not in _DTYPES:
-        raise NameNotFoundError(did_you_mean(output_format, _DTYPES, "output format"))
+    if output_format not in DTYPES:
+        raise NameNotFoundError(did_you_mean(output_format, DTYPES, "output format"))
     for name, value, format in (
         ("input", input_zero_point, input_format),
         ("output", output_zero_point, output_format),
@@ -113,7 +111,7 @@ def requantization(
     Parameters
     ----------
     weight_scale
-        (N,), one a channel, or (1,) for all.
+        (N,), one per channel, or (1,) for all.
     bias
         (N,), in real numbers.
     output_scale
@@ -145,4 +143,4 @@ def requantized(sums: Tensor, spec: KernelSpec, multiplier: Tensor, offset: Tens
         return y
     low, high = RANGES[output]
     zero: int = spec.attributes["output_zero_point"]
-    return (y.round() + zero).clamp(low, high).to(_DTYPES[output])
+    return (y.round() + zero).clamp(low, high).to(DTYPES[output])
