@@ -14,17 +14,18 @@ from sparta.specialize.conv.spec import ConvGeometry, ConvKernel, dense_conv
 from sparta.specialize.implement import Implement, Params, Support
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import apply_epilogue
+from sparta.specialize.runtime.masked import Masked
 
 __all__ = ["DenseConv1d", "DenseConv2d"]
 
 
 class _DenseConvKernel(ConvKernel):
     def __init__(self, spec: KernelSpec) -> None:
-        self._weight, self._epilogue = spec["weight"], spec.epilogue
+        self._masked, self._epilogue = Masked(spec["weight"]), spec.epilogue
         self._geometry = ConvGeometry.from_dict(spec.attributes)
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
-        return (self._weight.apply(operand),)
+        return (self._masked(operand),)
 
     def shared(self, packed: Sequence[Tensor], operand: Tensor) -> Sequence[Tensor]:
         return (operand.detach(),) if torch.equal(packed[0], operand) else packed

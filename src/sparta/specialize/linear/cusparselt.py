@@ -29,6 +29,7 @@ from sparta.specialize.implement import Cause, Implement, Params, Support
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.linear.cuda_24 import is_two_four
 from sparta.specialize.linear.spec import LinearKernel, apply_epilogue
+from sparta.specialize.runtime.masked import Masked
 
 __all__ = ["CuSparseLt"]
 
@@ -209,14 +210,14 @@ class _LibraryKernel(LinearKernel):
     def __init__(self, spec: KernelSpec, algorithm: int) -> None:
         self._shape = (spec["weight"].shape[0], spec["weight"].shape[1])
         self._epilogue = Epilogue(activation=spec.epilogue.activation, residual=spec.epilogue.residual)
-        self._algorithm, self._weight, self._plain = algorithm, spec["weight"], spec.epilogue.activation is None
+        self._algorithm, self._masked, self._plain = algorithm, Masked(spec["weight"]), spec.epilogue.activation is None
         self._plans: OrderedDict[_PlanKey, _Plan] = OrderedDict()
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         if tuple(operand.shape) != self._shape:
             raise ShapeError(message(f"a weight of shape {tuple(operand.shape)}", f"{self._shape}, as when built"))
         with torch.cuda.device(operand.device):
-            pruned = self._weight.apply(operand.detach()).contiguous()
+            pruned = self._masked(operand.detach()).contiguous()
             # The library takes -0.0 for a kept value, so a group could seem to have three.
             pruned, library = torch.where(pruned == 0, 0, pruned), _on(operand.device)
             with library.lock:

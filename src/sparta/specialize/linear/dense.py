@@ -11,16 +11,17 @@ from torch.nn import functional
 from sparta.specialize.implement import Implement, Params, Support
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import LinearKernel, apply_epilogue
+from sparta.specialize.runtime.masked import Masked
 
 __all__ = ["DenseLinear"]
 
 
 class _DenseLinearKernel(LinearKernel):
     def __init__(self, spec: KernelSpec) -> None:
-        self._weight, self._epilogue = spec["weight"], spec.epilogue
+        self._masked, self._epilogue = Masked(spec["weight"]), spec.epilogue
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
-        return (self._weight.apply(operand),)
+        return (self._masked(operand),)
 
     def shared(self, packed: Sequence[Tensor], operand: Tensor) -> Sequence[Tensor]:
         return (operand.detach(),) if torch.equal(packed[0], operand) else packed

@@ -125,7 +125,7 @@ def linear_backward(grad: Tensor, x: Tensor, weight: Tensor, handle: int) -> tup
     if grad_weight is None:
         grad_weight = torch.where(mask, grad.t() @ x, torch.zeros((), dtype=grad.dtype, device=grad.device))
     if state.backward is None:
-        return grad @ state.weight.apply(weight), grad_weight
+        return grad @ torch.where(mask, weight, torch.zeros((), dtype=weight.dtype, device=weight.device)), grad_weight
     return state.backward.run(state.backward.pack(weight.t()), grad.contiguous(), None, None), grad_weight
 
 
