@@ -437,3 +437,25 @@ def test_channels_in_front_of_a_norm_do_not_shrink_away():
         kept = model[0].weight != 0
         survived = (before * kept).flatten(1).norm(dim=1)
         assert (model[0].weight.detach().flatten(1).norm(dim=1) >= 0.5 * survived).all()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        modifier_named("TopKASTPruning")(forward_sparsity=0.8, backward_sparsity=0.5, end_epoch=4),
+        modifier_named("ACDCPruning")(compression_sparsity=0.8, end_epoch=4, update_frequency=1),
+    ],
+    ids=lambda entry: entry.name,
+)
+def test_weights_that_come_back_still_learn_under_rprop(entry):
+    model = CNN()
+    optimizer = torch.optim.Rprop(model.parameters(), lr=0.01)
+    start(model, entry, optimizer)
+    seen = []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.extend(
+            float(optimizer.state[w]["step_size"].min()) for w in prunable(model).values() if w in optimizer.state
+        )
+    )
+    take_steps(model, optimizer, 4 * STEPS)
+    assert min(seen) > 0, "a step size of zero is no memory of gradients"

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 import pairs
 from sparta.errors import ShapeError
-from sparta.sparsify.shards import Shards, lowest_of
-from sparta.sparsify.units import check_sharding, unit_count, unit_scores
+from sparta.sparsify.shards import Shards, check_sharding, lowest_of
 from sparta.tesa.patterns import NM, VNM, Block, Channel, Unstructured
 from sparta.tesa.select import lowest
 
@@ -35,10 +34,10 @@ def test_a_pattern_keeps_the_highest_of_the_unit_scores(rows, columns, pattern):
     if isinstance(pattern, Block) and (rows < 2 or columns < 3):
         return
     score = torch.rand(rows, columns)
-    units = unit_scores(pattern, score)
-    assert len(units) == unit_count(pattern, score.shape)
+    units = pattern.unit_scores(score)
+    assert len(units) == pattern.unit_count(score.shape)
     kept = pattern.project(score, 0.5)
-    assert torch.equal(unit_scores(pattern, kept.float()) > 0, ~lowest(units, round(0.5 * len(units))))
+    assert torch.equal(pattern.unit_scores(kept.float()) > 0, ~lowest(units, round(0.5 * len(units))))
 
 
 @pytest.mark.parametrize("pattern", [Channel(1), NM(2, 4, axis=0), Block(4, 4), VNM(4, 2, 8)])

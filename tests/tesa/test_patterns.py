@@ -473,7 +473,7 @@ def test_numpy_integers_become_plain_integers():
         ("chanel", "did you mean 'channel:0'"),
         ("unstructred", "did you mean 'unstructured'"),
         ("2-4", "2:4"),
-        ("", "known: 2:4, 64:2:8, block:4x4, channel:0, unstructured"),
+        ("", "known: 2:4, 64:2:8, block4, block:4x4, channel:0, filter, tensorrt, unstructured"),
     ],
 )
 def test_unknown_texts_are_refused_with_what_is_known(text, words):

@@ -12,22 +12,13 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sparta.create.modifiers.masked import pattern_of
+from sparta.create.modifiers.masked import mask_text, pattern_of
 from sparta.errors import NameNotFoundError, SpartaError, ValueRangeError, did_you_mean, message
+from sparta.sparsify.targets import TARGETS
 from sparta.tables import table
-from sparta.tesa.patterns import NM, VNM, Pattern
+from sparta.tesa.patterns import Pattern
 
 __all__ = ["TARGETS", "RecipeVariables", "as_variables"]
-
-TARGETS: dict[str, tuple[str, ...]] = {
-    "vnni": ("block4",),
-    "tensorrt": ("2:4",),
-    "nvidia-ampere": ("2:4", "block:32x32", "block:64x64", "channel:0", "channel:1"),
-    "nvidia-hopper": ("2:4", "block:64x64", "block:128x128", "channel:0", "channel:1"),
-    "x86-avx512": ("block:16x1", "block:4x1", "block:1x16", "block4", "channel:0", "channel:1"),
-    "generic": ("unstructured", "channel:0", "channel:1"),
-}
-"""The hardware there is a recipe for, and the masks that pay on it, the usual one first."""
 
 
 class RecipeVariables(BaseModel):
@@ -89,6 +80,8 @@ class RecipeVariables(BaseModel):
             raise NameNotFoundError(did_you_mean(value, TARGETS, "target"))
         return value
 
+    _as_text = field_validator("mask_type", mode="before")(mask_text)
+
     @field_validator("mask_type")
     @classmethod
     def _known_mask(cls, value: str | list[int]) -> str | list[int]:
@@ -106,12 +99,13 @@ class RecipeVariables(BaseModel):
                 given = f"mask_type {self.mask_type!r} does not pay on the target {self.target!r}"
                 raise ValueRangeError(message(given, ", ".join(allowed), "leave mask_type or target out"))
         pattern = pattern_of(self.mask_type)
-        if isinstance(pattern, NM | VNM):
-            self._derive_from_groups(pattern)
+        own = pattern.own_sparsity()
+        if own is not None:
+            self._derive_from(own)
         return self
 
-    def _derive_from_groups(self, pattern: NM | VNM) -> None:
-        own = 1 - pattern.n / pattern.m
+    def _derive_from(self, own: float) -> None:
+        """Fill in what follows from a mask with a sparsity of its own."""
         if "sparsity" not in self.model_fields_set:
             self._fill("sparsity", own)
         elif self.sparsity < own - 1e-6:

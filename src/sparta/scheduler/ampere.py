@@ -27,6 +27,7 @@ from sparta.scheduler.prepared import refuse_prepared
 from sparta.scheduler.registry import register_scheduler
 from sparta.sparsify import Layer, Masks, find_layers
 from sparta.sparsify.shards import local, own_part, shards_of, summed, whole
+from sparta.spelling import also
 
 __all__ = ["AmpereScheduler"]
 
@@ -178,16 +179,17 @@ class AmpereScheduler:
         self._masks = None
         return Exported(model, spec)
 
+    @also(dummy_input="example_inputs", inputs="example_inputs")
     def export_sparse_onnx(
         self,
         model: nn.Module,
-        dummy_input: Any,
+        example_inputs: Any,
         path: str | os.PathLike[str],
         **options: Any,
     ) -> None:
         """Write the model as ONNX; needs the `onnx` extra."""
         self._check_model(model)
-        export_onnx(model, dummy_input, path, options)
+        export_onnx(model, example_inputs, path, options)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks and the remembered values."""

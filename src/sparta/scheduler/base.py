@@ -25,6 +25,7 @@ from sparta.scheduler.generators import MaskGenerator, NormalMaskGenerator
 from sparta.scheduler.prepared import PreparedLayer, excluded, plain_copy, prepare, refuse_prepared, reshard, restore
 from sparta.scheduler.registry import register_scheduler
 from sparta.sparsify import erk_densities, find_layers
+from sparta.spelling import also
 from sparta.tesa import names
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.formats.mask_bits import pack_bits, unpack_bits
@@ -209,10 +210,11 @@ class BaseScheduler:
         self._layers = []
         return Exported(model, spec)
 
+    @also(dummy_input="example_inputs", inputs="example_inputs")
     def export_sparse_onnx(
         self,
         model: nn.Module,
-        dummy_input: Any,
+        example_inputs: Any,
         path: str | os.PathLike[str],
         **options: Any,
     ) -> None:
@@ -220,8 +222,8 @@ class BaseScheduler:
 
         Parameters
         ----------
-        dummy_input
-            A tensor or a tuple of them.
+        example_inputs
+            A tensor or a tuple of them; the documents call it ``dummy_input``.
         path
             The file; ``.onnx`` is added where it is missing.
         options
@@ -236,7 +238,7 @@ class BaseScheduler:
                     "load its full state into a plain model first",
                 )
             )
-        export_onnx(plain_copy(unwrapped(model), self._layers), dummy_input, path, options)
+        export_onnx(plain_copy(unwrapped(model), self._layers), example_inputs, path, options)
 
     # ------------------------------------------------------------------ state
 

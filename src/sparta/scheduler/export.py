@@ -26,7 +26,7 @@ _LARGEST_FILE = 2**30  # bytes of weights beyond which they go into a file besid
 
 def export_onnx(
     model: nn.Module,
-    dummy_input: Any,
+    example_inputs: Any,
     path: str | os.PathLike[str],
     options: Mapping[str, Any],
 ) -> Path:
@@ -49,7 +49,7 @@ def export_onnx(
         raise ShapeError(
             message("an ONNX file of a sharded model", "a whole model", "load its full state into a plain model first")
         )
-    inputs = dummy_input if isinstance(dummy_input, tuple) else (dummy_input,)
+    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     chosen = {"verbose": False, "external_data": size > _LARGEST_FILE, **options}
     was_training = {module: module.training for module in model.modules()}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
+from sparta.sparsify.targets import TARGETS
 from sparta.tables import table
 
 __all__ = ["DEVICES", "Device", "device_of", "presets"]
@@ -26,9 +27,9 @@ class Device:
     name
         How configurations call it.
     peak_macs
-        Multiply-adds a second on dense operands.
+        Multiply-adds per second on dense operands.
     bandwidth
-        Bytes a second from memory.
+        Bytes per second from memory.
     bytes_per_element
         Of weights and activations.
     patterns
@@ -78,7 +79,7 @@ DEVICES: dict[str, Device] = {
             1e12,
             1e11,
             4.0,
-            ("channel:0", "channel:1", "unstructured"),
+            TARGETS["generic"],
             "whole channels always pay once the model is compacted; single zeros from about 90 %",
         ),
         Device(
@@ -86,7 +87,7 @@ DEVICES: dict[str, Device] = {
             156e12,
             2.0e12,
             2.0,
-            ("2:4", "block:32x32", "block:64x64", "channel:0", "channel:1"),
+            TARGETS["nvidia-ampere"],
             "2:4 in fp16/bf16/int8 with output channels a multiple of 8 and input channels of 16, large batches; "
             "blocks from about 70 %",
         ),
@@ -95,7 +96,7 @@ DEVICES: dict[str, Device] = {
             494e12,
             3.35e12,
             2.0,
-            ("2:4", "block:64x64", "block:128x128", "channel:0", "channel:1"),
+            TARGETS["nvidia-hopper"],
             "2:4 as on Ampere, also fp8; blocks of 64 and more from about 70 %",
         ),
         Device(
@@ -103,7 +104,7 @@ DEVICES: dict[str, Device] = {
             2.5e12,
             2.0e11,
             4.0,
-            ("block:4x1", "block:16x1", "block:1x16", "channel:0", "channel:1"),
+            TARGETS["x86-avx512"],
             "blocks of 4 or 16 neighbouring outputs from about 70 %; int8 with VNNI in blocks of 4",
         ),
     )

@@ -7,13 +7,13 @@ once, and the names are those without what `torch.compile`, DDP, FSDP or checkpo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from sparta.errors import NameNotFoundError, ShapeError, message
 from sparta.tesa import names
-from sparta.tesa.patterns import NM, VNM, Pattern
+from sparta.tesa.patterns import Pattern
 
 __all__ = ["Layer", "along_inputs", "find_layers"]
 
@@ -109,8 +109,7 @@ def along_inputs(pattern: Pattern, layer: Layer) -> Pattern:
     >>> along_inputs(NM(2, 4), layer)
     NM(n=2, m=4, axis=0)
     """
-    if isinstance(pattern, NM | VNM) and pattern.axis == 1:
-        pattern = replace(pattern, axis=layer.input_axis)
+    pattern = pattern.along(layer.input_axis)
     try:
         pattern.check_shape(layer.shape)
     except ShapeError as error:

@@ -1,6 +1,6 @@
 """Masks that hold: pruned weights are exactly zero after every optimizer step, whatever the optimizer does.
 
-A holder keeps one mask a layer and hangs on the optimizer's own step hooks, so momentum, weight decay, foreach and
+A holder keeps one mask per layer and hangs on the optimizer's own step hooks, so momentum, weight decay, foreach and
 fused kernels, gradient accumulation and skipped steps of a gradient scaler need no special case. The forward pass sees
 plain parameters with real zeros in them; nothing is wrapped, so `torch.compile` sees nothing new.
 """
@@ -25,7 +25,7 @@ from sparta.tesa.formats.mask_bits import pack_bits, unpack_bits
 from sparta.tesa.mask import as_mask
 from sparta.tesa.spec import Spec
 
-__all__ = ["Masks"]
+__all__ = ["Masks", "zero_moments"]
 
 Gradients = Literal["masked", "dense"]
 Pruned = Literal["forget", "keep", "train"]
@@ -33,6 +33,20 @@ OptimizerState = Literal["zero", "keep"]
 
 _VERSION = 1
 _NOT_A_MOMENT = frozenset({"step_size"})  # Rprop's: zero would stop a weight that comes back for good
+
+
+def zero_moments(optimizer: Optimizer, parameter: Tensor, where: Tensor | None = None) -> None:
+    """Zero what an optimizer remembers of past gradients of a parameter, so that without a gradient it rests.
+
+    Parameters
+    ----------
+    where
+        Bool, of the shape of what this process holds of the parameter: only these elements. None: all.
+    """
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor) and value.shape == parameter.shape and key not in _NOT_A_MOMENT:
+            here = local(value)
+            here.zero_() if where is None else here.masked_fill_(where, 0)
 
 
 class Masks:
@@ -281,7 +295,4 @@ class Masks:
     def _zero_moments(self) -> None:
         for optimizer in self._optimizers:
             for name, zeros in self._zeros.items():
-                parameter = self.layers[name].parameter
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor) and value.shape == parameter.shape and key not in _NOT_A_MOMENT:
-                        local(value).masked_fill_(zeros, 0)
+                zero_moments(optimizer, self.layers[name].parameter, zeros)

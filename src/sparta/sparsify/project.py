@@ -14,10 +14,8 @@ from torch import Tensor
 from sparta.errors import ValueRangeError, message
 from sparta.sparsify.allocation import Allocation, Candidate, Uniform
 from sparta.sparsify.layers import Layer, along_inputs
-from sparta.sparsify.shards import Shards, lowest_of, shards_of
-from sparta.sparsify.units import check_sharding, unit_count, unit_scores
-from sparta.tesa.patterns import Block, Channel, Pattern
-from sparta.tesa.patterns.groups import GroupQuota, spread_groups
+from sparta.sparsify.shards import Shards, check_sharding, lowest_of, shards_of
+from sparta.tesa.patterns import Pattern, as_pattern
 
 __all__ = ["make_masks", "project"]
 
@@ -26,7 +24,7 @@ __all__ = ["make_masks", "project"]
 def make_masks(
     layers: Sequence[Layer],
     score: Callable[[Layer], Tensor] | Mapping[str, Tensor],
-    pattern: Pattern,
+    pattern: Pattern | str,
     sparsity: float | None = None,
     allocation: Allocation | None = None,
 ) -> dict[str, Tensor]:
@@ -38,6 +36,8 @@ def make_masks(
         What to prune, as :func:`~sparta.sparsify.layers.find_layers` returns it.
     score
         A score, or the scores by layer name, each of the shape of the weight (of its rows that are here).
+    pattern
+        A pattern, or its text form, such as ``"4x1"`` or ``"2:4"``.
     sparsity
         Fraction of all elements of all layers together. None is a pattern's own, as of N:M.
     allocation
@@ -57,13 +57,14 @@ def make_masks(
     >>> sum(int(mask.sum()) for mask in masks.values())
     24
     """
+    pattern = as_pattern(pattern)
     scores = {layer.name: score[layer.name] if isinstance(score, Mapping) else score(layer) for layer in layers}
     patterns = {layer.name: along_inputs(pattern, layer) for layer in layers}
     spread = {layer.name: shards_of(layer.parameter) for layer in layers}
     for layer in layers:
         check_sharding(patterns[layer.name], layer.shape, len(scores[layer.name]), spread[layer.name])
     if sparsity is None:
-        if not isinstance(pattern, GroupQuota):
+        if pattern.own_sparsity() is None:
             raise ValueRangeError(message(f"no sparsity for {pattern}", "a number in [0, 1]", "N:M has one of its own"))
         return {name: patterns[name].project(scores[name]) for name in scores}
     allocation = allocation or Uniform()
@@ -72,8 +73,8 @@ def make_masks(
         Candidate(
             layer.name,
             layer.shape,
-            unit_count(patterns[layer.name], layer.shape),
-            unit_scores(patterns[layer.name], scores[layer.name]),
+            patterns[layer.name].unit_count(layer.shape),
+            patterns[layer.name].unit_scores(scores[layer.name]),
             spread[layer.name],
             limits.get(layer.name, 1.0),
         )
@@ -91,11 +92,8 @@ def _limits(layers: Sequence[Layer], patterns: Mapping[str, Pattern], sparsity: 
 
     Without this an uneven budget would take from one layer what another lacks to reach its pattern.
     """
-    own = {}
-    for layer in layers:
-        pattern = patterns[layer.name]
-        if isinstance(pattern, GroupQuota):
-            own[layer.name] = 1 - pattern.capacity(layer.shape)
+    found = {layer.name: patterns[layer.name].own_sparsity(layer.shape) for layer in layers}
+    own = {name: sparsity for name, sparsity in found.items() if sparsity is not None}
     total = sum(layer.parameter.numel() for layer in layers)
     reach = sum(own.get(layer.name, 1.0) * layer.parameter.numel() for layer in layers)
     return own if sparsity * total <= reach + 0.5 else {}
@@ -109,25 +107,13 @@ def project(pattern: Pattern, score: Tensor, count: int, shape: Sequence[int], s
     score
         The scores of what is here; `shape` is that of the whole weight.
     """
-    units = unit_count(pattern, shape)
+    units = pattern.unit_count(shape)
     if shards.is_whole:
         return pattern.project(score, count / units if units else 0.0)
-    if isinstance(pattern, GroupQuota):
+    if pattern.own_sparsity() is not None:
         full = pattern.project(score)
         pruned_by_full = units - round(pattern.capacity(shape) * units)
         if count >= pruned_by_full:
             return full & ~lowest_of([score], count - pruned_by_full, shards, [full])[0]
         return ~lowest_of([score], count, shards, [~full])[0]
-    kept = ~lowest_of([unit_scores(pattern, score)], count, shards)[0]
-    if isinstance(pattern, Channel):
-        return kept.view(-1, *[1] * (score.dim() - 1)).expand(score.shape).contiguous()
-    if isinstance(pattern, Block) and score.numel():
-        sizes = list(score.shape)
-        sides = [(axis % score.dim(), size) for axis, size in zip(pattern.axes, (pattern.h, pattern.w), strict=True)]
-        for axis, size in sides:
-            sizes[axis] = -(-sizes[axis] // size)
-        kept = kept.view(sizes)
-        for axis, size in sides:
-            kept = spread_groups(kept, axis, size, score.shape[axis])
-        return kept.contiguous()
-    return kept.view(score.shape)
+    return pattern.spread(~lowest_of([pattern.unit_scores(score)], count, shards)[0], score.shape)

@@ -14,7 +14,7 @@ from sparta.sparsify.layers import Layer
 from sparta.sparsify.project import make_masks
 from sparta.sparsify.scores import Magnitude, Score
 from sparta.sparsify.shards import local
-from sparta.tesa.patterns import Pattern, Unstructured
+from sparta.tesa.patterns import Pattern
 
 __all__ = ["measure_sensitivity"]
 
@@ -26,7 +26,7 @@ def measure_sensitivity(
     levels: Sequence[float] = (0.3, 0.5, 0.7, 0.9),
     *,
     score: Score | None = None,
-    pattern: Pattern | None = None,
+    pattern: Pattern | str = "unstructured",
 ) -> dict[str, list[tuple[float, float]]]:
     """Return for each layer pairs of sparsity and loss, the dense loss first.
 
@@ -54,7 +54,7 @@ def measure_sensitivity(
         points = [(0.0, dense)]
         try:
             for level in sorted(levels):
-                mask = make_masks([layer], score or Magnitude(), pattern or Unstructured(), level)[layer.name]
+                mask = make_masks([layer], score or Magnitude(), pattern, level)[layer.name]
                 weight.masked_fill_(~mask, 0)
                 points.append((float(level), float(evaluate())))
                 weight.copy_(saved)

@@ -1,7 +1,7 @@
 """Sharded parameters: what of a tensor is here, and choosing the lowest scores over all shards.
 
 FSDP2 keeps a parameter as a ``DTensor`` of which each process holds some rows. The threshold is found by bisection on
-counts, one integer summed over the processes a round, so that no weight is ever gathered and the mask is bit for bit
+counts, one integer per round summed over the processes, so that no weight is ever gathered and the mask is bit for bit
 the one that a single process would make.
 """
 
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.tesa.patterns import Pattern
 from sparta.tesa.select import comparable, lowest
 
-__all__ = ["WHOLE", "Shards", "local", "lowest_of", "own_part", "shards_of", "summed", "whole"]
+__all__ = ["WHOLE", "Shards", "check_sharding", "local", "lowest_of", "own_part", "shards_of", "summed", "whole"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,27 @@ def whole(part: Tensor, like: Tensor) -> Tensor:
     )
     gathered: Tensor = spread.full_tensor()
     return gathered.view(torch.bool) if part.dtype is torch.bool else gathered
+
+
+def check_sharding(pattern: Pattern, shape: Sequence[int], rows: int, shards: Shards) -> None:
+    """Raise :class:`ShapeError` when a unit of `pattern` would lie across two processes.
+
+    Parameters
+    ----------
+    rows
+        How many rows of the tensor of `shape` this process holds.
+    """
+    if shards.is_whole:
+        return
+    together, is_last = pattern.rows_per_unit(shape), shards.rank + 1 == shards.size
+    if together is None or (rows % together and not is_last):
+        raise ShapeError(
+            message(
+                f"{pattern} on a weight of shape {tuple(shape)} whose rows are cut over {shards.size} processes",
+                "units that lie in one process",
+                "use a pattern that does not cross rows, or leave the layer unsharded",
+            )
+        )
 
 
 def own_part(full: Tensor, like: Tensor) -> Tensor:
@@ -195,7 +217,7 @@ def _edge(keys: Sequence[Tensor], masks: Sequence[Tensor], count: int, shards: S
 
 
 def _first_of_tied(below: list[Tensor], tied: list[Tensor], missing: int, shards: Shards) -> list[Tensor]:
-    """Add the first `missing` tied elements to `below`: earlier tensors first, then earlier rows, whoever has them."""
+    """Add the first `missing` tied elements to `below`: earlier tensors first, then earlier rows of any process."""
     import torch.distributed as dist
 
     here = torch.stack([torch.count_nonzero(ties) for ties in tied])

@@ -20,7 +20,7 @@ from sparta.sparsify.masks import Gradients, Masks, OptimizerState, Pruned
 from sparta.sparsify.project import make_masks
 from sparta.sparsify.schedule import Schedule
 from sparta.sparsify.scores import Score, make_score
-from sparta.tesa.patterns import Pattern, parse_pattern
+from sparta.tesa.patterns import Pattern, as_pattern
 from sparta.tesa.spec import Spec
 
 __all__ = ["Sparsifier"]
@@ -61,7 +61,7 @@ class Sparsifier:
     0.75
     """
 
-    def __init__(  # noqa: PLR0913 - one argument an axis
+    def __init__(  # noqa: PLR0913 - one argument per axis
         self,
         model: nn.Module,
         schedule: Schedule | float,
@@ -77,7 +77,7 @@ class Sparsifier:
     ) -> None:
         self.schedule = schedule if isinstance(schedule, Schedule) else Schedule.constant(schedule)
         self.score = make_score(score)
-        self.pattern = parse_pattern(pattern) if isinstance(pattern, str) else pattern
+        self.pattern = as_pattern(pattern)
         self.allocation = allocation or Uniform()
         self.layers = find_layers(model, include, ignore)
         for layer in self.layers:

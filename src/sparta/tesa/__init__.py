@@ -21,7 +21,18 @@ from sparta.tesa.formats import (
     pack,
 )
 from sparta.tesa.grid import Grid
-from sparta.tesa.patterns import NM, VNM, Block, Channel, Detection, Pattern, Unstructured, detect, parse_pattern
+from sparta.tesa.patterns import (
+    NM,
+    VNM,
+    Block,
+    Channel,
+    Detection,
+    Pattern,
+    Unstructured,
+    as_pattern,
+    detect,
+    parse_pattern,
+)
 from sparta.tesa.rounding import round_bits, roundings, split_bits
 from sparta.tesa.spec import Spec, prunable
 
@@ -45,6 +56,7 @@ __all__ = [
     "Spec",
     "TeSA",
     "Unstructured",
+    "as_pattern",
     "bit_format",
     "block_cover",
     "conflicts",

@@ -24,7 +24,7 @@ from sparta.tesa.bits import ANY, FORMATS, BitFormat, bit_format, format_of_bits
 from sparta.tesa.grid import Grid, reshape_groups, solved_shape
 from sparta.tesa.indexing import index_tesa
 from sparta.tesa.mask import as_mask
-from sparta.tesa.patterns import Block, Channel, Detection, Pattern, detect
+from sparta.tesa.patterns import Block, Channel, Detection, Pattern, as_pattern, detect
 
 __all__ = ["TeSA"]
 
@@ -171,14 +171,13 @@ class TeSA:
         return cls.from_mask(tensor != 0, format=tensor.dtype if tensor.dtype is not torch.bool else None)
 
     @classmethod
-    def from_pattern(cls, pattern: Pattern, score: Tensor, sparsity: float | None = None) -> TeSA:
+    def from_pattern(cls, pattern: Pattern | str, score: Tensor, sparsity: float | None = None) -> TeSA:
         """Return the TeSA that keeps the highest scores under `pattern`.
 
-        >>> from sparta.tesa.patterns import NM
-        >>> TeSA.from_pattern(NM(2, 4), torch.rand(8, 16)).density
+        >>> TeSA.from_pattern("2:4", torch.rand(8, 16)).density
         0.5
         """
-        return cls.from_mask(pattern.project(score, sparsity))
+        return cls.from_mask(as_pattern(pattern).project(score, sparsity))
 
     @classmethod
     def from_bits(cls, bits: Tensor) -> TeSA:

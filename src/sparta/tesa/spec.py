@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from sparta.files import Budget, load_tensors, reading, save_tensors
 from sparta.tables import table
 from sparta.tesa import names
 from sparta.tesa.attribute import TeSA
-from sparta.tesa.patterns import NM, VNM, Pattern
+from sparta.tesa.patterns import Pattern, as_pattern
 from sparta.tesa.state import from_state, to_state
 
 __all__ = ["Spec", "prunable"]
@@ -95,7 +94,7 @@ class Spec(Mapping[str, TeSA]):
     def from_pattern(
         cls,
         model: nn.Module,
-        pattern: Pattern,
+        pattern: Pattern | str,
         sparsity: float | None = None,
         *,
         include: Sequence[str] | str | None = None,
@@ -105,18 +104,22 @@ class Spec(Mapping[str, TeSA]):
 
         Parameters
         ----------
+        pattern
+            A pattern, or its text form: ``"4x1"``, ``"2:4"``, ``"channel:0"``, ``"unstructured"``.
         sparsity
-            Fraction of each weight to prune; N:M patterns have one of their own.
+            Fraction of each weight to prune; N:M patterns have one of their own, and any other is an error.
         include, ignore
             Names, globs or ``re:`` patterns. By default the weights of linear, convolution and attention layers.
             N:M goes along input channels, also in transposed convolutions, whose first dim they are.
         """
+        pattern = as_pattern(pattern)
+        sparsity = pattern.final_sparsity(sparsity)
         tensors, axes = _tensors_of(model), prunable(model)
         known = axes if include is None else tensors
         return cls(
             {
                 names.canonical(name): TeSA.from_pattern(
-                    _along(pattern, axes.get(name, 1)), tensors[name].detach().abs(), sparsity
+                    pattern.along(axes.get(name, 1)), tensors[name].detach().abs(), sparsity
                 ).with_format(tensors[name].dtype)
                 for name in names.select(known, include, ignore)
             }
@@ -187,7 +190,7 @@ class Spec(Mapping[str, TeSA]):
                 raise CheckError(
                     message(
                         f"the specs contradict each other on {clash} elements of {name!r}",
-                        "one value an element",
+                        "one value per element",
                     )
                 )
             joined[name] = joined[name] | tesa if name in joined else tesa
@@ -247,7 +250,7 @@ class Spec(Mapping[str, TeSA]):
         }
 
     def table(self) -> str:
-        """Return the spec as a table: a row a tensor."""
+        """Return the spec as a table: one row per tensor."""
         rows: list[list[object]] = [
             [name, "×".join(map(str, row["shape"])), row["pattern"], f"{row['density']:.4f}", row["bits"]]
             for name, row in self.to_dict().items()
@@ -295,11 +298,6 @@ def prunable(model: nn.Module) -> dict[str, int]:
                 if name.endswith("weight") and parameter.dim() >= 2:
                     found[name] = 0 if isinstance(module, _TRANSPOSED) else 1
     return found
-
-
-def _along(pattern: Pattern, axis: int) -> Pattern:
-    """Return an N:M pattern turned to the axis of the input channels; other patterns as they are."""
-    return replace(pattern, axis=axis) if isinstance(pattern, NM | VNM) and pattern.axis == 1 else pattern
 
 
 def _tensors_of(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:

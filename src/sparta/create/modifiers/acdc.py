@@ -13,7 +13,7 @@ import torch
 from pydantic import Field, model_validator
 
 from sparta.create.modifiers.base import Run, modifier
-from sparta.create.modifiers.masked import MaskedModifier, is_quota, reset_state
+from sparta.create.modifiers.masked import MaskedModifier, reset_state
 from sparta.errors import message
 from sparta.sparsify import Global, Layer, Magnitude, Uniform, make_masks
 from sparta.sparsify.shards import local
@@ -53,7 +53,7 @@ class ACDCPruningModifier(MaskedModifier):
 
     @model_validator(mode="after")
     def _check_phases(self) -> ACDCPruningModifier:
-        if self.compression_sparsity is None and not is_quota(self.pattern):
+        if self.compression_sparsity is None and self.pattern.own_sparsity() is None:
             raise ValueError(message("compression_sparsity is missing", "a number in [0, 1)"))
         if self.update_frequency < 0 or self.end_epoch < 0:
             raise ValueError(message("AC/DC without end_epoch or update_frequency", "an end and the length of a phase"))
@@ -85,7 +85,7 @@ class ACDCPruningModifier(MaskedModifier):
         return not any(self.masks.pruned_counts().values())
 
     def _make(self, layers: list[Layer]) -> dict[str, Any]:
-        if self.global_sparsity and not is_quota(self.pattern) and self.compression_sparsity is not None:
+        if self.global_sparsity and self.pattern.own_sparsity() is None and self.compression_sparsity is not None:
             floor = (1 - self.compression_sparsity) / 10 if self.layer_floor is None else self.layer_floor
             allocation = Global(max_sparsity=1 - floor)
             return make_masks(layers, Magnitude(), self.pattern, self.compression_sparsity, allocation)

@@ -15,11 +15,11 @@ from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
 from sparta.create.modifiers.base import Run, modifier
-from sparta.create.modifiers.masked import MaskedModifier, zero_moments
+from sparta.create.modifiers.masked import MaskedModifier
 from sparta.create.modifiers.parameters import fresh_gradients, gradient_of, refuse_shards
 from sparta.errors import ValueRangeError, message
 from sparta.sparsify import ERK, Layer, Magnitude, Uniform, make_masks
-from sparta.sparsify.masks import OptimizerState, Pruned
+from sparta.sparsify.masks import OptimizerState, Pruned, zero_moments
 from sparta.sparsify.shards import local
 from sparta.tesa.formats.mask_bits import pack_bits, unpack_bits
 from sparta.tesa.select import lowest

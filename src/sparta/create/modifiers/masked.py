@@ -18,20 +18,16 @@ from sparta.create.modifiers.base import Modifier, Run
 from sparta.create.modifiers.parameters import ALL_PRUNABLE, layers_for
 from sparta.errors import ValueRangeError, message
 from sparta.sparsify import Layer, Masks, along_inputs
-from sparta.sparsify.masks import Gradients, OptimizerState, Pruned
-from sparta.sparsify.shards import local
-from sparta.tesa.patterns import NM, Block, Channel, Pattern, parse_pattern
-from sparta.tesa.patterns.groups import GroupQuota
+from sparta.sparsify.masks import Gradients, OptimizerState, Pruned, zero_moments
+from sparta.tesa.patterns import Block, Channel, Pattern, parse_pattern
 from sparta.tesa.spec import Spec
 
-__all__ = ["MaskedModifier", "is_quota", "pattern_of", "reset_state", "zero_moments"]
+__all__ = ["MaskedModifier", "mask_text", "pattern_of", "reset_state"]
 
-_NAMED: dict[str, Pattern] = {
-    "block4": Block(1, 4),
-    "tensorrt": NM(2, 4),
-    "filter": Channel(0),
-    "channel": Channel(1),
-}
+
+def mask_text(mask_type: object) -> object:
+    """Return a pattern as its text, which recipes can hold; anything else as it is."""
+    return str(mask_type) if isinstance(mask_type, Pattern) else mask_type
 
 
 def pattern_of(mask_type: str | list[int]) -> Pattern:
@@ -49,7 +45,7 @@ def pattern_of(mask_type: str | list[int]) -> Pattern:
     (True, '2:4')
     """
     if isinstance(mask_type, str):
-        return _NAMED.get(mask_type) or parse_pattern(mask_type)
+        return Channel(1) if mask_type == "channel" else parse_pattern(mask_type)  # beside "filter", it means inputs
     if len(mask_type) != 2:
         raise ValueRangeError(message(f"mask_type is {mask_type}", "a name, or the two sizes of a block, as [1, 4]"))
     return Block(mask_type[0], mask_type[1])
@@ -57,19 +53,12 @@ def pattern_of(mask_type: str | list[int]) -> Pattern:
 
 def reset_state(optimizer: Optimizer, parameter: Tensor) -> None:
     """Make the optimizer forget a parameter: moments to zero, and the count of steps that corrects their bias."""
+    zero_moments(optimizer, parameter)
     state = optimizer.state.get(parameter, {})
-    for key, value in state.items():
-        if isinstance(value, Tensor) and (value.shape == parameter.shape or key == "step"):
-            value.zero_()
-        elif key == "step":
-            state[key] = 0
-
-
-def zero_moments(optimizer: Optimizer, parameter: Tensor, where: Tensor) -> None:
-    """Zero the optimizer's moments of some elements of a parameter, so that without a gradient they rest."""
-    for value in optimizer.state.get(parameter, {}).values():
-        if isinstance(value, Tensor) and value.shape == parameter.shape:
-            local(value).masked_fill_(where, 0)
+    if isinstance(step := state.get("step"), Tensor):
+        step.zero_()
+    elif step is not None:
+        state["step"] = 0
 
 
 class MaskedModifier(Modifier):
@@ -96,6 +85,8 @@ class MaskedModifier(Modifier):
 
     _layers: list[Layer] = PrivateAttr(default_factory=list)
     _masks: Masks | None = PrivateAttr(default=None)
+
+    _as_text = field_validator("mask_type", mode="before")(mask_text)
 
     @field_validator("mask_type")
     @classmethod
@@ -164,8 +155,3 @@ class MaskedModifier(Modifier):
         self.masks.load_state_dict(state["masks"])
         if self._ended:
             self.release()
-
-
-def is_quota(pattern: Pattern) -> bool:
-    """Whether a pattern has a sparsity of its own, as N:M has."""
-    return isinstance(pattern, GroupQuota)

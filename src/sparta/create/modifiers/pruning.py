@@ -14,14 +14,13 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor
 
 from sparta.create.modifiers.base import Run, modifier
-from sparta.create.modifiers.masked import MaskedModifier, is_quota
+from sparta.create.modifiers.masked import MaskedModifier
 from sparta.create.modifiers.parameters import fresh_gradients, gradient_of, layers_for
 from sparta.create.scaler import step_is_skipped
 from sparta.errors import ValueRangeError, message
 from sparta.sparsify import Global, Layer, Magnitude, Movement, Schedule, Score, Uniform, along_inputs, make_masks
 from sparta.sparsify.masks import OptimizerState, Pruned
 from sparta.sparsify.shards import local, shards_of, summed
-from sparta.tesa.patterns.groups import GroupQuota
 
 __all__ = [
     "FROM_PARAM",
@@ -76,11 +75,12 @@ class GradualPruning(MaskedModifier):
     @model_validator(mode="after")
     def _check_together(self) -> GradualPruning:
         final, pattern = self.final_sparsity, self.pattern
+        own = pattern.own_sparsity()
         if self.end_epoch < 0:
             raise ValueError(message(f"end_epoch is {self.end_epoch}", "the epoch at which final_sparsity is reached"))
         if isinstance(self.init_sparsity, float) and not 0 <= self.init_sparsity < 1:
             raise ValueError(message(f"init_sparsity is {self.init_sparsity}", "a number in [0, 1), or __FROM_PARAM__"))
-        if final is None and not isinstance(pattern, GroupQuota):
+        if final is None and own is None:
             raise ValueError(message("final_sparsity is missing", "a number in [0, 1)", "only N:M has one of its own"))
         if isinstance(final, dict):
             if self.params != []:
@@ -92,8 +92,7 @@ class GradualPruning(MaskedModifier):
         elif final is not None:
             if isinstance(self.init_sparsity, float) and self.init_sparsity > final:
                 raise ValueError(message(f"init_sparsity {self.init_sparsity} is above final_sparsity {final}"))
-            if isinstance(pattern, GroupQuota) and final < 1 - pattern.n / pattern.m - 1e-9:
-                own = 1 - pattern.n / pattern.m
+            if own is not None and final < own - 1e-9:
                 raise ValueError(
                     message(f"final_sparsity {final} with {pattern}", f"{own:g} or more", "leave final_sparsity out")
                 )
@@ -130,7 +129,7 @@ class GradualPruning(MaskedModifier):
         if layer is not None and self.init_sparsity == FROM_PARAM:
             initial = self._measured.get(layer.name, 0.0)
         start = max(0.0, self.start_epoch)
-        if epoch >= self.end_epoch - 1e-9 and is_quota(self.pattern) and self._wants_full_pattern(layer):
+        if epoch >= self.end_epoch - 1e-9 and self._wants_full_pattern(layer):
             return None
         if epoch >= self.end_epoch - 1e-9:
             return final
@@ -141,18 +140,14 @@ class GradualPruning(MaskedModifier):
         if isinstance(final, dict):
             final = max(final)
         if final is None:
-            pattern = self.pattern
-            if layer is not None and isinstance(pattern, GroupQuota):
-                turned = along_inputs(pattern, layer)
-                return 1 - turned.capacity(layer.shape) if isinstance(turned, GroupQuota) else 0.0
-            return 1 - pattern.n / pattern.m if isinstance(pattern, GroupQuota) else 0.0
+            pattern = self.pattern if layer is None else along_inputs(self.pattern, layer)
+            return pattern.own_sparsity(None if layer is None else layer.shape) or 0.0
         return final
 
     def _wants_full_pattern(self, layer: Layer | None) -> bool:
         final = self._targets.get(layer.name) if layer is not None else self.final_sparsity
-        pattern = self.pattern
-        own = 1 - pattern.n / pattern.m if isinstance(pattern, GroupQuota) else 0.0
-        return final is None or (not isinstance(final, dict) and abs(final - own) < 1e-9)
+        own = self.pattern.own_sparsity()
+        return own is not None and (final is None or (not isinstance(final, dict) and abs(final - own) < 1e-9))
 
     def planned(self, epoch: float) -> dict[str, float]:
         """Return the scheduled sparsity, from the start on."""
@@ -190,7 +185,7 @@ class GradualPruning(MaskedModifier):
 
     @property
     def _ranks_together(self) -> bool:
-        return self.global_sparsity and not is_quota(self.pattern)
+        return self.global_sparsity and self.pattern.own_sparsity() is None
 
     def _make(self, layers: list[Layer], score: Score | Mapping[str, Tensor], epoch: float) -> dict[str, Tensor]:
         if self._ranks_together:

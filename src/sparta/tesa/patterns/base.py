@@ -1,13 +1,16 @@
 """What every pattern is: a frozen dataclass that projects, validates, prints and (de)serialises itself.
 
 The base class does everything that is common (checking scores, masks and fields, wording errors, dictionaries and text
-forms); a concrete pattern only says how it selects and what it forbids. A pattern sees a tensor as *units* (blocks,
-groups, slices), and a mask is valid when no unit is broken.
+forms); a concrete pattern only says what its units are and what it forbids. A pattern sees a tensor as *units*
+(elements, blocks, slices), which it keeps or prunes as one; allocation compares units across layers, so that a budget
+means the same for every pattern. Nothing outside asks which pattern it has: a new pattern is one file and one
+registration.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 import re
 from abc import ABC, abstractmethod
@@ -19,11 +22,12 @@ from torch import Tensor
 
 from sparta.errors import NameNotFoundError, PatternError, ShapeError, ValueRangeError, did_you_mean, message
 from sparta.tesa.mask import as_mask
-from sparta.tesa.select import check_sparsity, comparable
+from sparta.tesa.select import check_sparsity, comparable, lowest, pruned_count
 
-__all__ = ["Pattern", "check_size", "parse_pattern", "register", "resolve_axis"]
+__all__ = ["Pattern", "as_pattern", "check_size", "parse_pattern", "register", "resolve_axis"]
 
 _REGISTRY: dict[str, type[Pattern]] = {}
+_ALIASES = {"block4": "block:1x4", "tensorrt": "2:4", "filter": "channel:0"}  # names that recipes use
 _P = TypeVar("_P", bound="type[Pattern]")
 
 
@@ -82,7 +86,7 @@ class Pattern(ABC):
         Tensor
             Bool mask of the shape of `score`, contiguous, on its device.
         """
-        if sparsity is not None or not self._has_own_sparsity:
+        if sparsity is not None or self.own_sparsity() is None:
             sparsity = check_sparsity(sparsity)
         self.check_shape(score.shape)
         values = comparable(score)
@@ -129,6 +133,78 @@ class Pattern(ABC):
         self.check_shape(shape)
         return 1.0
 
+    # ------------------------------------------------------------------ units
+
+    def unit_count(self, shape: Sequence[int]) -> int:
+        """Return how many units the pattern has on a tensor of this shape.
+
+        >>> as_pattern("block:4x4").unit_count((8, 10)), as_pattern("channel:0").unit_count((8, 10))
+        (6, 8)
+        """
+        return math.prod(shape)
+
+    def unit_scores(self, score: Tensor) -> Tensor:
+        """Return the score of each unit, the mean of its elements: 1-D, in the order in which units are counted.
+
+        Parameters
+        ----------
+        score
+            Real tensor of the shape of the weight, or of the rows of it that are here.
+
+        Examples
+        --------
+        >>> as_pattern("channel:1").unit_scores(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
+        tensor([2., 4.])
+        """
+        return (self._unit_means(score) if score.numel() else score).flatten()
+
+    def spread(self, kept: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the mask of a tensor of this shape from one bool per unit, as :meth:`unit_scores` orders them.
+
+        >>> as_pattern("channel:1").spread(torch.tensor([True, False]), (2, 2))
+        tensor([[ True, False],
+                [ True, False]])
+        """
+        return kept.reshape(tuple(shape))
+
+    def own_sparsity(self, shape: Sequence[int] | None = None) -> float | None:
+        """Return the sparsity that the pattern itself asks for (of a tensor of this shape); None if it has none."""
+        del shape
+        return None
+
+    def final_sparsity(self, sparsity: float | None) -> float | None:
+        """Return a sparsity that masks of this pattern can end at; raise `ValueRangeError` for any other.
+
+        A pattern with a sparsity of its own, such as N:M, ends at that one and at no other, so None stands for it.
+
+        >>> as_pattern("2:4").final_sparsity(0.5), as_pattern("4x1").final_sparsity(0.9)
+        (None, 0.9)
+        """
+        own = self.own_sparsity()
+        if own is None:
+            return check_sparsity(sparsity)
+        if sparsity is not None and abs(check_sparsity(sparsity) - own) > 1e-6:
+            raise ValueRangeError(
+                message(
+                    f"sparsity {sparsity} with the pattern {self}, which prunes {own:.4g}",
+                    f"{own:.4g}, or no sparsity",
+                    "leave the sparsity out, or take another pattern, such as 1:8 or block:4x1",
+                )
+            )
+        return None
+
+    def along(self, axis: int) -> Pattern:
+        """Return the pattern for a weight whose input channels lie along `axis`; itself where that does not matter."""
+        del axis
+        return self
+
+    def rows_per_unit(self, shape: Sequence[int]) -> int | None:
+        """Return how many rows (indices of the first axis) stay together in a unit; None: all of them."""
+        del shape
+        return 1
+
+    # ------------------------------------------------------------------ as data
+
     @property
     def params(self) -> dict[str, Any]:
         """The parameters of the pattern, by field name."""
@@ -165,42 +241,60 @@ class Pattern(ABC):
             )
         return _REGISTRY[name](**params)
 
-    @property
-    def _has_own_sparsity(self) -> bool:
-        """Whether `project` may be called without a sparsity."""
-        return False
+    # ------------------------------------------------------------------ for subclasses
 
     @property
     @abstractmethod
     def _rule(self) -> str:
         """What a valid unit is, in words."""
 
-    @abstractmethod
+    def _unit_means(self, score: Tensor) -> Tensor:
+        """Return the mean score of each unit, of any shape that counts them in order; the score is not empty."""
+        return score
+
     def _project(self, score: Tensor, sparsity: float | None) -> Tensor:
         """Project a score that is checked, comparable and not empty."""
+        means = self.unit_scores(score)
+        return self.spread(~lowest(means, pruned_count(means.numel(), check_sparsity(sparsity))), score.shape)
 
     @abstractmethod
     def _broken_units(self, mask: Tensor) -> Tensor:
-        """Check the shape; return a bool tensor of the rank of `mask` with one element a unit, True if broken."""
+        """Check the shape; return a bool tensor of the rank of `mask` with one element per unit, True if broken."""
 
     def _unit_steps(self, ndim: int) -> list[int]:
         """Return how far apart units start along each axis of a mask with `ndim` axes."""
         return [1] * ndim
 
 
+def as_pattern(given: Pattern | str) -> Pattern:
+    """Return a pattern from itself or from its text form. Every public function that takes a pattern calls this.
+
+    >>> as_pattern("4x1") == as_pattern("block:4x1") == as_pattern(as_pattern("4x1"))
+    True
+    """
+    if isinstance(given, Pattern):
+        return given
+    if isinstance(given, str):
+        return parse_pattern(given)
+    forms = ", ".join(repr(pattern.example) for pattern in _REGISTRY.values())
+    raise ValueRangeError(message(f"the pattern is {given!r}", f"a Pattern, or a text such as {forms}"))
+
+
 def parse_pattern(text: str) -> Pattern:
-    """Return the pattern a short text names; the inverse of ``str(pattern)``.
+    """Return the pattern that a short text names; the inverse of ``str(pattern)``.
 
     >>> parse_pattern("2:4"), parse_pattern("block:32x16"), parse_pattern("channel:0")
     (NM(n=2, m=4, axis=1), Block(h=32, w=16, axes=(0, 1)), Channel(axis=0))
     """
     normal = " ".join(text.lower().replace("×", "x").split())
+    normal = _ALIASES.get(normal, normal)
     for pattern in _REGISTRY.values():
         found = re.fullmatch(pattern.spelling, normal)
         if found:
             given = {key: value for key, value in found.groupdict().items() if value is not None}
             return pattern(**{key: _integers(value) for key, value in given.items()})
-    raise NameNotFoundError(did_you_mean(text, [pattern.example for pattern in _REGISTRY.values()], "pattern"))
+    forms = [pattern.example for pattern in _REGISTRY.values()]
+    raise NameNotFoundError(did_you_mean(text, [*forms, *_ALIASES], "pattern"))
 
 
 def _integers(text: str) -> int | tuple[int, ...]:

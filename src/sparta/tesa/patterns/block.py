@@ -7,6 +7,7 @@ origin, and those at a ragged edge are smaller blocks that count like any other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,7 +18,6 @@ from torch import Tensor
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.tesa.patterns.base import Pattern, check_size, register, resolve_axis
 from sparta.tesa.patterns.groups import any_live, reduce_groups, refuse_nan, spread_groups, sum_scores
-from sparta.tesa.select import check_sparsity, lowest, pruned_count
 
 __all__ = ["Block"]
 
@@ -86,7 +86,29 @@ class Block(Pattern):
         self.check_shape(shape)
         return [(axis % len(shape), size) for axis, size in zip(self.axes, (self.h, self.w), strict=True)]
 
-    def _project(self, score: Tensor, sparsity: float | None) -> Tensor:
+    def unit_count(self, shape: Sequence[int]) -> int:
+        """Return how many blocks there are, those at ragged edges counted."""
+        return math.prod(self._counts(shape))
+
+    def spread(self, kept: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the mask of a tensor of this shape from one bool per block."""
+        if 0 in shape:
+            return kept.new_zeros(tuple(shape))
+        kept = kept.view(self._counts(shape))
+        for axis, size in self._sides(shape):
+            kept = spread_groups(kept, axis, size, shape[axis])
+        return kept.contiguous()
+
+    def rows_per_unit(self, shape: Sequence[int]) -> int | None:
+        """Return the height of a block along the first axis, 1 where blocks lie in other axes."""
+        return dict(self._sides(shape)).get(0, 1)
+
+    def _counts(self, shape: Sequence[int]) -> list[int]:
+        """Return how many blocks there are along each axis."""
+        sides = {axis % len(shape): size for axis, size in zip(self.axes, (self.h, self.w), strict=True)}
+        return [-(-size // sides.get(axis, 1)) for axis, size in enumerate(shape)]
+
+    def _unit_means(self, score: Tensor) -> Tensor:
         means = score
         for axis, size in self._sides(score.shape):
             means = reduce_groups(means, axis, size, sum_scores)
@@ -94,11 +116,7 @@ class Block(Pattern):
             starts = torch.arange(0, score.shape[axis], size, device=score.device)
             sizes = (score.shape[axis] - starts).clamp(max=size)  # smaller at a ragged edge
             means = means / sizes.view([-1 if dim == axis else 1 for dim in range(score.ndim)])
-        refuse_nan(means, self.unit)
-        kept = ~lowest(means, pruned_count(means.numel(), check_sparsity(sparsity)))
-        for axis, size in self._sides(score.shape):
-            kept = spread_groups(kept, axis, size, score.shape[axis])
-        return kept.contiguous()
+        return refuse_nan(means, self.unit)
 
     def _broken_units(self, mask: Tensor) -> Tensor:
         sides = self._sides(mask.shape)

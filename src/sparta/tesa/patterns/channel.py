@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sparta.tesa.patterns.base import Pattern, check_size, register, resolve_axis
 from sparta.tesa.patterns.groups import refuse_nan
-from sparta.tesa.select import check_sparsity, lowest, pruned_count
 
 __all__ = ["Channel"]
 
@@ -57,14 +56,25 @@ class Channel(Pattern):
         axis = resolve_axis(self.axis, shape, self)
         return [dim for dim in range(len(shape)) if dim != axis]
 
-    def _project(self, score: Tensor, sparsity: float | None) -> Tensor:
-        means = score
+    def unit_count(self, shape: Sequence[int]) -> int:
+        """Return the size of the axis."""
+        return shape[resolve_axis(self.axis, shape, self)]
+
+    def spread(self, kept: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the mask of a tensor of this shape from one bool per slice."""
+        axis = resolve_axis(self.axis, shape, self)
+        return kept.view([-1 if dim == axis else 1 for dim in range(len(shape))]).expand(tuple(shape)).contiguous()
+
+    def rows_per_unit(self, shape: Sequence[int]) -> int | None:
+        """Return 1 when slices are rows, else None."""
+        return None if resolve_axis(self.axis, shape, self) else 1
+
+    def _unit_means(self, score: Tensor) -> Tensor:
         others = self._others(score.shape)
-        if others:  # torch reads an empty list of axes as all axes
-            dtype = torch.float32 if score.dtype == torch.float32 else torch.float64
-            means = refuse_nan(score.mean(others, keepdim=True, dtype=dtype), self.unit)
-        kept = ~lowest(means, pruned_count(means.numel(), check_sparsity(sparsity)))
-        return kept.expand(score.shape).contiguous()
+        if not others:  # torch reads an empty list of axes as all axes
+            return score
+        dtype = torch.float32 if score.dtype == torch.float32 else torch.float64
+        return refuse_nan(score.mean(others, dtype=dtype), self.unit)
 
     def _broken_units(self, mask: Tensor) -> Tensor:
         others = self._others(mask.shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -160,9 +161,17 @@ class GroupQuota(Pattern):
         kept_in_line = length // self.m * self.n + min(self.n, length % self.m)
         return prod(shape) // length * kept_in_line
 
-    @property
-    def _has_own_sparsity(self) -> bool:
-        return True
+    def own_sparsity(self, shape: Sequence[int] | None = None) -> float:
+        """Return 1 - n / m, or the sparsity of the full mask of this shape, which a ragged tail may change."""
+        return 1 - self.n / self.m if shape is None else 1 - self.capacity(shape)
+
+    def along(self, axis: int) -> Pattern:
+        """Return the pattern turned to `axis`, unless it was given another one than the usual 1."""
+        return replace(self, axis=axis) if self.axis == 1 else self
+
+    def rows_per_unit(self, shape: Sequence[int]) -> int | None:
+        """Return 1, or None when groups run along the rows."""
+        return 1 if resolve_axis(self.axis, shape, self) else None
 
     def _project(self, score: Tensor, sparsity: float | None) -> Tensor:
         full = self._full_mask(score)

@@ -13,7 +13,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from sparta.tesa.patterns.base import Pattern, register
-from sparta.tesa.select import check_sparsity, lowest, pruned_count
 
 __all__ = ["Unstructured"]
 
@@ -43,9 +42,6 @@ class Unstructured(Pattern):
     @property
     def _rule(self) -> str:
         return "any mask"
-
-    def _project(self, score: Tensor, sparsity: float | None) -> Tensor:
-        return lowest(score, pruned_count(score.numel(), check_sparsity(sparsity))).logical_not_()
 
     def _broken_units(self, mask: Tensor) -> Tensor:
         return mask.new_zeros((1,) * mask.ndim)

@@ -82,6 +82,10 @@ class VNM(GroupQuota):
                 message(f"{self} needs rows and columns, but the shape is {tuple(shape)}", "2 axes or more")
             )
 
+    def rows_per_unit(self, shape: Sequence[int]) -> int | None:
+        """Return v, or None when groups run along the rows."""
+        return self.v if self._axes(shape)[1] else None
+
     @property
     def _rule(self) -> str:
         return (
