@@ -17,7 +17,7 @@ from sparta.specialize.attention.spec import AttentionKernel
 from sparta.specialize.attention.tile import AttentionTile
 from sparta.specialize.blocks.attention_lists import AttentionLists, attention_lists
 from sparta.specialize.blocks.batches import broadcast
-from sparta.specialize.cuda.device import bulk_copies, need_triton, on_cuda, triton_here
+from sparta.specialize.cuda.device import FORMATS, bulk_copies, itemsize, need_triton, on_cuda, triton_here
 from sparta.specialize.implement import Cause, Params, Support, TiledImplement, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.seqlen_attention.spec import SeqlenAttentionKernel
@@ -25,9 +25,7 @@ from sparta.tesa.attribute import TeSA
 
 __all__ = ["TritonFlash", "TritonFlashSeqlen"]
 
-_ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 _WIDEST = 256  # of heads: wider ones do not fit on chip
-_HOPPER = (9, 0)
 _FOLDED_ROWS = 64  # so many queries of several heads are put into one tile
 _TRIED = 6
 
@@ -167,9 +165,9 @@ def _answer(spec: KernelSpec) -> Support:
         return on_cuda(spec.device)
     if not all(1 <= width <= _WIDEST for width in widths):
         return Support.no(f"heads are {widths[0]} and {widths[1]} wide; it takes 1 to {_WIDEST}", Cause.SHAPE)
-    if len(formats) > 1 or not formats <= set(_ITEMSIZE):
+    if len(formats) > 1 or not formats <= set(FORMATS):
         given = ", ".join(sorted(formats))
-        return Support.no(f"it computes q, k and v all in one of {', '.join(_ITEMSIZE)}, not in {given}", Cause.DTYPE)
+        return Support.no(f"it computes q, k and v all in one of {', '.join(FORMATS)}, not in {given}", Cause.DTYPE)
     return triton_here()
 
 
@@ -191,7 +189,7 @@ def _table(spec: KernelSpec) -> tuple[tuple[tuple[int, int, int, int], float], .
 
 
 def _row_bytes(spec: KernelSpec) -> int:
-    return max(spec["q"].shape[-1], spec["v"].shape[-1]) * _ITEMSIZE[str(spec["q"].format)]
+    return max(spec["q"].shape[-1], spec["v"].shape[-1]) * itemsize(spec["q"].format)
 
 
 def _tiles(spec: KernelSpec) -> list[AttentionTile]:

@@ -20,13 +20,13 @@ from torch import Tensor
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.specialize.conv.cpu_image import ImagePlan, plan_image
 from sparta.specialize.conv.spec import ConvGeometry
+from sparta.specialize.cpu.device import DTYPES
 from sparta.specialize.cpu.library import CONV_CALL, PanelMatrix, activation_code, load, raise_for
 from sparta.specialize.cpu.packing import is_float, offset_table, pack_entries
 from sparta.specialize.cpu.tile import Tile
 
 __all__ = ["FixedPlan", "PackedConv"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KEPT_PLANS = 8
 _FIXED = (
     *("in_channels", "in_rows", "in_columns", "out_rows", "out_columns", "stride_rows", "stride_columns", "slots"),
@@ -349,9 +349,9 @@ class PackedConv:
         if tensor.shape != shape:
             wanted = tuple("any" if size is None else size for size in shape)
             raise ShapeError(message(f"{name} of shape {tuple(tensor.shape)}", f"{wanted}"))
-        if not tensor.is_cpu or tensor.dtype not in _DTYPES:
+        if not tensor.is_cpu or tensor.dtype not in DTYPES:
             given = f"{name} of {tensor.dtype} on {tensor.device}"
-            raise ValueRangeError(message(given, f"{', '.join(map(str, _DTYPES))} on cpu"))
+            raise ValueRangeError(message(given, f"{', '.join(map(str, DTYPES))} on cpu"))
         if tensor.dtype is torch.float32 and not tensor.requires_grad and not tensor.is_neg():
             return tensor  # the common case: nothing to do, and a call may take only a few microseconds
         return tensor.detach().resolve_neg().to(torch.float32)

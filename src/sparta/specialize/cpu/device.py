@@ -12,10 +12,14 @@ from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.cpu.toolchain import prebuilt
 from sparta.specialize.implement import Cause, KernelLayout, Support
 from sparta.specialize.kernel_spec import KernelSpec
+from sparta.tesa.bits import bit_format
 
-__all__ = ["compiles_here", "layout_of", "library_here", "runs_here"]
+__all__ = ["DTYPES", "FORMATS", "compiles_here", "layout_of", "library_here", "runs_here"]
 
-_FORMATS = ("fp32", "bf16", "fp16")
+FORMATS = ("fp32", "bf16", "fp16")
+"""The bit formats that the kernels take; all are summed in float32."""
+DTYPES = tuple(dtype for name in FORMATS if (dtype := bit_format(name).dtype) is not None)
+"""Their dtypes."""
 
 
 def layout_of(layout: Layout, tile: Tile, library: Library) -> KernelLayout:
@@ -26,8 +30,8 @@ def layout_of(layout: Layout, tile: Tile, library: Library) -> KernelLayout:
 
 def runs_here(spec: KernelSpec) -> Support:
     """Say whether there are kernels for this spec's device and float dtype."""
-    if str(spec["input"].format) not in _FORMATS:
-        return Support.no(f"it computes {', '.join(_FORMATS)}, not {spec['input'].format}", Cause.DTYPE)
+    if str(spec["input"].format) not in FORMATS:
+        return Support.no(f"it computes {', '.join(FORMATS)}, not {spec['input'].format}", Cause.DTYPE)
     return library_here(spec)
 
 

@@ -1,4 +1,4 @@
-"""What CUDA devices here can do: the only place that asks the hardware."""
+"""What CUDA devices here can do, and which bit formats kernels take: the only place that asks the hardware."""
 
 from __future__ import annotations
 
@@ -9,11 +9,28 @@ import torch
 
 from sparta.errors import MissingPackageError, message
 from sparta.specialize.implement import Cause, Support
+from sparta.tesa.bits import BitFormat, bit_format
 
-__all__ = ["AMPERE", "HOPPER", "bulk_copies", "capability", "cuda_here", "need_triton", "on_cuda", "triton_here"]
+__all__ = [
+    "AMPERE",
+    "FORMATS",
+    "HALF_FORMATS",
+    "HOPPER",
+    "bulk_copies",
+    "capability",
+    "cuda_here",
+    "itemsize",
+    "need_triton",
+    "on_cuda",
+    "triton_here",
+]
 
 AMPERE, HOPPER = (8, 0), (9, 0)
 """Compute capabilities by the names of their generations."""
+FORMATS = ("fp32", "bf16", "fp16")
+"""The bit formats that Triton kernels take."""
+HALF_FORMATS = {name: dtype for name in ("bf16", "fp16") if (dtype := bit_format(name).dtype) is not None}
+"""The bit formats that kernels in CUDA C++ take, and their dtypes."""
 
 
 def need_triton() -> None:
@@ -42,6 +59,15 @@ def bulk_copies() -> bool:
     True
     """
     return capability() >= HOPPER
+
+
+def itemsize(format: BitFormat | str | None) -> int:
+    """Return the bytes of one number of a bit format.
+
+    >>> itemsize("bf16")
+    2
+    """
+    return bit_format(format).bits // 8
 
 
 def on_cuda(device: str) -> Support:

@@ -18,10 +18,8 @@ from sparta.specialize.cuda.nvrtc import Function, compile_native, load_function
 from sparta.specialize.cuda.text_tile import TextTile
 from sparta.specialize.implement import Cause, Support
 
-__all__ = ["FORMATS", "PIECE", "SHARED_BYTES", "addressable", "fitting_residual", "load_tile", "nvrtc_here"]
+__all__ = ["PIECE", "SHARED_BYTES", "addressable", "fitting_residual", "load_tile", "nvrtc_here"]
 
-FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The bit formats that are computed, and their dtypes."""
 SHARED_BYTES = 227 * 1024
 """The most shared memory that a block may have."""
 PIECE = 8

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.specialize.cpu.device import DTYPES
 from sparta.specialize.cpu.library import (
     PANEL_CALL,
     STREAM_CALL,
@@ -33,8 +34,6 @@ from sparta.tesa.attribute import TeSA
 
 __all__ = ["PackedLinear"]
 
-# Computed in float32, returned in the dtype of the input.
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _pack_panel_call, _pack_stream_call = PANEL_CALL.pack, STREAM_CALL.pack
 
 
@@ -320,8 +319,8 @@ class PackedLinear:
             return tensor
         if not tensor.is_cpu:
             raise ValueRangeError(message(f"{name} is on {tensor.device}", "cpu", "move it with .cpu()"))
-        if tensor.dtype not in _DTYPES:
-            raise ValueRangeError(message(f"{name} is {tensor.dtype}", ", ".join(map(str, _DTYPES))))
+        if tensor.dtype not in DTYPES:
+            raise ValueRangeError(message(f"{name} is {tensor.dtype}", ", ".join(map(str, DTYPES))))
         if tensor.ndim == 0 or tensor.shape[-1] != width:
             raise ShapeError(message(f"{name} of shape {tuple(tensor.shape)}", f"(..., {width})"))
         if tensor.numel() == 0:
@@ -330,7 +329,7 @@ class PackedLinear:
         return rows if rows.stride(1) == 1 else rows.contiguous()
 
     def _checked_bias(self, bias: Tensor) -> Tensor:
-        if bias.shape != (self.shape[0],) or not bias.is_cpu or bias.dtype not in _DTYPES:
+        if bias.shape != (self.shape[0],) or not bias.is_cpu or bias.dtype not in DTYPES:
             given = f"a bias of shape {tuple(bias.shape)} and {bias.dtype} on {bias.device}"
             raise ShapeError(message(given, f"({self.shape[0]},), a float dtype, on cpu"))
         if bias.dtype is torch.float32 and bias.is_contiguous() and not bias.is_neg():

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparta.errors import ValueRangeError, message
-from sparta.specialize.cuda.device import AMPERE, HOPPER, capability, on_cuda
+from sparta.specialize.cuda.device import AMPERE, HALF_FORMATS, HOPPER, capability, on_cuda
 from sparta.specialize.cuda.extension import extension_loaded, launch
 from sparta.specialize.cuda.few_tokens import (
-    FORMATS,
     PIECE,
     SHARED_BYTES,
     addressable,
@@ -115,7 +114,7 @@ class _StreamKernel(LinearKernel):
     def __init__(self, spec: KernelSpec, tile: StreamTile) -> None:
         self._layout = StreamLayout(spec["weight"])
         self._tile, self._activation = tile, spec.epilogue.activation
-        self._dtype = FORMATS[str(spec["input"].format)]
+        self._dtype = HALF_FORMATS[str(spec["input"].format)]
         self._functions: dict[torch.device, Function] = {}
         # What a call needs is worked out here: the host must keep up with a kernel of a few microseconds.
         self._outputs, self._inputs = spec["weight"].shape
@@ -176,8 +175,8 @@ class TwoFour(TiledImplement):
         """Bf16 and fp16 on CUDA, weights of at most 2 live elements in every 4, few tokens."""
         if spec.device != "cuda":
             return on_cuda(spec.device)
-        if str(spec["input"].format) not in FORMATS:
-            return Support.no(f"it computes {', '.join(FORMATS)}, not {spec['input'].format}", Cause.DTYPE)
+        if str(spec["input"].format) not in HALF_FORMATS:
+            return Support.no(f"it computes {', '.join(HALF_FORMATS)}, not {spec['input'].format}", Cause.DTYPE)
         if min(spec["weight"].shape) < 1:
             return Support.no("the weight is empty", Cause.SHAPE)
         if spec["input"].shape[0] > _MOST_TOKENS:

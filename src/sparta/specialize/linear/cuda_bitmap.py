@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from sparta.errors import ValueRangeError, message
-from sparta.specialize.cuda.device import HOPPER, on_cuda
+from sparta.specialize.cuda.device import HALF_FORMATS, HOPPER, on_cuda
 from sparta.specialize.cuda.few_tokens import (
-    FORMATS,
     PIECE,
     SHARED_BYTES,
     addressable,
@@ -119,7 +118,7 @@ class _BitmapKernel(LinearKernel):
     def __init__(self, spec: KernelSpec, tile: BitmapTile) -> None:
         self._layout = BitmapLayout(spec["weight"], tile.group, tile.run)
         self._tile, self._activation = tile, spec.epilogue.activation
-        self._dtype = FORMATS[str(spec["input"].format)]
+        self._dtype = HALF_FORMATS[str(spec["input"].format)]
         self._functions: dict[torch.device, Function] = {}
         # What a call needs is worked out here: the host must keep up with a kernel of a few microseconds.
         self._outputs, self._inputs = spec["weight"].shape
@@ -170,8 +169,8 @@ class CudaBitmap(TiledImplement):
         weight = spec["weight"]
         if spec.device != "cuda":
             return on_cuda(spec.device)
-        if str(spec["input"].format) not in FORMATS:
-            return Support.no(f"it computes {', '.join(FORMATS)}, not {spec['input'].format}", Cause.DTYPE)
+        if str(spec["input"].format) not in HALF_FORMATS:
+            return Support.no(f"it computes {', '.join(HALF_FORMATS)}, not {spec['input'].format}", Cause.DTYPE)
         if not 0 < weight.numel < 1 << 31:
             return Support.no(f"the weight has {weight.numel} elements; it counts from 1 to 2^31", Cause.SHAPE)
         if spec["input"].shape[0] > _TOKENS[-1]:

@@ -13,12 +13,13 @@ import functools
 import torch
 from torch import Tensor
 
-from sparta.specialize.cuda.device import HOPPER, capability
+from sparta.specialize.cuda.device import HALF_FORMATS, HOPPER, capability
 from sparta.specialize.cuda.few_tokens import nvrtc_here
 from sparta.specialize.cuda.nvrtc import Function, compile_native, load_function
 
 __all__ = ["threshold_linear", "threshold_obstacle"]
 
+_DTYPES = tuple(HALF_FORMATS.values())
 _TOKENS = (1, 2, 4, 8)
 _MOST_TOKENS = 1  # with 4 it was slower than dense everywhere on an H200, even with 90 % of the inputs dead
 _COLUMNS = 256  # as in the kernel
@@ -50,7 +51,7 @@ def threshold_obstacle(x: Tensor, weight: Tensor) -> str:
     """
     if x.device.type != "cuda":
         return f"it runs on CUDA, not on {x.device.type}"
-    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+    if x.dtype not in _DTYPES or weight.dtype != x.dtype:
         return f"it computes bf16 and fp16, not {x.dtype} with a weight in {weight.dtype}"
     if not 0 < x.shape[0] <= _MOST_TOKENS:
         return f"{x.shape[0]} tokens; it is faster than dense for {_MOST_TOKENS} only"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparta.specialize.cpu.candidates import candidates
-from sparta.specialize.cpu.device import library_here
+from sparta.specialize.cpu.device import DTYPES, FORMATS, library_here
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.implement import Cause, Params, Support, TiledImplement, present
 from sparta.specialize.kernel_spec import KernelSpec
@@ -26,8 +26,6 @@ from sparta.specialize.runtime.handles import find
 from sparta.specialize.runtime.handles import register as register_handle
 
 __all__ = ["CpuMaskedInput", "masked_input"]
-
-_FORMATS, _DTYPES = ("fp32", "bf16", "fp16"), (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _MaskedInputKernel(MatmulKernel):
@@ -46,7 +44,7 @@ class _MaskedInputKernel(MatmulKernel):
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         A, B = present(*inputs[:2])
-        if B.dim() != 2 or not A.is_cpu or A.dtype not in _DTYPES:
+        if B.dim() != 2 or not A.is_cpu or A.dtype not in DTYPES:
             return self._dense.run(packed, *inputs)  # built for others, and right for these too
         bias = inputs[2] if len(inputs) > 2 else None
         y: Tensor = torch.ops.sparta.masked_input(A, B, packed[0], self.handle)
@@ -102,8 +100,8 @@ class CpuMaskedInput(TiledImplement):
             return Support.no("it multiplies a sparse A, stored whole, by a dense B of shape (N, K)", Cause.SHAPE)
         if spec["A"].ndim != 2 or spec["B"].ndim != 2:
             return Support.no("it has one mask and one B for all of a batch", Cause.SHAPE)
-        if str(spec["B"].format) not in _FORMATS:
-            return Support.no(f"it computes {', '.join(_FORMATS)}, not {spec['B'].format}", Cause.DTYPE)
+        if str(spec["B"].format) not in FORMATS:
+            return Support.no(f"it computes {', '.join(FORMATS)}, not {spec['B'].format}", Cause.DTYPE)
         return library_here(spec)
 
     def tiles(self, spec: KernelSpec) -> Sequence[object]:

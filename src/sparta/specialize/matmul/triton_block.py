@@ -17,7 +17,7 @@ from torch import Tensor
 from sparta.errors import ValueRangeError, message
 from sparta.specialize.blocks.sparse_plan import ProductTile
 from sparta.specialize.blocks.tile_lists import tile_lists
-from sparta.specialize.cuda.device import need_triton, on_cuda, triton_here
+from sparta.specialize.cuda.device import FORMATS, need_triton, on_cuda, triton_here
 from sparta.specialize.implement import Cause, Params, Support, TiledImplement, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.matmul.op import FLIPPED, TURNED, sampled_product, sparse_product
@@ -26,7 +26,6 @@ from sparta.tesa.attribute import TeSA
 
 __all__ = ["GroupTable", "TritonBlockMatmul", "covered", "tiles_pay"]
 
-_FORMATS = ("fp32", "bf16", "fp16")
 _FINEST = 16
 _LEAST_BLOCK = 4  # compressed blocks with a shorter side need a table about as large as the matrix
 _MOST_COVERED = 0.95
@@ -180,9 +179,9 @@ def tiles_pay(spec: KernelSpec, names: Sequence[str], block: tuple[int, int] | N
     formats = {str(spec[name].format) for name in names}
     if spec.device != "cuda":
         return on_cuda(spec.device)
-    if len(formats) > 1 or not formats <= set(_FORMATS):
+    if len(formats) > 1 or not formats <= set(FORMATS):
         given = ", ".join(sorted(formats))
-        return Support.no(f"it computes all in one of {', '.join(_FORMATS)}, not in {given}", Cause.DTYPE)
+        return Support.no(f"it computes all in one of {', '.join(FORMATS)}, not in {given}", Cause.DTYPE)
     if block is not None and min(block) < _LEAST_BLOCK:
         given = f"its compressed blocks are {block[0]}×{block[1]}"
         return Support.no(f"{given}; sides of {_LEAST_BLOCK} or more can be found quickly", Cause.PATTERN)

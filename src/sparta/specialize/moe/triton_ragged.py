@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparta.errors import ValueRangeError, message
-from sparta.specialize.cuda.device import bulk_copies, need_triton, on_cuda, triton_here
+from sparta.specialize.cuda.device import FORMATS, bulk_copies, need_triton, on_cuda, triton_here
 from sparta.specialize.implement import Cause, Params, Support, TiledImplement, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.moe.op import ragged_forward, ragged_linear
@@ -17,9 +17,7 @@ from sparta.specialize.moe.tile import RaggedTile
 
 __all__ = ["TritonRagged"]
 
-_FORMATS = ("fp32", "bf16", "fp16")
 _MOST_EXPERTS = 1024
-_HOPPER = (9, 0)
 
 
 class _RaggedKernel(MoEKernel):
@@ -65,9 +63,9 @@ class TritonRagged(TiledImplement):
         weight, tokens = spec["weight"], spec["tokens"]
         if spec.device != "cuda":
             return on_cuda(spec.device)
-        if str(tokens.format) not in _FORMATS or str(weight.format) != str(tokens.format):
+        if str(tokens.format) not in FORMATS or str(weight.format) != str(tokens.format):
             given = f"tokens in {tokens.format} and weights in {weight.format}"
-            return Support.no(f"it computes both in one of {', '.join(_FORMATS)}, not {given}", Cause.DTYPE)
+            return Support.no(f"it computes both in one of {', '.join(FORMATS)}, not {given}", Cause.DTYPE)
         if not 1 < weight.shape[0] <= _MOST_EXPERTS or min(weight.shape) < 1:
             reason = f"weights of shape {weight.shape}; it takes 2 to {_MOST_EXPERTS} experts, none empty"
             return Support.no(reason, Cause.SHAPE)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sparta.specialize.cuda.device import bulk_copies, need_triton, on_cuda, triton_here
+from sparta.specialize.cuda.device import FORMATS, bulk_copies, itemsize, need_triton, on_cuda, triton_here
 from sparta.specialize.implement import Cause, Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import LinearKernel
@@ -16,10 +16,8 @@ from sparta.specialize.linear.triton_block.tile import BlockTile
 
 __all__ = ["TritonBlock"]
 
-_ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 _MOST_COVERED = 0.7  # above it no tile was ever faster than dense
 _MOST_OF_A_GRADIENT = 0.5  # above it the dense product is as fast
-_AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
 class _BlockKernel(LinearKernel):
@@ -60,8 +58,8 @@ class TritonBlock(TiledImplement):
         """Fp32, bf16 and fp16 on CUDA, where kept blocks leave enough out."""
         if spec.device != "cuda":
             return on_cuda(spec.device)
-        if str(spec["input"].format) not in _ITEMSIZE:
-            return Support.no(f"it computes {', '.join(_ITEMSIZE)}, not {spec['input'].format}", Cause.DTYPE)
+        if str(spec["input"].format) not in FORMATS:
+            return Support.no(f"it computes {', '.join(FORMATS)}, not {spec['input'].format}", Cause.DTYPE)
         if min(spec["weight"].shape) < 1:
             return Support.no("the weight is empty", Cause.SHAPE)
         covered = coverage(spec["weight"], [(16, 16)])[16, 16]
@@ -80,6 +78,6 @@ class TritonBlock(TiledImplement):
 
 
 def _tiles(spec: KernelSpec) -> list[BlockTile]:
-    weight, itemsize = spec["weight"], _ITEMSIZE[str(spec["input"].format)]
-    tma = bulk_copies() and weight.shape[1] * itemsize % 16 == 0
-    return candidates(weight, spec["input"].shape[0], itemsize, tma=tma)
+    weight, size = spec["weight"], itemsize(spec["input"].format)
+    tma = bulk_copies() and weight.shape[1] * size % 16 == 0
+    return candidates(weight, spec["input"].shape[0], size, tma=tma)
