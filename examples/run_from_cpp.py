@@ -41,7 +41,7 @@ def main() -> None:
     print(fast.report)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        packaged, operators = package(fast, folder / "model.pt2", x), library_path()
+        packaged, operators = package(fast, x, folder / "model.pt2"), library_path()
         compiled, linked = build_flags()
         build = [*compiler.command, "-O1", *compiled, str(HOST), "-o", str(folder / "host"), *linked]
         subprocess.run(build, check=True)  # noqa: S603 - an argument list, and no shell

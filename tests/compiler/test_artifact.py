@@ -110,9 +110,10 @@ def test_a_fresh_process_loads_without_the_models_code(saved, tmp_path):
     assert torch.equal(load_file(tmp_path / "y.safetensors")["y"], fast(x))
 
 
-def test_kernels_can_be_tuned_for_another_machine(saved, own_stores):
+@pytest.mark.parametrize("again", [{"tune": "quick"}, {"retune": True}])
+def test_kernels_can_be_tuned_for_another_machine(saved, own_stores, again):
     fast, x, path = saved
-    again = sparta.load(path, retune=True)
+    again = sparta.load(path, **again)
     torch.testing.assert_close(again(x), fast(x), rtol=1e-4, atol=1e-5)
     assert any(own_stores[1].iterdir())
 
@@ -127,7 +128,7 @@ def test_another_machine_is_noted(saved):
         payload["provenance"]["machine"] = "a machine far away"
 
     again = sparta.load(rewritten(path, elsewhere))
-    assert "retune=True" in str(again.report)
+    assert 'tune="quick"' in str(again.report)
 
 
 @pytest.mark.parametrize("config", [{"_name": "future"}, {"_name": "cpu", "tile": "panel:3:77:1:0:0"}])

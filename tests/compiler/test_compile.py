@@ -358,8 +358,9 @@ def test_wrong_arguments():
         sparta.compile(model, x, tune="quik")
     with pytest.raises(ValueRangeError, match="budget_s"):
         sparta.compile(model, x, budget_s=0)
-    with pytest.raises(ValueRangeError, match="target"):
-        sparta.compile(model, x, target="tpu9")
+    for name in ("device", "target"):
+        with pytest.raises(ValueRangeError, match="device='tpu9'"):
+            sparta.compile(model, x, **{name: "tpu9"})
     with pytest.raises(ValueRangeError, match="Module"):
         sparta.compile(torch.relu, x)
 

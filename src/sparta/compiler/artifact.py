@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,11 +23,11 @@ from sparta.compiler.graph.bounds import check_sizes
 from sparta.compiler.graph.program import assemble
 from sparta.compiler.graph.serialize import graph_from_json, graph_to_json
 from sparta.compiler.graph.signature import Signature
-from sparta.compiler.plan import EndToEnd, Plan, choice_from_dict
+from sparta.compiler.plan import Plan, choice_from_dict
 from sparta.compiler.report import Report
 from sparta.compiler.run.compiled_model import CompiledModel
 from sparta.compiler.run.kernel_module import Fused, KernelModule
-from sparta.compiler.session import ForgivingStore
+from sparta.compiler.session import EFFORT, ForgivingStore, Tune, checked_tune
 from sparta.errors import FileFormatError, SpartaError, message
 from sparta.files import Budget, load_tensors, reading, save_tensors
 from sparta.specialize.implement import implement_named
@@ -34,6 +35,7 @@ from sparta.specialize.int8_linear.quantized import OP, integers_of, row_scales
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec, operation_named
 from sparta.specialize.tuning.select import DENSE, Choice, build, choose, tune_kernel
 from sparta.specialize.tuning.store import device_name
+from sparta.spelling import also
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.spec import Spec
 from sparta.tesa.state import from_state, to_state
@@ -65,11 +67,12 @@ def save(model: CompiledModel, path: str | os.PathLike[str]) -> None:
     save_tensors(path, _KIND, FORMAT_VERSION, tensors, payload)
 
 
+@also(retune="tune")
 def load(
     path: str | os.PathLike[str],
     *,
     device: str | torch.device | None = None,
-    retune: bool = False,
+    tune: Tune | bool = "off",
     max_bytes: int | None = None,
 ) -> CompiledModel:
     """Return a compiled model from its file.
@@ -80,8 +83,9 @@ def load(
         As given to :meth:`CompiledModel.save`.
     device
         Where to put it; None for the device it was compiled on, or the CPU where that is not here.
-    retune
-        Measure the kernels again on this machine, on random activations of the stored sizes.
+    tune
+        ``"off"`` runs the kernels that the file names; ``"quick"`` and ``"full"`` measure again on this machine, on
+        random activations of the stored sizes. ``retune=True`` is ``tune="quick"``.
     max_bytes
         How much memory the weights together, and each tensor of a call, may take. By default a file may describe what
         is 64 times as large as itself or its inputs, so that a small file of a stranger cannot take all memory.
@@ -103,7 +107,9 @@ def load(
     """
     tensors, payload = load_tensors(path, _KIND, FORMAT_VERSION)
     with reading(path):
-        return _Reader(tensors, payload, Budget.of_file(path, max_bytes), device).model(retune=retune, most=max_bytes)
+        return _Reader(tensors, payload, Budget.of_file(path, max_bytes), device).model(
+            tune=checked_tune(tune), most=max_bytes
+        )
 
 
 class _Reader:
@@ -120,43 +126,41 @@ class _Reader:
         self.where = _device(device, payload)
         self.notes: list[str] = []
 
-    def model(self, *, retune: bool, most: int | None) -> CompiledModel:
+    def model(self, *, tune: Tune, most: int | None) -> CompiledModel:
         """Return the compiled model."""
         payload, where = self.payload, self.where
         graph = graph_from_json(payload["graph"])
         signature = Signature.from_dict(payload["signature"])
         named = {name: t for name, t in self.tensors.items() if name.startswith("tensor/")}
         plain = {name.removeprefix("tensor/"): t.to(where) for name, t in named.items()}
-        kernels = {str(n): self.kernel(str(n), fields, retune=retune) for n, fields in payload["kernels"].items()}
+        kernels = {str(n): self.kernel(str(n), fields, tune=tune) for n, fields in payload["kernels"].items()}
         _check_fit(graph, plain, kernels, signature)
         check_sizes(graph, plain, kernels, signature.inputs, self.budget, max_bytes=most)
         if where.type != payload["provenance"]["device"]:
             graph = _on_device(graph, where)
-        report = self.report(retune=retune or not kernels)
+        report = self.report(tuned=tune != "off" or not kernels)
         spec = Spec({str(name): self.tesa(f"spec/{name}", meta) for name, meta in payload["spec"].items()})
         module = assemble(graph, plain, kernels)
         return CompiledModel(module, signature, report, spec, payload["provenance"], source=self.budget.source)
 
-    def report(self, *, retune: bool) -> Report:
+    def report(self, *, tuned: bool) -> Report:
         """Return the stored report, with what is different here."""
         machine, here = str(self.payload["provenance"]["machine"]), device_name(self.where.type)
-        if machine != here and not retune:
+        if machine != here and not tuned:
             self.notes.append(
-                f"tuned on another machine ({machine}); load(..., retune=True) measures it on this one ({here})"
+                f'tuned on another machine ({machine}); load(..., tune="quick") measures it on this one ({here})'
             )
         report = Report.from_dict(self.payload["report"])
         if machine == here and not self.notes:
             return report
-        whole = report.plan.whole
-        reason = f"loaded; where it was compiled: {whole.reason.removeprefix('loaded; where it was compiled: ')}"
         return Report(
-            Plan(report.plan.layers, EndToEnd(whole.base, whole.host, whole.milliseconds, reason, whole.chosen)),
+            Plan(report.plan.layers, replace(report.plan.whole, loaded=True)),
             report.totals,
             report.certificate,
             (*report.notes, *self.notes),
         )
 
-    def kernel(self, name: str, fields: Mapping[str, Any], *, retune: bool) -> KernelModule:
+    def kernel(self, name: str, fields: Mapping[str, Any], *, tune: Tune) -> KernelModule:
         """Return a kernel module whose choices run here."""
         tesa, where = self.tesa(f"mask/{name}", fields["weight"]), self.where
         fused = Fused(operation_named(fields["op"]), tesa, dict(fields["attributes"]), Epilogue(**fields["epilogue"]))
@@ -177,9 +181,9 @@ class _Reader:
         choices: dict[int, tuple[KernelSpec, Choice]] = {}
         for size, stored in fields["choices"].items():
             spec = self.kernel_spec(fused, live, stored)
-            if retune:
+            if tune != "off":
                 dense = KernelModule(fused, live, bias, {int(size): (spec, Choice(DENSE, {}, "loading"))})
-                choices[int(size)] = (spec, _retuned(dense, spec))
+                choices[int(size)] = (spec, _retuned(dense, spec, tune))
             else:
                 choices[int(size)] = (spec, self.choice(name, spec, stored))
         if not choices:
@@ -249,15 +253,15 @@ def _integers(module: KernelModule) -> Tensor:
     return integers_of(module.weight(), row_scales(module.fused.weight))[module.fused.weight.mask(module.live.device)]
 
 
-def _retuned(module: KernelModule, spec: KernelSpec) -> Choice:
+def _retuned(module: KernelModule, spec: KernelSpec, tune: Tune) -> Choice:
     """Measure the candidates for a kernel on random activations."""
     lowering, weight = module.fused.lowering, module.weight()
     x = lowering.sample(spec).to(weight.dtype)
     y = lowering.dense(weight, x, None, module.fused.attributes)
     residual = torch.randn_like(y) if module.fused.epilogue.residual else None
-    return tune_kernel(
-        lowering.problem(spec, weight, x, module.bias, residual), max_trials=12, max_seconds=3.0, store=ForgivingStore()
-    )
+    trials, seconds = EFFORT[tune]
+    problem = lowering.problem(spec, weight, x, module.bias, residual)
+    return tune_kernel(problem, max_trials=trials, max_seconds=seconds, store=ForgivingStore())
 
 
 def _check_fit(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,10 +18,12 @@ from sparta.common.progress import Progress, Step
 from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
 from sparta.specialize.tuning.forgiving import ForgivingStore
 
-__all__ = ["ForgivingStore", "Session", "Show", "Tune"]
+__all__ = ["EFFORT", "ForgivingStore", "Session", "Show", "Tune", "checked_tune", "shown"]
 
 Tune = Literal["quick", "full", "off"]
 Show = Callable[[str], object]
+EFFORT: Mapping[str, tuple[int, float]] = {"quick": (12, 3.0), "full": (60, 20.0)}
+"""How many trials, and how many seconds, the search for one kernel may take."""
 _TUNES = ("quick", "full", "off")
 _FOR_LAYERS = 0.6  # of the budget
 _NOTHING = 0.02
@@ -58,8 +60,7 @@ class Session:
     _beyond: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.tune not in _TUNES:
-            raise NameNotFoundError(did_you_mean(str(self.tune), _TUNES, "tune"))
+        checked_tune(self.tune)
         if self.budget_s is not None and not self.budget_s > 0:
             raise ValueRangeError(message(f"budget_s={self.budget_s}", "seconds above 0, or None for no limit"))
 
@@ -111,6 +112,19 @@ class Session:
         """Keep a line for the report, once."""
         if text and text not in self.notes:
             self.notes.append(text)
+
+
+def checked_tune(tune: Tune | bool) -> Tune:  # noqa: FBT001 - an older spelling
+    """Return how much to measure; True stands for ``"quick"`` and False for ``"off"``.
+
+    >>> checked_tune("full"), checked_tune(True)
+    ('full', 'quick')
+    """
+    if isinstance(tune, bool):
+        return "quick" if tune else "off"
+    if tune not in _TUNES:
+        raise NameNotFoundError(did_you_mean(str(tune), _TUNES, "tune"))
+    return tune
 
 
 def shown(progress: Progress | bool | None) -> Show:  # noqa: FBT001 - as people pass it

@@ -119,11 +119,13 @@ def test_operators_refuse_what_does_not_fit(operators):
 def test_bad_paths_and_inputs_are_refused_before_any_work(tmp_path):
     fast = compile_model(nn.Linear(4, 2), torch.ones(3, 4), tune="off")
     with pytest.raises(ValueRangeError, match=r"\.pt2"):
-        package(fast, tmp_path / "model.txt", torch.ones(3, 4))
+        package(fast, torch.ones(3, 4), tmp_path / "model.txt")
     with pytest.raises(ValueRangeError, match="folder that exists"):
-        package(fast, tmp_path / "none" / "model.pt2", torch.ones(3, 4))
+        package(fast, torch.ones(3, 4), tmp_path / "none" / "model.pt2")
     with pytest.raises(ValueRangeError, match="tensor"):
-        package(fast, tmp_path / "model.pt2", 3.0)
+        package(fast, 3.0, tmp_path / "model.pt2")
+    with pytest.raises(ValueRangeError, match=r"package\(model, example_inputs, path\)"):
+        package(fast, tmp_path / "model.pt2", torch.ones(3, 4))
 
 
 def test_without_a_compiler_it_says_so(monkeypatch):

@@ -32,8 +32,8 @@ __all__ = ["package"]
 
 def package(
     model: CompiledModel,
-    path: str | os.PathLike[str],
     example_inputs: Any,
+    path: str | os.PathLike[str],
     *,
     kwargs: dict[str, Any] | None = None,
     dynamic: bool = True,
@@ -44,10 +44,10 @@ def package(
     ----------
     model
         What :func:`sparta.compile` returned, on the CPU in float32.
-    path
-        Where to; the name ends in ``.pt2``.
     example_inputs, kwargs
         Arguments of one call. The program passes the tensors among them, in this order.
+    path
+        Where to; the name ends in ``.pt2``.
     dynamic
         Whether dims that were dynamic when the model was compiled stay so.
 
@@ -56,6 +56,9 @@ def package(
     pathlib.Path
         The package. Programs load :func:`sparta.compiler.aot.library_path` before it.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        given = f"a path of type {type(path).__name__}"
+        raise ValueRangeError(message(given, "a name that ends in .pt2", "package(model, example_inputs, path)"))
     target = Path(path)
     if target.suffix != ".pt2" or not target.parent.is_dir():
         raise ValueRangeError(message(f"the path {target}", "a name that ends in .pt2 in a folder that exists"))

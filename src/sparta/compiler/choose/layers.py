@@ -7,44 +7,23 @@ bucket cost alike, so they are measured once and share the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from sparta.compiler.graph.program import Program
+from sparta.compiler.lower.samples import SizeSample
 from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.plan import LayerPlan
-from sparta.compiler.session import Session
+from sparta.compiler.session import EFFORT, Session
 from sparta.errors import SpartaError
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.tuning.select import DENSE, Choice, Problem, choose, tune_kernel
 from sparta.specialize.tuning.store import key_of
 
-__all__ = ["TOO_DENSE", "SizeSample", "best_ratio", "choice_for", "choose_layers", "size_samples"]
+__all__ = ["TOO_DENSE", "best_ratio", "choice_for", "choose_layers"]
 
 TOO_DENSE = 0.98
-_EFFORT: Mapping[str, tuple[int, float]] = {"quick": (12, 3.0), "full": (60, 20.0)}
-
-
-@dataclass(frozen=True)
-class SizeSample:
-    """The activations of every sub-graph at one size of the model's inputs: x, and the residual or None."""
-
-    values: Mapping[SubGraph, tuple[Tensor, Tensor | None]]
-
-
-def size_samples(program: Program, subgraphs: Sequence[SubGraph], sizes: Sequence[Sequence[Any]]) -> list[SizeSample]:
-    """Run the program once for each list of flat inputs and keep what the sub-graphs see."""
-    wanted: set[fx.Node] = {subgraph.anchor.x for subgraph in subgraphs}
-    wanted |= {subgraph.residual for subgraph in subgraphs if subgraph.residual is not None}
-    samples = []
-    for inputs in sizes:
-        seen = program.values(inputs, wanted)
-        pairs = {g: (seen[g.anchor.x], None if g.residual is None else seen[g.residual]) for g in subgraphs}
-        samples.append(SizeSample(pairs))
-    return samples
 
 
 def choose_layers(subgraphs: Sequence[SubGraph], samples: Sequence[SizeSample], session: Session) -> list[LayerPlan]:
@@ -198,7 +177,7 @@ def _measured(spec: KernelSpec, problem: Callable[[], Problem], session: Session
     if session.left_for_layers <= 0:
         why = "interrupted" if session.interrupted else "the budget was spent before this layer"
         return Choice(DENSE, {}, f"dense: {why}", None, stored.refused)
-    trials, most = _EFFORT[session.tune]
+    trials, most = EFFORT[session.tune]
     seconds = max(0.05, session.share(share, most))
     with torch.no_grad(), session.step(seconds):
         begin, given = session.elapsed, problem()

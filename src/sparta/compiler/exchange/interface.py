@@ -20,6 +20,7 @@ from sparta.compiler.graph.serialize import graph_to_json
 from sparta.compiler.lower import lowering_of
 from sparta.compiler.run.compiled_model import CompiledModel
 from sparta.compiler.run.kernel_module import Fused, KernelModule
+from sparta.compiler.session import EFFORT, Tune, checked_tune
 from sparta.errors import FileFormatError, message
 from sparta.files import save_tensors
 from sparta.specialize.cpu.toolchain import sources
@@ -70,8 +71,8 @@ def request_for(name: str, spec: KernelSpec) -> dict[str, Any]:
     bias = "bias" if epilogue.bias else None
     calls = [{"target": _ATEN.get(spec.op, spec.op), "args": ["x", "weight", bias], "result": "layer"}]
     last = "layer"
-    behind = ["activation"] * (epilogue.activation is not None) + ["residual"] * epilogue.residual
-    for part in behind[::-1] if epilogue.residual_first else behind:
+    after = ["activation"] * (epilogue.activation is not None) + ["residual"] * epilogue.residual
+    for part in after[::-1] if epilogue.residual_first else after:
         if part == "activation":
             calls.append({"target": f"aten.{epilogue.activation}.default", "args": [last], "result": "activated"})
         else:
@@ -104,8 +105,8 @@ def specialize(
     request: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     *,
-    tune: bool = True,
-    max_seconds: float = 3.0,
+    tune: Tune = "quick",
+    budget_s: float | None = None,
     store: TuningStore | None = None,
 ) -> Specialized:
     """Return the specialised form of a requested sub-graph.
@@ -117,7 +118,12 @@ def specialize(
     tensors
         ``"weight"``, and ``"bias"`` where the request has one.
     tune
-        Measure the candidates on random activations; False takes the stored choice, else dense.
+        ``"quick"`` measures a few candidates on random activations, ``"full"`` many; ``"off"`` takes the stored
+        choice, else dense.
+    budget_s
+        Seconds for measuring; None takes what `tune` says.
+    store
+        Where results are looked up and kept; None keeps nothing.
     """
     spec = _spec_of(request)
     name = str(request["name"])
@@ -125,11 +131,13 @@ def specialize(
     fused = Fused(spec.op, spec["weight"], dict(spec.attributes), spec.epilogue)
     weight = spec["weight"].apply(tensors["weight"])
     bias = tensors["bias"] if spec.epilogue.bias else None
-    if tune:
+    effort = checked_tune(tune)
+    if effort != "off":
         x = lowering.sample(spec).to(weight.dtype)
         residual = torch.randn(_result_shape(spec), dtype=x.dtype, device=x.device) if spec.epilogue.residual else None
         problem = lowering.problem(spec, weight, x, bias, residual)
-        choice = tune_kernel(problem, max_trials=12, max_seconds=max_seconds, store=store)
+        trials, seconds = EFFORT[effort]
+        choice = tune_kernel(problem, max_trials=trials, max_seconds=budget_s or seconds, store=store)
     else:
         choice = choose(spec, store)
     size = lowering.size(torch.empty(spec["input"].shape, device="meta"))

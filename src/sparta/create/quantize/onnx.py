@@ -19,6 +19,7 @@ from sparta.create.quantize.export import ActivationGrid, Exported, IntegerWeigh
 from sparta.create.quantize.layers import LayerKind, kind_of, switch_on
 from sparta.create.quantize.scheme import QuantizationArgs, Scheme
 from sparta.errors import MissingPackageError, ValueRangeError, message
+from sparta.spelling import also
 
 __all__ = ["to_onnx"]
 
@@ -82,9 +83,10 @@ class _OnnxActivation(nn.Module):
         return rounded.to(values.dtype)
 
 
+@also(inputs="example_inputs", sample_inputs="example_inputs", dummy_input="example_inputs")
 def to_onnx(
     model: nn.Module | Exported,
-    inputs: tuple[Any, ...],
+    example_inputs: tuple[Any, ...],
     path: str | os.PathLike[str],
     *,
     dynamic_shapes: Any = None,
@@ -97,8 +99,8 @@ def to_onnx(
     ----------
     model
         A quantised model, or what :func:`~sparta.create.quantize.export.export` made of it.
-    inputs
-        Example arguments of the model's forward.
+    example_inputs
+        Arguments of one call of the model's forward.
     path
         The file to write.
     dynamic_shapes, input_names, output_names
@@ -113,7 +115,7 @@ def to_onnx(
         warnings.simplefilter("ignore", FutureWarning)  # of torch's exporter about itself
         program = torch.onnx.export(
             with_operators,
-            inputs,
+            example_inputs,
             dynamo=True,
             opset_version=_OPSET,
             dynamic_shapes=dynamic_shapes,
