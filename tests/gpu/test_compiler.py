@@ -183,11 +183,11 @@ def test_the_back_end_of_torch_compile(rows):
 @pytest.mark.filterwarnings("ignore")  # Inductor's own
 @pytest.mark.parametrize("host", ["eager", "inductor", "graph", "inductor graph"])
 def test_every_host_gives_the_same(host):
-    from sparta.compiler.run.host import hosted
+    from sparta.compiler.run.host import Host, hosted
 
     model, x = pruned(Mlp(), "blocks of 64"), draw(16, 512)
     fast = sparta.compile(model, x, budget_s=40)
-    run = hosted(fast.graph, host)
+    run = hosted(fast.graph, Host.from_text(host))
     with torch.no_grad():
         for seed in (1, 2, 3):
             other = draw(16, 512, seed=seed)

@@ -16,7 +16,7 @@ from torch.nn import functional
 import sparta
 from compiler.conftest import forcing
 from sparta.compiler.run.cuda_graph import Graphed
-from sparta.compiler.run.host import hosted
+from sparta.compiler.run.host import Host, hosted
 from sparta.nn import DynamicSparseMoE, SparseAttention, SparseBatchMatMul, SparseLinear
 from sparta.specialize.cuda.graphs import recorded
 from sparta.specialize.implement import supported
@@ -227,7 +227,7 @@ def test_reduce_overhead_beside_a_model_in_a_graph():
     """Inductor clears workspaces and empties the cache whenever it warms up or records."""
     model, x = stack(), draw(1, 64, 512)
     fast = sparta.compile(model, x, budget_s=30)
-    graphed = hosted(fast.graph, "graph")
+    graphed = hosted(fast.graph, Host.GRAPH)
     torch._dynamo.reset()
     dense = torch.compile(copy.deepcopy(model), mode="reduce-overhead")
     with torch.no_grad():
@@ -249,7 +249,7 @@ def test_reduce_overhead_beside_a_model_in_a_graph():
 def test_a_model_in_a_graph_while_all_else_goes_on():
     model, x = stack(256, 1), draw(2, 32, 256)
     fast = sparta.compile(model, x, tune="off")
-    hosts = {name: hosted(fast.graph, name) for name in ("graph", "eager")}
+    hosts = {name: hosted(fast.graph, Host.from_text(name)) for name in ("graph", "eager")}
     with torch.no_grad():
         for turn in range(20):
             x = draw(2, 32, 256)
@@ -280,7 +280,7 @@ def test_packed_weights_that_a_module_lets_go_are_kept():
     with forcing("triton-block"):
         fast = sparta.compile(model.to("cuda", torch.bfloat16).eval(), x, tune="off")
     assert fast.kernels, str(fast.report)
-    run = hosted(fast.graph, "graph")
+    run = hosted(fast.graph, Host.GRAPH)
     with torch.no_grad():
         first = run(x)[0]
         for layer in fast.kernels.values():

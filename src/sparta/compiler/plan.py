@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from sparta.compiler.numbers import a_flag, a_number, a_whole_number
+from sparta.compiler.run.host import Host
+from sparta.compiler.variant import Base
+from sparta.errors import FileFormatError, message
 from sparta.specialize.implement import Support
 from sparta.specialize.kernel_spec import operation_named
 from sparta.specialize.tuning.select import DENSE, Choice
 from sparta.specialize.tuning.store import Entry
 
-__all__ = ["GIVEN", "REDUCED", "EndToEnd", "LayerPlan", "Plan", "choice_from_dict"]
-
-GIVEN, REDUCED = "model as given", "reduced graph"  # variants that reports name
+__all__ = ["EndToEnd", "LayerPlan", "Plan", "choice_from_dict"]
 
 
 @dataclass(frozen=True)
@@ -89,16 +91,22 @@ class LayerPlan:
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> LayerPlan:
         """Return what :meth:`to_dict` wrote."""
+        choices = {int(size): choice_from_dict(choice) for size, choice in fields["choices"].items()}
+        if not choices:
+            raise FileFormatError(message(f"no choice for the layer {str(fields['name'])[:100]!r}", "one or more"))
+        ratio = None if fields["best_ratio"] is None else a_number(fields["best_ratio"], "the best ratio of a layer")
+        if ratio is not None and ratio <= 0:
+            raise FileFormatError(message(f"the best ratio of a layer: {ratio}", "above 0", "save it again"))
         return LayerPlan(
             name=str(fields["name"]),
             op=operation_named(fields["op"]),
             pattern=str(fields["pattern"]),
-            density=float(fields["density"]),
-            shape=tuple(int(size) for size in fields["shape"]),
-            choices={int(size): choice_from_dict(choice) for size, choice in fields["choices"].items()},
-            flops=int(fields["flops"]),
-            live_flops=int(fields["live_flops"]),
-            best_ratio=None if fields["best_ratio"] is None else float(fields["best_ratio"]),
+            density=a_number(fields["density"], "the density of a layer"),
+            shape=tuple(a_whole_number(size, "a size of a layer") for size in fields["shape"]),
+            choices=choices,
+            flops=a_whole_number(fields["flops"], "the FLOPs of a layer"),
+            live_flops=a_whole_number(fields["live_flops"], "the FLOPs of a layer"),
+            best_ratio=ratio,
             note=str(fields["note"]),
         )
 
@@ -110,40 +118,72 @@ class EndToEnd:
     Parameters
     ----------
     base
-        Which graph runs: ``"reduced"`` (compact, folded) or ``"original"``.
+        Which graph runs; for the model as given, a file holds the original graph in its place.
     host
-        What runs the calls between the kernels: ``"eager"``, ``"panels"`` (eager, and neighbouring layers hand over
-        activations in their kernels' layout) or ``"inductor"``; with ``" graph"`` behind it (or
-        ``"graph"`` alone) all of it is replayed from a CUDA graph.
+        What runs the calls between the kernels.
     milliseconds
-        Medians of the whole model by variant, interleaved; empty where nothing was timed.
+        Medians of the whole model by variant, interleaved; empty where nothing was timed, or nothing is claimed.
     reason
         Why this one runs.
     chosen
         The variant that runs, a key of `milliseconds`; empty where nothing was timed.
+    ratio, interval
+        How many times faster than the model as given it is: the median of the ratios of single rounds, and the 95 %
+        interval of that median. None where it is not known.
+    bound
+        The ratio if the layers that could be sparse took no time at all, from rounds in which they were timed as well.
+    beyond
+        Where the ratio is more than the sparse layers can account for, what else was gained.
+    loaded
+        Whether it was measured elsewhere, and comes from a file.
     """
 
-    base: str = "reduced"
-    host: str = "eager"
+    base: Base = Base.REDUCED
+    host: Host = Host.EAGER
     milliseconds: Mapping[str, float] = field(default_factory=dict)
     reason: str = "not measured"
     chosen: str = ""
+    ratio: float | None = None
+    interval: tuple[float, float] | None = None
+    bound: float | None = None
+    beyond: str = ""
+    loaded: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON values."""
         return {
-            "base": self.base,
-            "host": self.host,
+            "base": self.base.value,
+            "host": self.host.value,
             "milliseconds": dict(self.milliseconds),
             "reason": self.reason,
             "chosen": self.chosen,
+            "ratio": self.ratio,
+            "interval": None if self.interval is None else list(self.interval),
+            "bound": self.bound,
+            "beyond": self.beyond,
+            "loaded": self.loaded,
         }
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> EndToEnd:
-        """Return what :meth:`to_dict` wrote."""
-        times = {str(name): float(value) for name, value in fields["milliseconds"].items()}
-        return EndToEnd(str(fields["base"]), str(fields["host"]), times, str(fields["reason"]), str(fields["chosen"]))
+        """Return what :meth:`to_dict` wrote; older files lack what was not known then."""
+        times = {str(name): a_number(value, "a time") for name, value in fields["milliseconds"].items()}
+        if any(time <= 0 for time in times.values()):
+            raise FileFormatError(message("a time of a whole model of 0 or less", "milliseconds", "save it again"))
+        ratio, interval, bound = (fields.get(name) for name in ("ratio", "interval", "bound"))
+        low, high = (None, None) if interval is None else interval
+        return EndToEnd(
+            Base.from_text(fields["base"]),
+            Host.from_text(fields["host"]),
+            times,
+            str(fields["reason"]),
+            str(fields["chosen"]),
+            None if ratio is None else a_number(ratio, "the ratio"),
+            None if interval is None else (a_number(low, "the interval"), a_number(high, "the interval")),
+            None if bound is None else a_number(bound, "the bound"),
+            str(fields.get("beyond", "")),
+            a_flag(fields.get("loaded", False), "whether it was loaded"),
+        )
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sparta.compiler.plan import GIVEN, REDUCED, LayerPlan, Plan
-from sparta.compiler.verify import Certificate
+from sparta.compiler.certificate import Certificate
+from sparta.compiler.numbers import a_number, a_whole_number
+from sparta.compiler.plan import LayerPlan, Plan
+from sparta.compiler.variant import GIVEN
 from sparta.errors import MissingPackageError, message
 from sparta.specialize.implement import Cause, implements_of
 from sparta.specialize.int8_linear.quantized import INT8_IMPLEMENTS
@@ -52,6 +54,21 @@ class Totals:
         """Return the figures as JSON values."""
         return asdict(self)
 
+    @staticmethod
+    def from_dict(fields: Mapping[str, Any]) -> Totals:
+        """Return what :meth:`to_dict` wrote."""
+        first = fields["first_compile_seconds"]
+        return Totals(
+            parameters=a_whole_number(fields["parameters"], "parameters"),
+            live_parameters=a_whole_number(fields["live_parameters"], "live_parameters"),
+            memory=a_whole_number(fields["memory"], "memory"),
+            compiled_memory=a_whole_number(fields["compiled_memory"], "compiled_memory"),
+            flops=a_whole_number(fields["flops"], "flops"),
+            live_flops=a_whole_number(fields["live_flops"], "live_flops"),
+            compile_seconds=a_number(fields["compile_seconds"], "compile_seconds"),
+            first_compile_seconds=None if first is None else a_number(first, "first_compile_seconds"),
+        )
+
 
 @dataclass(frozen=True)
 class Report:
@@ -76,34 +93,30 @@ class Report:
 
     @property
     def speedup(self) -> float | None:
-        """How many times faster than the model as given the compiled one was; None where it was not timed."""
+        """How many times faster than the model as given the compiled one is; None where no ratio is claimed."""
         before, after = self.latency
-        return None if before is None or after is None else before / after
+        if self.plan.whole.ratio is not None:
+            return self.plan.whole.ratio
+        return None if before is None or after is None else before / after  # of a file of an older version
 
     @property
     def latency(self) -> tuple[float | None, float | None]:
         """Milliseconds of the model as given and of what runs; None where they were not timed."""
         times = self.plan.whole.milliseconds
-        return times.get(GIVEN), times.get(self.plan.whole.chosen)
+        return times.get(str(GIVEN)), times.get(self.plan.whole.chosen)
 
     @property
     def amdahl_bound(self) -> float | None:
-        """The speed-up if all layers that could be sparse took no time at all; None where it was not timed.
+        """The speed-up if all layers that could be sparse took no time at all; None where that was not timed.
 
-        Layers' dense times are measured one by one with warm caches, so the bound is an estimate.
+        The layers are timed alone, one after the other, in the same rounds as the whole, so the bound is an estimate.
         """
-        before = self.latency[0]
-        reduced = self.plan.whole.milliseconds.get(REDUCED, before)
-        timed = [layer.first.entry.dense_milliseconds for layer in self.plan.layers if layer.first.entry is not None]
-        if before is None or reduced is None or not timed:
-            return None
-        rest = reduced - sum(timed)
-        return before / rest if rest > 0 else None  # layers timed at another moment may add up to more than the whole
+        return self.plan.whole.bound
 
     # ------------------------------------------------------------------ for people and programs
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a dict a layer: pattern, density, what runs, times in ms, break-even sparsity, reason, advice."""
+        """Return a dict per layer: pattern, density, what runs, times in ms, break-even sparsity, reason, advice."""
         return [_row(layer) for layer in self.plan.layers]
 
     def to_dict(self) -> dict[str, Any]:
@@ -123,9 +136,9 @@ class Report:
         """Return what :meth:`to_dict` wrote."""
         return Report(
             Plan.from_dict(fields["plan"]),
-            Totals(**fields["totals"]),
+            Totals.from_dict(fields["totals"]),
             Certificate.from_dict(fields["certificate"]),
-            tuple(map(str, fields["notes"])),
+            tuple(str(note) for note in fields["notes"]),
         )
 
     def to_dataframe(self) -> Any:
@@ -167,7 +180,8 @@ class Report:
         rows: list[list[object]] = []
         before, after = self.latency
         if before is not None and after is not None:
-            rows.append(["latency", f"{before:.4g} ms", f"{after:.4g} ms", f"{before / after:.2f}x"])
+            ratio = "" if self.speedup is None else f"{self.speedup:.2f}x"
+            rows.append(["latency", f"{before:.4g} ms", f"{after:.4g} ms", ratio])
         rows.append(
             ["parameters", totals.parameters, totals.live_parameters, _ratio(totals.parameters, totals.live_parameters)]
         )
@@ -175,10 +189,16 @@ class Report:
         rows.append(["memory", *memory, _ratio(totals.memory, totals.compiled_memory)])
         if totals.flops:
             rows.append(["FLOPs of layers", totals.flops, totals.live_flops, _ratio(totals.flops, totals.live_flops)])
-        lines = [table(["whole model", "as given", "compiled", "ratio"], rows), f"runs: {whole.reason}"]
+        where = "loaded; where it was compiled: " if whole.loaded else ""
+        lines = [table(["whole model", "as given", "compiled", "ratio"], rows), f"runs: {where}{whole.reason}"]
+        if whole.interval is not None:
+            low, high = whole.interval
+            lines.append(f"spread: the median of the rounds' ratios lies between {low:.2f}x and {high:.2f}x")
         bound = self.amdahl_bound
         if bound is not None:
             lines.append(f"bound: {bound:.2f}x if the sparse layers took no time (Amdahl)")
+        if whole.beyond:
+            lines.append(f"beyond the sparse layers: {whole.beyond}")
         first = totals.first_compile_seconds
         earlier = "" if first is None else f"; the first compilation of this model took {first:.1f} s"
         return [*lines, f"compiled in {totals.compile_seconds:.1f} s{earlier}"]

@@ -1,8 +1,8 @@
 """The session of one compilation: how much to measure, until when, and where results are kept and shown.
 
 One :class:`Session` goes through all steps. The budget is one for the whole compilation; a step asks
-:attr:`Session.left`, from which what verification will take and what steps take beyond their share is already taken
-off, and does less when little is left. An interrupt only sets a flag that ends the measuring.
+:attr:`Session.left`, which is net of the time reserved for verification and of past overruns, and does less when little
+is left. An interrupt only sets a flag that ends the measuring.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from sparta.common.progress import Progress, Step
-from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
+from sparta.compiler.clock import Measure, interleaved
+from sparta.errors import NameNotFoundError, SpartaError, ValueRangeError, did_you_mean, message
 from sparta.specialize.tuning.forgiving import ForgivingStore
 
-__all__ = ["EFFORT", "ForgivingStore", "Session", "Show", "Tune", "checked_tune", "shown"]
+__all__ = ["EFFORT", "ForgivingStore", "Session", "Show", "Tune", "checked_tune", "in_words", "shown"]
 
 Tune = Literal["quick", "full", "off"]
 Show = Callable[[str], object]
@@ -45,6 +46,8 @@ class Session:
         Seconds of the budget that are kept for what comes after measuring.
     in_graphs
         Whether the model may be replayed from a CUDA graph, so that the host's time does not count.
+    measure
+        What times whole models; a test passes a clock of its own.
     """
 
     tune: Tune = "quick"
@@ -57,6 +60,7 @@ class Session:
     started: float = field(default_factory=time.perf_counter)
     reserve: float = 0.0
     in_graphs: bool = False
+    measure: Measure = interleaved
     _beyond: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -113,6 +117,10 @@ class Session:
         if text and text not in self.notes:
             self.notes.append(text)
 
+    def gave_up(self, what: str, error: BaseException) -> None:
+        """Keep a line on a step that failed, after which the step before it is what runs."""
+        self.note(f"{what}: {in_words(error)}")
+
 
 def checked_tune(tune: Tune | bool) -> Tune:  # noqa: FBT001 - an older spelling
     """Return how much to measure; True stands for ``"quick"`` and False for ``"off"``.
@@ -125,6 +133,17 @@ def checked_tune(tune: Tune | bool) -> Tune:  # noqa: FBT001 - an older spelling
     if tune not in _TUNES:
         raise NameNotFoundError(did_you_mean(str(tune), _TUNES, "tune"))
     return tune
+
+
+def in_words(error: BaseException) -> str:
+    """Return an error in one line: its text, with its type where it is none of ours.
+
+    >>> in_words(KeyError("weight"))
+    "KeyError: 'weight'"
+    """
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else "no message"
+    return text if isinstance(error, SpartaError) else f"{type(error).__name__}: {text}"
 
 
 def shown(progress: Progress | bool | None) -> Show:  # noqa: FBT001 - as people pass it

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sparta.compiler.choose.layers import SizeSample
+from sparta.compiler.certificate import Certificate
+from sparta.compiler.lower.samples import SizeSample
 from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.run.kernel_module import KernelModule
 from sparta.errors import CheckError, SpartaError, message
@@ -33,60 +33,6 @@ _ELEMENT = 30.0
 _QUANTUM = 1 / 255  # of a grid of 8 bits, over its range
 _QUANTA = 5.0  # an input on the edge between two quanta may be rounded either way, and so may what follows from it
 _SEEDS = (0, 1)
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """That a compiled model agreed with its original: what was compared, how, and how well.
-
-    Parameters
-    ----------
-    seeds
-        Of the fresh inputs; the example inputs were compared as well.
-    tolerance
-        The largest relative error that passes; the dtype says why.
-    error
-        The largest relative error that was measured.
-    worst
-        The largest difference of one element, over the largest element of its output.
-    outputs
-        How many output tensors were compared.
-    passed
-        Whether all agreed; False only where verification was switched off.
-    """
-
-    seeds: tuple[int, ...]
-    dtype: str
-    tolerance: float
-    error: float
-    worst: float
-    outputs: int
-    passed: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        return {**asdict(self), "seeds": list(self.seeds)}
-
-    @staticmethod
-    def from_dict(fields: Mapping[str, Any]) -> Certificate:
-        """Return what :meth:`to_dict` wrote."""
-        return Certificate(
-            tuple(int(seed) for seed in fields["seeds"]),
-            str(fields["dtype"]),
-            float(fields["tolerance"]),
-            float(fields["error"]),
-            float(fields["worst"]),
-            int(fields["outputs"]),
-            bool(fields["passed"]),
-        )
-
-    def __str__(self) -> str:
-        if not self.passed:
-            return "not verified"
-        return (
-            f"verified: relative error {self.error:.2g} of {self.tolerance:.2g} allowed in {self.dtype}, "
-            f"{self.outputs} outputs, inputs of the example and of seeds {', '.join(map(str, self.seeds))}"
-        )
 
 
 def verify(

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from sparta.errors import CheckError, ValueRangeError, message
-from sparta.propagation.capture import capture
+from sparta.propagation.capture import Captured, capture
 from sparta.propagation.compact import CompactModel
 from sparta.propagation.engine import derive
 from sparta.propagation.result import PropagationResult
 from sparta.tesa.attribute import TeSA
-from sparta.tesa.grid import Grid
 from sparta.tesa.spec import Spec
 
-__all__ = ["compact", "propagate"]
+__all__ = ["compact", "given_tesas", "propagate"]
 
 
 def propagate(
@@ -68,41 +65,36 @@ def propagate(
     ((3, 4), (2, 3))
     """
     captured = capture(model, example_inputs, dynamic_shapes, train=train)
-    as_read = spec is None
+    given = given_tesas(model, captured, spec)
+    asked = probe if isinstance(probe, bool) else frozenset([probe] if isinstance(probe, str) else probe)
+    facts = derive(
+        captured, given, assume_finite=assume_finite, cell_limit=cell_limit, as_read=spec is None, probe=asked
+    )
+    return PropagationResult(captured, facts)
+
+
+def given_tesas(model: nn.Module, captured: Captured, spec: Spec | None) -> dict[str, TeSA]:
+    """Return what a spec knows of a captured model's tensors, by name; None reads the zeros that are in them."""
     if spec is None:
         if any(t.is_meta for t in captured.tensors.values()):
             raise ValueRangeError(
                 message("a model on the meta device, which has no zeros to read", "a spec for it", "pass `spec`")
             )
-        spec = _zeros_of(model)
+        spec = Spec.from_zeros(model)
     given: dict[str, TeSA] = {}
     for name, tesa in spec.resolve(model).items():
         used = captured.tied.get(name, name)
+        if given.get(used) is tesa:
+            continue
         if used in given and (clash := given[used].conflicts(tesa)):
             raise CheckError(
                 message(
                     f"the spec contradicts itself on {clash} elements of {name!r}, which is tied to {used!r}",
-                    "one value an element",
+                    "one value per element",
                 )
             )
         given[used] = given[used] | tesa if used in given else tesa
-    asked = probe if isinstance(probe, bool) else frozenset([probe] if isinstance(probe, str) else probe)
-    facts = derive(captured, given, assume_finite=assume_finite, cell_limit=cell_limit, as_read=as_read, probe=asked)
-    return PropagationResult(captured, facts)
-
-
-def _zeros_of(model: nn.Module) -> Spec:
-    """Return what :meth:`Spec.from_zeros` does, at the cost of one pass over the weights."""
-    found = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.dim() < 2 or not tensor.is_floating_point():
-            continue
-        live = tensor.detach() != 0
-        if not bool(live.all()):
-            grid = Grid.from_dense(live)
-            state = Grid(grid.shape, grid.block, (~grid.cells).to(torch.uint8))
-            found[name] = replace(TeSA.dense(tensor.shape, format=tensor.dtype), state=state)
-    return Spec(found)
+    return given
 
 
 def compact(

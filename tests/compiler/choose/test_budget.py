@@ -8,7 +8,10 @@ from torch import nn
 
 import sparta
 from compiler import nets
-from sparta.compiler.choose import end_to_end
+from compiler.clocks import Clock, plain_cost
+from sparta.compiler.job import Job
+from sparta.compiler.run.host import Host
+from sparta.compiler.session import Session
 from sparta.specialize.tuning.select import Choice
 from sparta.specialize.tuning.significance import confirm
 from sparta.specialize.tuning.store import Entry
@@ -65,25 +68,14 @@ def test_what_a_layer_needs_beside_its_trials_is_taken_off_their_time(tuned, own
 
 
 def test_inductor_does_not_begin_what_the_budget_cannot_pay(forced, own_stores, monkeypatch):
-    decide = end_to_end.Contest._decided
-
-    def dear(self):
-        self._seconds_a_call = 1e6
-        return decide(self)
-
-    monkeypatch.setattr(end_to_end.Contest, "_decided", dear)
-    monkeypatch.setattr(end_to_end, "hosted", _without_inductor(end_to_end.hosted))
-    fast = sparta.compile(nets.pruned(nets.Mlp()), torch.randn(6, 32), inductor=True, budget_s=1000)
-    assert fast.report.plan.whole.host in ("eager", "panels")
-    assert "was not tried: compiling takes about" in str(fast.report)
-
-
-def _without_inductor(hosted):
-    def refusing(module, host):
-        assert host != "inductor", "compiled without the budget for it"
-        return hosted(module, host)
-
-    return refusing
+    monkeypatch.setattr(torch, "compile", lambda *_a, **_k: pytest.fail("compiled without the budget for it"))
+    session = Session(measure=Clock(plain_cost()), budget_s=1000)
+    contest = Job.started(nets.pruned(nets.Mlp()), torch.randn(6, 32), None, None, (), session).contest(inductor=True)
+    contest.inductor_seconds = 1e6
+    outcome = contest.decide()
+    assert outcome.variant.host in (Host.EAGER, Host.PANELS)
+    assert any("was not tried: compiling takes about" in note for note in session.notes)
+    assert not outcome.lasting
 
 
 def test_a_confirmation_ends_with_its_time_and_two_pairs_must_be_far_above():

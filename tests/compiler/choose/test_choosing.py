@@ -7,9 +7,13 @@ from torch.nn import functional
 
 import sparta
 from compiler import nets
+from compiler.clocks import Clock, compiled, plain_cost
 from sparta.common.result import TuningResult
+from sparta.compiler.job import Job
 from sparta.compiler.lower import lowering_of
 from sparta.compiler.session import Session
+from sparta.compiler.settle import decided, verified
+from sparta.compiler.variant import Base, Variant
 from sparta.errors import CheckError
 from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.tuning.select import Choice
@@ -35,17 +39,17 @@ def test_tuning_is_remembered(own_stores, monkeypatch):
     agree(second(x), model(x).detach())
 
 
-def test_a_decision_in_haste_is_not_remembered(own_stores, monkeypatch):
-    model, x = nets.pruned(nets.Mlp(64, 64), sparsity=0.9), torch.randn(16, 64)
-    monkeypatch.setattr("sparta.compiler.choose.end_to_end._ENOUGH", 2.0)  # no comparison has that much time
-    sparta.compile(model, x)
-    assert sparta.compile(model, x).report.totals.first_compile_seconds is None
-    monkeypatch.undo()
-    sparta.compile(model, x)
-    assert sparta.compile(model, x).report.totals.first_compile_seconds is not None
+@pytest.mark.parametrize(("enough", "lasting"), [(0.5, True), (2.0, False)])
+def test_a_hurried_decision_is_not_remembered(forced, own_stores, enough, lasting):
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    contest = Job.started(model, x, None, None, (), Session(measure=Clock(plain_cost()))).contest(inductor=False)
+    contest.timer.enough = enough  # of the time that a comparison wants; none has twice of it
+    assert contest.decide().lasting == lasting
+    decided(contest)
+    assert bool(list(own_stores[0].glob("*.json"))) == lasting
 
 
-def test_the_dearest_layers_are_measured_first_and_depthwise_ones_too(own_stores):
+def test_the_most_expensive_layers_are_measured_first_and_depthwise_ones_too(own_stores):
     dense = nn.Conv2d(8, 8, 3, padding=1, groups=8)
     model = nn.Sequential(nn.Conv2d(3, 8, 1), dense, nn.Conv2d(8, 64, 3, padding=1)).eval()
     with torch.no_grad():
@@ -123,14 +127,18 @@ def test_a_budget_keeps_room_for_what_must_still_come(monkeypatch):
     assert Session().left == float("inf")
 
 
-def test_a_model_too_slow_for_the_budget_is_not_timed_and_says_so(forced, own_stores, monkeypatch):
-    from sparta.compiler.choose.end_to_end import Contest
+def test_a_model_too_slow_for_the_budget_is_not_timed_and_says_so(forced, own_stores):
+    def clock(_calls, _seconds):
+        pytest.fail("timed a model that the budget cannot pay for")
 
-    monkeypatch.setattr(Contest, "_times", lambda *_args: pytest.fail("timed a model that the budget cannot pay for"))
-    monkeypatch.setattr(Contest, "call_seconds", property(lambda self: 1e6, lambda self, value: None), raising=False)
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = sparta.compile(model, x, budget_s=60)
-    assert "not timed end to end: the budget was spent" in str(fast.report)
+    job = Job.started(model, x, None, None, (), Session(measure=clock, budget_s=60))
+    contest = job.contest(inductor=False)
+    contest.timer.call_seconds = 1e6
+    outcome = contest.decide()
+    assert outcome.whole.reason == "not timed end to end: the budget was spent"
+    assert outcome.variant.kernels == {"first", "second", "last"}
+    fast = job.finished(contest.workshop, outcome, verified(job, contest, outcome, check=True)[1], None)
     agree(fast(x), model(x).detach())
 
 
@@ -146,25 +154,44 @@ def test_an_interrupt_keeps_the_best_so_far(own_stores, monkeypatch):
     agree(fast(x), model(x).detach())
 
 
-def test_kernels_that_lose_in_the_whole_are_left_out(forced, own_stores, monkeypatch):
-    from sparta.compiler.choose.end_to_end import Contest
-    from sparta.compiler.run import kernel_module
+def test_kernels_that_lose_in_the_whole_are_left_out(forced, own_stores):
+    def cost(key):
+        kernels = key.kernels if isinstance(key, Variant) else frozenset()
+        return 10.0 - len(kernels - {"second"}) + 5.0 * len(kernels & {"second"})
 
-    slow = {"second.weight_kernel"}
-
-    def times(self, calls, rounds=0):
-        return {name: float(call()) for name, call in calls.items()}
-
-    def call(self, base, host, names=None, inputs=None):
-        module = self.built(base, names)
-        names = {name for name, child in module.named_modules() if isinstance(child, kernel_module.KernelModule)}
-        return lambda: 10.0 - len(names - slow) + 5.0 * len(names & slow)
-
-    monkeypatch.setattr(Contest, "_times", times)
-    monkeypatch.setattr(Contest, "_call", call)
-    monkeypatch.setattr(Contest, "given", property(lambda self: lambda: 10.0, lambda self, value: None), raising=False)
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
-    fast = sparta.compile(model, x)
+    fast = compiled(model, x, Clock(cost))
     assert set(fast.kernels) == {"first.weight_kernel", "last.weight_kernel"}
     assert "not in the whole model" in str(fast.report)
+    assert fast.report.speedup == pytest.approx(10 / 8)
     agree(fast(x), model(x).detach())
+
+
+def test_plans_of_a_contest_are_not_edited(forced, own_stores):
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    contest = Job.started(model, x, None, None, (), Session(measure=Clock(plain_cost(sparse=20.0)))).contest(
+        inductor=False
+    )
+    before = contest.plans
+    outcome = contest.decide()
+    assert contest.plans is before
+    assert all(plan.sparse for plan in before)
+    assert not any(plan.sparse for plan in outcome.plans)
+
+
+def test_kernels_that_lose_together_at_another_size_are_dense_there(forced, own_stores):
+    model, sizes = nets.pruned(nets.Mlp()), [torch.randn(6, 32), torch.randn(24, 32)]
+    asked = []
+
+    def clock(calls, _seconds):
+        asked.append(list(calls))
+        other = list(calls) == [Variant(Base.REDUCED), Variant(Base.REDUCED, frozenset({"first", "second", "last"}))]
+        last = other and len(asked) > 3  # after the contest of the first size
+        return {key: [20.0 if key == list(calls)[1] and last else plain_cost()(key)] * 9 for key in calls}
+
+    batch = torch.export.Dim("batch", min=2, max=64)
+    fast = compiled(model, None, clock, sizes=sizes, dynamic_shapes=({0: batch},))
+    for layer in fast.report.plan.layers:
+        assert {size: choice.implement for size, choice in layer.choices.items()} == {6: "cpu", 24: "dense"}
+    for x in sizes:
+        agree(fast(x), model(x).detach())

@@ -9,10 +9,14 @@ from torch.utils import _pytree as pytree
 
 import sparta
 from compiler import nets
-from sparta.compiler.choose.end_to_end import Contest, _best
+from compiler.clocks import Clock, compiled
+from sparta.compiler.choose import judge
+from sparta.compiler.clock import Rounds
 from sparta.compiler.graph.signature import builder
-from sparta.compiler.run.host import hosted
+from sparta.compiler.plan import EndToEnd
+from sparta.compiler.run.host import Host, hosted
 from sparta.compiler.session import Session
+from sparta.compiler.variant import GIVEN, ORIGINAL, Base, Variant
 from sparta.specialize.linear.spec import linear_spec
 from sparta.specialize.tuning.select import Problem, tune_kernel
 from sparta.testing import block_mask
@@ -23,9 +27,9 @@ Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - a structure that 
 def test_a_model_of_a_cuda_graph_runs_without_cuda(tmp_path):
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
     fast = sparta.compile(model, x, tune="off")
-    assert torch.equal(hosted(fast.graph, "graph")(x)[0], fast(x))
+    assert torch.equal(hosted(fast.graph, Host.GRAPH)(x)[0], fast(x))
     fast.report = replace(
-        fast.report, plan=replace(fast.report.plan, whole=replace(fast.report.plan.whole, host="graph"))
+        fast.report, plan=replace(fast.report.plan, whole=replace(fast.report.plan.whole, host=Host.GRAPH))
     )
     fast.save(tmp_path / "graph.sparta")
     torch.testing.assert_close(sparta.load(tmp_path / "graph.sparta")(x), model(x).detach(), rtol=1e-4, atol=1e-5)
@@ -35,7 +39,7 @@ def test_images_are_pooled_by_the_kernel_library(monkeypatch):
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.MaxPool2d(3, 2, padding=1), torch.nn.ReLU()).eval()
     x = torch.randn(2, 3, 15, 13)
     expected = model(x).detach()
-    host = hosted(sparta.compile(model, x, tune="off").graph, "eager")
+    host = hosted(sparta.compile(model, x, tune="off").graph, Host.EAGER)
     by_pytorch, pooled = torch.nn.functional.max_pool2d, []
 
     def watched(image, *args, **kwargs):
@@ -82,29 +86,58 @@ def test_what_is_found_out_of_a_tensor_is_kept(tensor):
     assert str(other.format) == ("fp16" if known.count("live") else "any")
 
 
-@pytest.mark.parametrize(("inductor", "chosen"), [(9.9, "original graph"), (9.7, "original graph, inductor")])
+SPARSE = Variant(Base.REDUCED, frozenset({"fc"}))
+COMPILED = Variant(Base.ORIGINAL, host=Host.INDUCTOR)
+
+
+def rounds(**times):
+    names = {"given": GIVEN, "original": ORIGINAL, "sparse": SPARSE, "compiled": COMPILED}
+    return Rounds({names[name]: [time] * 9 for name, time in times.items()})
+
+
+@pytest.mark.parametrize(("inductor", "chosen"), [(9.9, ORIGINAL), (9.7, COMPILED)])
 def test_another_host_than_eager_must_win_clearly(inductor, chosen):
-    times = {"model as given": 8.0, "original graph": 10.0, "sparse": 11.0, "original graph, inductor": inductor}
-    assert _best(times) == chosen
+    assert judge.fastest(rounds(given=10.0, original=10.0, sparse=11.0, compiled=inductor)) == chosen
 
 
-def test_two_that_are_close_compete_once_more_and_others_do_not(monkeypatch):
-    contest = Contest.__new__(Contest)
-    rounds = []
+@pytest.mark.parametrize(
+    ("given", "can", "chosen"), [(8.0, True, GIVEN), (9.8, True, ORIGINAL), (8.0, False, ORIGINAL)]
+)
+def test_the_model_as_given_must_win_clearly_and_be_able_to_run(given, can, chosen):
+    assert judge.fastest(rounds(given=given, original=10.0, sparse=11.0), given=can) == chosen
 
-    def times(calls, _rounds=0):
-        rounds.append(sorted(calls))
-        first = {"model as given": 10.0, "original graph": 9.5, "sparse": 30.0, "original graph, inductor": 10.0}
-        again = {**first, "original graph, inductor": 9.0}
-        return {name: (first if len(rounds) == 1 else again)[name] for name in calls}
 
-    monkeypatch.setattr(contest, "_times", times)
-    monkeypatch.setattr(contest, "_affords", lambda _variants: True)
-    names = ("model as given", "original graph", "sparse", "original graph, inductor")
-    found, best = contest._fastest(dict.fromkeys(names, lambda: None))
-    assert rounds[1] == ["model as given", "original graph", "original graph, inductor"]
-    assert best == "original graph, inductor"
-    assert found == {"model as given": 10.0, "original graph": 9.5, "sparse": 30.0, "original graph, inductor": 9.0}
+def test_two_that_are_close_compete_once_more_and_others_do_not(forced, own_stores):
+    def cost(key):
+        costs = {GIVEN: 10.0, ORIGINAL: 9.5, Variant(Base.REDUCED): 30.0}
+        return costs.get(key, 30.0) if not getattr(key, "kernels", ()) else (10.0 if len(clock.asked) < 5 else 9.0)
+
+    clock = Clock(cost)
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    fast = compiled(model, x, clock)
+    contests = [keys for keys, _ in clock.asked if GIVEN in keys]
+    assert [str(key) for key in contests[1]] == ["model as given", "original graph", "sparse"]
+    assert len(contests[0]) > len(contests[1])
+    assert fast.report.plan.whole.chosen == "sparse"
+    assert fast.report.speedup == pytest.approx(10 / 9)
+
+
+@pytest.mark.parametrize("text", ["eager", "panels", "inductor", "graph", "inductor graph"])
+def test_hosts_of_older_files_are_read(text):
+    assert Host.from_text(text).value == text
+    fields = {"base": "reduced", "host": text, "milliseconds": {}, "reason": "not timed", "chosen": ""}  # of version 1
+    whole = EndToEnd.from_dict(fields)
+    assert whole.host is Host.from_text(text)
+    assert whole.to_dict()["host"] == text
+    assert EndToEnd.from_dict(whole.to_dict()) == whole
+
+
+@pytest.mark.parametrize("text", ["", "Eager", "graph graph", "inductor, graph", "os.system", None, 3])
+def test_a_host_that_does_not_exist_is_refused(text):
+    with pytest.raises(sparta.errors.FileFormatError):
+        Host.from_text(text)
+    with pytest.raises(sparta.errors.FileFormatError):
+        Base.from_text(text)
 
 
 @pytest.mark.parametrize("structure", [1, (1,), [1, (2, [])], {"b": 1, "a": (2,)}, OrderedDict(x=1), Pair(1, [2])])

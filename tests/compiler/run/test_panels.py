@@ -8,10 +8,14 @@ from torch import nn
 
 import sparta
 from compiler import nets
+from compiler.clocks import Clock
+from compiler.clocks import compiled as with_clock
 from compiler.conftest import chosen
-from sparta.compiler.choose import end_to_end as whole_module
+from sparta.compiler.job import Job
 from sparta.compiler.run.eager import with_fast_paths
+from sparta.compiler.run.host import Host
 from sparta.compiler.run.panels import PanelStep, panelled
+from sparta.compiler.session import Session
 from sparta.measure.machine import probe_compiler
 from sparta.specialize.cpu.panel import Panel
 from sparta.specialize.cpu.tile import Tile
@@ -73,32 +77,26 @@ def test_what_lies_between_layers_stays_packed(monkeypatch, lead):
 def test_tiles_of_two_widths_are_not_linked_until_they_are_aligned(monkeypatch):
     _, _, fast = compiled(monkeypatch, {(64, 64): 2})
     assert panelled(fast.graph) is fast.graph
-    kept = []
-    decide = whole_module.Contest._decided
-    monkeypatch.setattr(whole_module.Contest, "_decided", lambda self: (kept.extend(self._aligned()), decide(self))[1])
-    sparta.compile(nets.pruned(Chain()), torch.randn(2, 20, 32))
+    job = Job.started(nets.pruned(Chain()), torch.randn(2, 20, 32), None, None, (), Session())
+    contest = job.contest(inductor=False)
+    kept = contest.workshop.aligned(contest.plans)
     tiles = {plan.name: Tile.parse(plan.first.params["tile"]).mv for plan in kept}
     assert tiles == {"up": 2, "across": 2, "down": 2, "last": 1}  # as the layer with the most work
     assert {plan.name for plan in kept if "neighbour" in plan.first.reason} == {"up", "down"}
 
 
 def test_panels_compete_and_a_win_is_kept_saved_and_remembered(monkeypatch, own_stores, tmp_path):
-    times = whole_module.Contest._times
+    def cost(key):
+        return 4.0 if getattr(key, "host", None) is Host.PANELS else 6.0 if getattr(key, "kernels", ()) else 10.0
 
-    def rigged(self, calls, rounds=0):
-        found = times(self, calls)
-        return {name: 1e-6 if name == "sparse, panels" else value + 1 for name, value in found.items()}
-
-    monkeypatch.setattr(whole_module.Contest, "_times", rigged)
-    monkeypatch.setattr(whole_module.Contest, "_leave_out", lambda _: None)
     monkeypatch.setattr("sparta.compiler.choose.layers.choose", tiled({(64, 64): 2}))
     model, x = nets.pruned(Chain()), torch.randn(2, 20, 32)
-    fast = sparta.compile(model, x)
-    again = sparta.compile(model, x)
+    fast = with_clock(model, x, Clock(cost))
+    again = with_clock(model, x, Clock(cost))
     assert "remembered" in again.report.plan.whole.reason
     fast.save(tmp_path / "model.sparta")
     for each in (fast, again, copy.deepcopy(fast), sparta.load(tmp_path / "model.sparta")):
-        assert each.report.plan.whole.host == "panels"
+        assert each.report.plan.whole.host is Host.PANELS
         assert panelled(each.graph) is not each.graph
         torch.testing.assert_close(each(x), model(x).detach(), rtol=1e-4, atol=1e-5)
     moved = copy.deepcopy(fast).to(torch.bfloat16)  # panels are float32: layers hand over tensors again

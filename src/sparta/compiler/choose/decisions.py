@@ -1,7 +1,7 @@
 """Decisions: what end-to-end measurement decided once is not searched for again.
 
-One small JSON file a model and machine, next to the tuning store. It is only a memory; a file that cannot be read or
-written costs time, never a result, and a remembered choice is timed once more before it is used.
+One small JSON file per model and machine, next to the tuning store. It is only a memory: a file that cannot be read or
+written costs time, never a result, and a remembered choice is believed only after a fresh look at the model as given.
 """
 
 from __future__ import annotations
@@ -15,23 +15,39 @@ from typing import Any
 
 import torch
 
+from sparta.compiler.numbers import a_number
 from sparta.compiler.plan import LayerPlan
+from sparta.compiler.run.host import Host
+from sparta.compiler.variant import Base
 from sparta.files import private_folder, write_atomic
 from sparta.specialize.tuning.store import device_name
 
 __all__ = ["Decision", "model_key", "recall", "remember"]
 
-_VERSION = 7
+_VERSION = 8
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided for a whole model: the graph, the host, the layers made dense, and how long it took."""
+    """What was decided for a whole model.
 
-    base: str
-    host: str
+    Parameters
+    ----------
+    base, host
+        The graph and its host.
+    dense
+        The layers that run dense.
+    seconds
+        How long the compilation took.
+    given_milliseconds
+        What the model as given took then, to see whether the machine is still as it was.
+    """
+
+    base: Base
+    host: Host
     dense: tuple[str, ...]
     seconds: float
+    given_milliseconds: float
 
 
 def model_key(graph: str, plans: Sequence[LayerPlan], device: str, effort: str) -> str:
@@ -45,9 +61,14 @@ def recall(key: str) -> Decision | None:
     """Return what was decided for a model on this machine, or None."""
     try:
         fields = json.loads(_file(key).read_text(encoding="utf-8"))
-        dense = tuple(str(name) for name in fields["dense"])
-        return Decision(str(fields["base"]), str(fields["host"]), dense, float(fields["seconds"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        return Decision(
+            Base.from_text(fields["base"]),
+            Host.from_text(fields["host"]),
+            tuple(str(name) for name in fields["dense"]),
+            a_number(fields["seconds"], "the seconds"),
+            a_number(fields["given_milliseconds"], "the milliseconds"),
+        )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -1,47 +1,78 @@
 """The whole model, measured end to end: wins of single layers can lose together, so the combination is timed too.
 
 Graphs (original, or compact and folded) and hosts (eager, Inductor for what lies between the kernels, either replayed
-from a CUDA graph) compete with the plan's kernels in and out, all in turns with the model as it was given. The dense
-original graph is always among the rivals, so the result is never chosen to be slower than it.
+from a CUDA graph) compete with the plan's kernels in and out, interleaved with the model as it was given. That model is
+a rival as well, so the result is never chosen to be slower than it, and it is the measure of what can be claimed.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import fx
+from sparta.compiler.choose import judge
+from sparta.compiler.choose.decisions import Decision
+from sparta.compiler.choose.judge import LAYERS
+from sparta.compiler.choose.timer import ROUNDS, Timer
+from sparta.compiler.choose.trim import Trim, made_dense
+from sparta.compiler.choose.workshop import Plans, Workshop, called, sparse_names
+from sparta.compiler.clock import Call, Rounds
+from sparta.compiler.plan import EndToEnd, LayerPlan
+from sparta.compiler.run.host import Host
+from sparta.compiler.run.panels import panelled
+from sparta.compiler.session import Session, in_words
+from sparta.compiler.variant import GIVEN, ORIGINAL, Base, Variant
 
-from sparta.compiler.choose.layers import SizeSample
-from sparta.compiler.graph.program import Program
-from sparta.compiler.lower.subgraph import SubGraph
-from sparta.compiler.plan import GIVEN, REDUCED, EndToEnd, LayerPlan
-from sparta.compiler.run.combine import combined
-from sparta.compiler.run.cuda_graph import Graphed, on_cuda
-from sparta.compiler.run.host import EAGER, GRAPH, INDUCTOR, PANELS, hosted, without_graph
-from sparta.compiler.run.kernel_module import KernelModule
-from sparta.compiler.run.panels import aligned, panelled
-from sparta.compiler.session import Session
-from sparta.measure.timing import compare
-from sparta.specialize.kernel_spec import KernelSpec
+__all__ = ["Contest", "Outcome"]
 
-__all__ = ["Contest"]
-
-_SECONDS = {"quick": 1.5, "full": 6.0, "off": 1.0}
-_GAIN = 1.01  # what leaving a layer out must bring, so that noise does not choose
-_LEAST_CALLS = 3  # of each variant: two to warm up and one that counts
-_ROUNDS = 9  # of the contest that decides, where the budget allows
-_HOST_GAIN = 1.02  # what a host other than eager must bring, so that noise does not choose
-_CLOSE = 1.08  # within this, variants are timed once more
-_ENOUGH = 0.5  # the share of the time for a comparison below which its outcome is not worth keeping
-_AS_HOPED = 0.6  # the share of the layers' own gains that the whole should show
 _INDUCTOR_SECONDS = 0.1  # for a call of the graph, about, before one was compiled here
-_ORIGINAL, _SPARSE = "original graph", "sparse"
+_TRIES = 2  # more, where timing is unstable
+_AGREES = 2.0  # the factor within which a fresh time of the model as given must agree with the stored one
 
-Call = Callable[[], Any]
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a contest decided.
+
+    Parameters
+    ----------
+    variant, plans
+        What runs.
+    whole
+        What was measured.
+    given_milliseconds
+        Of the model as given.
+    lasting
+        Whether it is worth keeping: there was time enough, and timing was stable.
+    """
+
+    variant: Variant
+    plans: tuple[LayerPlan, ...]
+    whole: EndToEnd
+    given_milliseconds: float = 0.0
+    lasting: bool = False
+
+    @staticmethod
+    def untimed(variant: Variant, plans: Plans, reason: str) -> Outcome:
+        """Return what runs without a measurement."""
+        return Outcome(variant, tuple(plans), EndToEnd(variant.base, variant.host, reason=reason))
+
+
+@dataclass(frozen=True)
+class _Result:
+    """The rounds of the variants, those that decide last, with what runs and why no ratio is claimed, if so."""
+
+    rounds: tuple[Rounds, ...]
+    best: Variant
+    doubt: str
+    bound: float | None = None
+    beyond: str = ""
+
+    @property
+    def last(self) -> Rounds:
+        return self.rounds[-1]
 
 
 @dataclass
@@ -52,363 +83,288 @@ class Contest:
     ----------
     given
         A call of the model as the user gave it.
-    original, reduced
-        The two graphs.
-    subgraphs, plans
-        The sub-graphs of `reduced` and their plans.
+    workshop
+        Makes the variants.
+    plans
+        What was chosen for the sub-graphs one by one.
     inputs
         The flat inputs, for each size that is measured.
-    samples
-        The activations of the sub-graphs at these sizes.
+    timer
+        The clock and its budget.
     inductor
         Whether `torch.compile` competes as a host. CUDA graphs do where the session says so.
-    call_seconds
-        What one call of the model as given takes, about.
-    hurried
-        Whether there was too little time for a decision that is worth remembering.
+    inductor_seconds
+        What compiling takes for a call of the graph, about.
     """
 
     given: Call
-    original: Program
-    reduced: Program
-    subgraphs: Sequence[SubGraph]
-    plans: list[LayerPlan]
+    workshop: Workshop
+    plans: tuple[LayerPlan, ...]
     inputs: Sequence[Sequence[Any]]
-    samples: Sequence[SizeSample]
-    session: Session
+    timer: Timer
     inductor: bool = False
-    call_seconds: float = 0.0
-    hurried: bool = False
-    _seconds_a_call: float = _INDUCTOR_SECONDS
-    _kernels: dict[str, KernelModule] = field(default_factory=dict)
-    _graphs: dict[tuple[str, frozenset[str]], fx.GraphModule] = field(default_factory=dict)
-    _hosted: dict[tuple[str, frozenset[str], str], Callable[..., Any]] = field(default_factory=dict)
+    inductor_seconds: float = _INDUCTOR_SECONDS
+    _failed: set[Variant] = field(default_factory=set)
 
-    # ------------------------------------------------------------------ the pieces
-
-    def kernels(self, names: set[str] | None = None) -> dict[SubGraph, KernelModule]:
-        """Return the kernel modules of the layers that run sparse: all, or those of these names."""
-        found = {}
-        for subgraph, plan in zip(self.subgraphs, self.plans, strict=True):
-            if not plan.sparse or (names is not None and plan.name not in names):
-                continue
-            if plan.name not in self._kernels:
-                self._kernels[plan.name] = kernel_module(subgraph, plan, self.samples)
-            found[subgraph] = self._kernels[plan.name]
-        return found
-
-    def built(self, base: str, names: set[str] | None = None) -> fx.GraphModule:
-        """Return a graph, the reduced one with its kernels: all, or those of these names; made once."""
-        key = self._key(base, names)
-        if key not in self._graphs:
-            reduced = base != "original"
-            self._graphs[key] = combined(self.reduced, self.kernels(names)) if reduced else self.original.module()
-        return self._graphs[key]
-
-    def hosted(self, base: str, host: str, names: set[str] | None = None) -> Callable[..., Any]:
-        """Return a graph as its host runs it; made once, because compiling takes long."""
-        key = (*self._key(base, names), host)
-        if key not in self._hosted:
-            graph, plain = self.built(base, names), without_graph(host)
-            recorded = plain != host and on_cuda(graph)
-            self._hosted[key] = (
-                Graphed(self.hosted(base, plain, names), quiet=True, module=graph) if recorded else hosted(graph, plain)
-            )
-        return self._hosted[key]
-
-    def _key(self, base: str, names: set[str] | None) -> tuple[str, frozenset[str]]:
-        sparse = {plan.name for plan in self.plans if plan.sparse}
-        return base, frozenset() if base == "original" else frozenset(sparse if names is None else sparse & names)
+    @property
+    def session(self) -> Session:
+        """The compilation that it is part of."""
+        return self.timer.session
 
     # ------------------------------------------------------------------ deciding
 
-    def decide(self) -> EndToEnd:
+    def decide(self) -> Outcome:
         """Time the variants, leave out layers that lose together, and return what runs."""
         try:
             return self._decided()
         except KeyboardInterrupt:
             self.session.interrupted = True
-            return EndToEnd(reason="interrupted: the best layer by layer, not timed end to end")
+            reason = "interrupted: the best layer by layer, not timed end to end"
+            return Outcome.untimed(self._sparse(self.plans), self.plans, reason)
+        except Exception as error:  # noqa: BLE001 - whatever a candidate does, the original graph remains
+            why = f"dense: choosing end to end failed ({in_words(error)})"
+            return Outcome.untimed(ORIGINAL, made_dense(self.plans, sparse_names(self.plans), why), why)
 
-    def _decided(self) -> EndToEnd:
-        if not self._affords(2):
+    def _decided(self) -> Outcome:
+        if not self.timer.affords(2):
             why = "interrupted" if self.session.interrupted else "the budget was spent"
-            base = "reduced" if self.kernels() else "original"  # without a kernel there is nothing to gain
-            return EndToEnd(base, reason=f"not timed end to end: {why}")
-        self._leave_out()
-        times, best = self._fastest(self._variants())
-        base, host = _meaning(best)
-        if base == "original" or best.startswith(REDUCED):
-            lost = f"dense: end to end, the {best} took {times[best]:.4g} ms and the sparse plan {_of(times):.4g} ms"
-            self.make_dense({plan.name for plan in self.plans if plan.sparse}, lost)
-        if host == PANELS:
-            self._align()
-        self._other_sizes()
-        return EndToEnd(base, host, times, _reason(times, best), best)
+            # Without a kernel there is nothing to gain.
+            variant = self._sparse(self.plans) if sparse_names(self.plans) else ORIGINAL
+            return Outcome.untimed(variant, self.plans, f"not timed end to end: {why}")
+        host = Host.GRAPH if self.session.in_graphs else Host.EAGER
+        plans = Trim(self.timer, host, self._call, self.workshop.forget).trimmed(self.plans)
+        result = self._questioned(self._settled(plans), plans)
+        if result.best.host is Host.PANELS:
+            plans = self.workshop.aligned(plans)
+        whole = self._whole(result)
+        if not result.best.kernels:
+            plans = made_dense(plans, sparse_names(plans), _lost(result))
+        plans = self._other_sizes(plans)
+        given = result.last.median(GIVEN)
+        lasting = not result.doubt and not self.timer.hurried and not self.session.interrupted
+        variant = replace(result.best, kernels=result.best.kernels & sparse_names(plans))
+        self.workshop.keep(variant, plans)
+        return Outcome(variant, plans, whole, given, lasting)
 
-    def again(self, base: str, host: str) -> EndToEnd | None:
-        """Time a remembered decision once more; None where it does not hold any more."""
-        if host == PANELS:
-            self._align()
-        if not self._affords(2):
-            return EndToEnd(base, host, reason="remembered; not timed again, the budget was spent")
-        call = self._call(base, host)
-        times = self._times({GIVEN: self.given, _label(base, host, sparse=bool(self.kernels())): call})
-        best = next(name for name in times if name != GIVEN)
-        if times[best] > 1.03 * times[GIVEN]:
+    def again(self, decision: Decision) -> Outcome | None:
+        """Take a stored decision, after a look at whether it still holds; None where it does not.
+
+        It holds if the model as given takes about as long as it did, and neither that nor the original graph nor the
+        kernels that win one by one are faster than what was decided.
+        """
+        plans = made_dense(
+            self.plans, frozenset(decision.dense), "dense: remembered, it does not win in the whole model"
+        )
+        if decision.host is Host.PANELS:
+            plans = self.workshop.aligned(plans)
+        kernels = sparse_names(plans) if decision.base is Base.REDUCED else frozenset()
+        variant = Variant(decision.base, kernels, decision.host)
+        if not self.timer.affords(2):
+            fresh = 1e3 * self.timer.call_seconds
+            if not _agree(fresh, decision.given_milliseconds):
+                return None
+            return Outcome.untimed(variant, plans, "remembered; not timed again, the budget was spent")
+        calls = {GIVEN: self.given, ORIGINAL: self._call(ORIGINAL, plans)}
+        calls[variant] = self.given if variant == GIVEN else self._call(variant, plans)
+        full = self._sparse(self.plans)
+        if full.kernels != variant.kernels and full.kernels:
+            calls[full] = self._call(full, self.plans)
+        rounds = self.timer.rounds(calls, ROUNDS)
+        given = rounds.median(GIVEN)
+        better = any(rounds.ratio(variant, each).sure for each in calls if each != variant)
+        if not _agree(given, decision.given_milliseconds) or better:
             return None
-        return EndToEnd(base, host, times, "remembered: " + _reason(times, best), best)
+        whole = self._whole(_Result((rounds,), variant, judge.doubt(rounds, variant)))
+        whole = replace(whole, reason=f"remembered: {whole.reason}")
+        return Outcome(variant, plans, whole, given, lasting=False)
 
-    def _fastest(self, calls: Mapping[str, Call]) -> tuple[dict[str, float], str]:
-        """Return the times of variants and the one that runs; where several are close they compete once more, alone."""
-        times = self._times(calls, _ROUNDS)
-        least = min(time for name, time in times.items() if name != GIVEN)
-        close = [name for name, time in times.items() if name != GIVEN and time < _CLOSE * least]
-        if len(close) == 1 or not self._affords(1 + len(close)):
-            return times, _best(times)
-        again = self._times({name: calls[name] for name in (GIVEN, *close)}, 2 * _ROUNDS)
-        return {**times, **again}, _best(again)
+    def _settled(self, plans: Plans) -> _Result:
+        """Time the variants; where several are close, or timing is unstable, those that matter compete again."""
+        calls = self._variants(plans)
+        alone = self.workshop.layers_alone(plans)
+        first = self.timer.rounds({**calls, LAYERS: alone} if alone is not None else calls, ROUNDS)
+        best, doubt = self._verdict(first)
+        bound = judge.bound(first, self._dense_graph(first))
+        close = judge.close_ones(first)
+        rounds = [first]
+        if len(close) > 1 and self.timer.affords(2 + len(close)):
+            rounds.append(self.timer.rounds({key: calls[key] for key in (GIVEN, ORIGINAL, *close)}, 2 * ROUNDS))
+            best, doubt = self._verdict(rounds[-1])
+        for _ in range(_TRIES):
+            again = {key: calls[key] for key in rounds[-1].samples if key in calls}
+            if not doubt or not self.timer.affords(len(again)):
+                break
+            rounds.append(rounds[-1].joined(self.timer.rounds(again, 2 * ROUNDS)))
+            best, doubt = self._verdict(rounds[-1])
+        if doubt:
+            best = judge.surest(rounds[-1])
+        return _Result(tuple(rounds), best, doubt, bound)
 
-    # ------------------------------------------------------------------ the steps
+    def _verdict(self, rounds: Rounds) -> tuple[Variant, str]:
+        """Return what is fastest, and why that cannot be claimed, if so."""
+        best = judge.fastest(rounds, given=self.workshop.given is not None)
+        return best, judge.doubt(rounds, best)
 
-    def _variants(self) -> dict[str, Call]:
-        calls = {GIVEN: self.given}
-        bases: dict[str, tuple[str, set[str] | None]] = {_ORIGINAL: ("original", None)}
-        if self.reduced is not self.original:
-            bases[REDUCED] = ("reduced", set())
-        if self.kernels():
-            bases[_SPARSE] = ("reduced", None)
-        for name, (base, names) in bases.items():
-            for host in self._hosts(name):
-                if host == EAGER:
-                    calls[name] = self._call(base, host, names)
-                elif self._affords_preparing(f"{name}, {host}", base, host, names):
-                    self._add_hosted(calls, f"{name}, {host}", base, host, names)
-        self._add_panels(calls)
+    def _questioned(self, result: _Result, plans: Plans) -> _Result:
+        """Measure a ratio beyond what sparse layers can account for again; if it stays, say what else was gained."""
+        reduced = self.workshop.reduced is not self.workshop.original
+        claim = result.last.ratio(GIVEN, result.best)
+        if result.doubt or result.best == GIVEN:
+            return result
+        if judge.explained(claim, result.best, result.bound) or not self.timer.affords(4):
+            return replace(
+                result, beyond=judge.gained_elsewhere(result.last, result.best, reduced=reduced, all_of_it=False)
+            )
+        dense = self._dense_graph(result.rounds[0])
+        used = self.workshop.aligned(plans) if result.best.host is Host.PANELS else plans
+        calls = {GIVEN: self.given, ORIGINAL: self._call(ORIGINAL, plans), dense: self._call(dense, plans)}
+        calls[result.best] = self._call(result.best, used)
+        alone = self.workshop.layers_alone(plans)
+        rounds = self.timer.rounds({**calls, LAYERS: alone} if alone is not None else calls, 2 * ROUNDS)
+        bound, doubt = judge.bound(rounds, dense), judge.doubt(rounds, result.best)
+        best = judge.surest(rounds) if doubt else result.best
+        alike = judge.explained(rounds.ratio(GIVEN, best), best, bound)
+        beyond = judge.gained_elsewhere(rounds, best, reduced=reduced, all_of_it=not alike)
+        return _Result((*result.rounds, rounds), best, doubt, bound, beyond)
+
+    def _whole(self, result: _Result) -> EndToEnd:
+        """Return what is said of the whole model."""
+        best, last = result.best, result.last
+        if result.doubt:
+            return EndToEnd(best.base, best.host, reason=f"{best}; {result.doubt}")
+        times, claim = judge.times_of(result.rounds), last.ratio(GIVEN, best)
+        after, before = last.median(best), last.median(GIVEN)
+        reason = f"{best}: {after:.4g} ms, {claim.value:.2f}x the model as given ({before:.4g} ms)"
+        if best == GIVEN:
+            reason = f"{best}: {before:.4g} ms; no graph of it is as fast"
+        interval = (claim.low, claim.high)
+        bound = result.bound if best.kernels else None
+        return EndToEnd(best.base, best.host, times, reason, str(best), claim.value, interval, bound, result.beyond)
+
+    # ------------------------------------------------------------------ what competes
+
+    def _sparse(self, plans: Plans, host: Host = Host.EAGER) -> Variant:
+        return Variant(Base.REDUCED, sparse_names(plans), host)
+
+    def _dense_graph(self, rounds: Rounds) -> Variant:
+        """Return the reduced graph without a kernel where there is one, else the original."""
+        plain = Variant(Base.REDUCED)
+        return plain if plain in rounds.samples else ORIGINAL
+
+    def _variants(self, plans: Plans) -> dict[Variant, Call]:
+        calls: dict[Variant, Call] = {GIVEN: self.given, ORIGINAL: self._call(ORIGINAL, plans)}
+        bases = [ORIGINAL]
+        if self.workshop.reduced is not self.workshop.original:
+            bases.append(Variant(Base.REDUCED))
+        if sparse_names(plans):
+            bases.append(self._sparse(plans))
+        for base in bases:
+            for host in self._hosts(base):
+                variant = replace(base, host=host)
+                if variant != ORIGINAL and (host is Host.EAGER or self._affords_preparing(variant, plans)):
+                    self._add(calls, variant, plans)
+        self._add_panels(calls, plans)
         return calls
 
-    def _add_panels(self, calls: dict[str, Call]) -> None:
-        """Add the sparse graph with activations in panels, where neighbouring layers can hand them over."""
-        if not self.kernels() or self.session.left <= 0:
-            return
-        plans = self._aligned()
-        kernels = {
-            subgraph: self._kernels[plan.name] if plan is now else kernel_module(subgraph, plan, self.samples)
-            for subgraph, plan, now in zip(self.subgraphs, plans, self.plans, strict=True)
-            if plan.sparse
-        }
-        plain = combined(self.reduced, kernels)
-        if panelled(plain) is not plain:
-            calls[f"{_SPARSE}, {PANELS}"] = _called(hosted(plain, PANELS), self.inputs[0])
+    def _hosts(self, base: Variant) -> list[Host]:
+        """Return the hosts that compete for a graph."""
+        compiled = self.inductor and (base.base is Base.ORIGINAL or bool(base.kernels))
+        hosts = [Host.EAGER, Host.INDUCTOR] if compiled else [Host.EAGER]
+        recorded = [Host.GRAPH, Host.INDUCTOR_GRAPH] if compiled else [Host.GRAPH]
+        return [*hosts, *recorded] if self.session.in_graphs else hosts
 
-    def _aligned(self) -> list[LayerPlan]:
-        """Return the plans with tiles that let neighbours hand over panels."""
-        sparse = {subgraph: plan for subgraph, plan in zip(self.subgraphs, self.plans, strict=True) if plan.sparse}
-        first = self.samples[0].values
-        return aligned(self.subgraphs, self.plans, {plan.name: g.spec(first[g][0]) for g, plan in sparse.items()})
-
-    def _align(self) -> None:
-        """Take those plans."""
-        plans = self._aligned()
-        for plan, now in zip(plans, self.plans, strict=True):
-            if plan is not now:
-                self._kernels.pop(plan.name, None)
-        self.plans[:] = plans
-        self._graphs.clear()
-        self._hosted.clear()
-
-    def _hosts(self, name: str) -> list[str]:
-        """Return the hosts that compete for a variant."""
-        hosts = [EAGER, *[INDUCTOR] * (self.inductor and name != REDUCED)]
-        return hosts + [_in_graph(host) for host in hosts] if self.session.in_graphs else hosts
-
-    def _affords_preparing(self, name: str, base: str, host: str, names: set[str] | None) -> bool:
+    def _affords_preparing(self, variant: Variant, plans: Plans) -> bool:
         """Whether a host can be made ready in what is left of the budget: compiling cannot be cut short."""
         seconds = 0.0
-        if host == INDUCTOR:
-            graph = self.built(base, names).graph
-            seconds = self._seconds_a_call * sum(node.op in ("call_function", "call_module") for node in graph.nodes)
-        if host == _in_graph(INDUCTOR) and (*self._key(base, names), INDUCTOR) not in self._hosted:
+        if variant.host is Host.INDUCTOR:
+            graph = self.workshop.graph(variant, plans).graph
+            seconds = self.inductor_seconds * sum(node.op in ("call_function", "call_module") for node in graph.nodes)
+        plain = replace(variant, host=variant.host.plain)
+        if variant.host is Host.INDUCTOR_GRAPH and (plain in self._failed or not self.workshop.has(plain, plans)):
             return False  # what is recorded is what was compiled just now
         if self.session.affords(seconds):
             return True
         if seconds and not self.session.interrupted:
-            self.hurried = True
+            self.timer.hurried = True
             self.session.note(
-                f"{name} was not tried: compiling takes about {seconds:.0f} s, more than the budget has left"
+                f"{variant} was not tried: compiling takes about {seconds:.0f} s, more than the budget has left"
             )
         return False
 
-    def _add_hosted(self, calls: dict[str, Call], name: str, base: str, host: str, names: set[str] | None) -> None:
-        """Add a variant with a host that has to prepare, unless that fails."""
-        self.session.show(f"preparing {name}")
-        before, graph = self.session.elapsed, self.built(base, names).graph
+    def _add(self, calls: dict[Variant, Call], variant: Variant, plans: Plans) -> None:
+        """Add a variant that has to be prepared, unless that fails."""
+        self.session.show(f"preparing {variant}")
+        before = self.session.elapsed
         try:
-            call = self._call(base, host, names)
+            call = self._call(variant, plans)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 call()
-            problem = getattr(self.hosted(base, host, names), "problem", "")
-        except Exception as error:  # noqa: BLE001 - whatever Inductor raises, eager remains
-            problem = f"{str(error).strip().splitlines()[0]}"
-        if host == INDUCTOR:
-            self._seconds_a_call = max(1e-3, (self.session.elapsed - before) / max(1, len(graph.nodes)))
+            problem = getattr(self.workshop.run(variant, plans), "problem", "")
+        except Exception as error:  # noqa: BLE001 - whatever a candidate raises, the others remain
+            problem = in_words(error)
+        if variant.host is Host.INDUCTOR:
+            nodes = max(1, len(self.workshop.graph(variant, plans).graph.nodes))
+            self.inductor_seconds = max(1e-3, (self.session.elapsed - before) / nodes)
         if problem:
-            self.session.note(f"{name} does not run: {problem}")
+            self._failed.add(variant)
+            self.session.note(f"{variant} does not run: {problem}")
         else:
-            calls[name] = call
+            calls[variant] = call
 
-    def _leave_out(self) -> None:
-        """Make layers dense while that makes the whole faster: larger groups first, then ever smaller ones.
-
-        Where the whole gains about what its layers do, only the weakest are questioned.
-        """
-        names = [plan.name for plan in sorted(self.plans, key=_saved) if plan.sparse]
-        if not names or not self._affords(5):  # the contest of the variants must still be possible
+    def _add_panels(self, calls: dict[Variant, Call], plans: Plans) -> None:
+        """Add the sparse graph with activations in panels, where neighbouring layers can hand them over."""
+        if self._sparse(plans) not in calls or not plans or not sparse_names(plans) or self.session.left <= 0:
             return
-        times = self._times({"dense": self._quick_call(set()), "sparse": self._quick_call(None)})
-        predicted = sum(_saved(plan) for plan in self.plans if plan.sparse)
-        as_hoped = times["dense"] - times["sparse"] >= _AS_HOPED * predicted
-        tests = 2 if as_hoped else 12
-        size = max(1, len(names) // (4 if as_hoped else 2))
-        while True:
-            for start in range(0, len(names), size):
-                tests -= 1
-                if tests < 0 or not self._affords(5):
-                    return
-                self._try_without(set(names[start : start + size]))
-            names = [plan.name for plan in sorted(self.plans, key=_saved) if plan.sparse]
-            if size == 1 or not names:
-                return
-            size //= 2
+        other, variant = self.workshop.aligned(plans), self._sparse(plans, Host.PANELS)
+        plain = self.workshop.graph(variant, other)
+        if panelled(plain) is not plain:
+            self._add(calls, variant, other)
 
-    def _try_without(self, names: set[str]) -> None:
-        """Make these layers dense if the whole is faster without their kernels."""
-        now = {plan.name for plan in self.plans if plan.sparse}
-        self.session.show(f"end to end without {len(names)} of {len(now)} sparse layers")
-        times = self._times({"all": self._quick_call(None), "rest": self._quick_call(now - names)})
-        lost = times["all"] > _GAIN * times["rest"]
-        self._forget(now if lost else now - names)
-        if lost:
-            self.make_dense(names, "dense: faster alone, but not in the whole model")
-
-    def _forget(self, names: set[str]) -> None:
-        """Let go of a combination that will not run, and of the memory that its CUDA graph holds."""
-        key = ("reduced", frozenset(names))
-        self._graphs.pop(key, None)
-        for host in [each for *kind, each in self._hosted if tuple(kind) == key]:
-            del self._hosted[*key, host]
-
-    def _other_sizes(self) -> None:
+    def _other_sizes(self, plans: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
         """At the sizes beyond the first, keep the kernels only where they win together."""
         for inputs in self.inputs[1:]:
-            kernels = self.kernels()
-            if not kernels or not self._affords(2):
-                return
-            both = {"dense": set[str](), "sparse": None}
-            times = self._times({name: self._call("reduced", EAGER, names, inputs) for name, names in both.items()})
-            if times["sparse"] > times["dense"]:
-                seen = self.reduced.values(inputs, {subgraph.anchor.x for subgraph in kernels})
-                sizes = {subgraph.name: subgraph.lowering.size(seen[subgraph.anchor.x]) for subgraph in kernels}
-                first = {plan.name: next(iter(plan.choices)) for plan in self.plans}
-                note = "dense at this size: sparse kernels lose together"
-                self.plans[:] = [
-                    plan.made_dense(note, sizes[plan.name])
-                    if plan.name in sizes and sizes[plan.name] != first[plan.name]
-                    else plan
-                    for plan in self.plans
-                ]
-                for made in (self._kernels, self._graphs, self._hosted):
-                    made.clear()
+            sparse = self._sparse(plans)
+            if not sparse.kernels or not self.timer.affords(2):
+                break
+            both = (Variant(Base.REDUCED), sparse)
+            times = self.timer.rounds({each: self._call(each, plans, inputs) for each in both})
+            if times.ratio(*both).value < 1:
+                plans = self._dense_at(plans, inputs)
+        return plans
 
-    def make_dense(self, names: set[str], note: str) -> None:
-        """Let these layers run dense."""
-        self.plans[:] = [plan.made_dense(note) if plan.sparse and plan.name in names else plan for plan in self.plans]
+    def _dense_at(self, plans: tuple[LayerPlan, ...], inputs: Sequence[Any]) -> tuple[LayerPlan, ...]:
+        """Return plans that are dense at the size that layers have for these inputs, unless it is their first."""
+        kernels = self.workshop.kernels(plans)
+        seen = self.workshop.reduced.values(inputs, {subgraph.anchor.x for subgraph in kernels})
+        sizes = {subgraph.name: subgraph.lowering.size(seen[subgraph.anchor.x]) for subgraph in kernels}
+        note = "dense at this size: sparse kernels lose together"
+        return tuple(
+            plan.made_dense(note, sizes[plan.name])
+            if plan.name in sizes and sizes[plan.name] != next(iter(plan.choices))
+            else plan
+            for plan in plans
+        )
 
-    def _affords(self, variants: int) -> bool:
-        """Whether what is left of the budget is enough to time this many variants at all."""
-        return self.session.affords(_LEAST_CALLS * variants * self.call_seconds)
-
-    def _quick_call(self, names: set[str] | None) -> Call:
-        """Return the reduced graph with some of its kernels, by the host that is quickest to prepare."""
-        return self._call("reduced", GRAPH if self.session.in_graphs else EAGER, names)
-
-    def _call(self, base: str, host: str, names: set[str] | None = None, inputs: Sequence[Any] | None = None) -> Call:
-        return _called(self.hosted(base, host, names), self.inputs[0] if inputs is None else inputs)
-
-    def _times(self, calls: Mapping[str, Call], rounds: int = 0) -> dict[str, float]:
-        wanted = max(_SECONDS[self.session.tune], rounds * len(calls) * self.call_seconds)
-        seconds = min(wanted, max(0.02, 0.5 * self.session.left))
-        self.hurried |= seconds < _ENOUGH * wanted
-        # By the clock, until the device is done: whoever waits for a result waits for the host as well.
-        waiting = {name: _until_done(call) if self._cuda else call for name, call in calls.items()}
-        found = compare(waiting, warmup=2, iters=50, max_seconds=seconds, device="cpu")
-        return {name: timing.median for name, timing in found.timings.items()}
-
-    @property
-    def _cuda(self) -> bool:
-        tensors = [*self.original.tensors.values(), *(x for x in self.inputs[0] if isinstance(x, torch.Tensor))]
-        return any(t.is_cuda for t in tensors)
+    def _call(self, variant: Variant, plans: Plans, inputs: Sequence[Any] | None = None) -> Call:
+        if variant == GIVEN:
+            return self.given
+        return called(self.workshop.run(variant, plans), self.inputs[0] if inputs is None else inputs)
 
 
-def _called(run: Callable[..., Any], inputs: Sequence[Any]) -> Call:
-    def call() -> Any:
-        with torch.no_grad():
-            return run(*inputs)
-
-    return call
+def _agree(fresh: float, stored: float) -> bool:
+    return stored > 0 and fresh > 0 and max(fresh / stored, stored / fresh) <= _AGREES
 
 
-def _until_done(call: Call) -> Call:
-    def waiting() -> Any:
-        result = call()
-        torch.cuda.synchronize()
-        return result
-
-    return waiting
-
-
-def kernel_module(subgraph: SubGraph, plan: LayerPlan, samples: Sequence[SizeSample]) -> KernelModule:
-    """Return the kernel module of a sub-graph by its plan."""
-    specs: dict[int, KernelSpec] = {}
-    for sample in samples:
-        x, _ = sample.values[subgraph]
-        specs.setdefault(subgraph.lowering.size(x), subgraph.spec(x))
-    return KernelModule.of(subgraph, {size: (specs[size], choice) for size, choice in plan.choices.items()})
-
-
-def _in_graph(host: str) -> str:
-    return GRAPH if host == EAGER else f"{host} {GRAPH}"
-
-
-def _saved(plan: LayerPlan) -> float:
-    """Return the milliseconds that a layer's kernel saves by its own measurement."""
-    entry = plan.first.entry
-    return 0.0 if entry is None else entry.dense_milliseconds - entry.milliseconds
-
-
-def _meaning(name: str) -> tuple[str, str]:
-    """Return the graph and the host behind a variant's name."""
-    variant, _, host = name.partition(", ")
-    return ("original" if variant == _ORIGINAL else "reduced"), host or EAGER
-
-
-def _label(base: str, host: str, *, sparse: bool) -> str:
-    name = _ORIGINAL if base == "original" else _SPARSE if sparse else REDUCED
-    return name if host == EAGER else f"{name}, {host}"
-
-
-def _best(times: Mapping[str, float]) -> str:
-    """Return the variant that runs: the fastest, but an eager one where others are hardly faster."""
-    rivals = sorted((name for name in times if name != GIVEN), key=lambda name: times[name])
-    eager = next((name for name in rivals if _meaning(name)[1] == EAGER), rivals[0])
-    return eager if times[eager] < _HOST_GAIN * times[rivals[0]] else rivals[0]
-
-
-def _of(times: Mapping[str, float]) -> float:
-    return min((value for name, value in times.items() if name.startswith(_SPARSE)), default=float("nan"))
-
-
-def _reason(times: Mapping[str, float], best: str) -> str:
-    gain = times[GIVEN] / times[best]
-    return f"{best}: {times[best]:.4g} ms, {gain:.2f}x the model as given ({times[GIVEN]:.4g} ms)"
+def _lost(result: _Result) -> str:
+    """Return why no layer runs sparse, in words."""
+    if result.doubt:
+        return "dense: end to end, nothing was faster beyond doubt while timing was unstable"
+    found: Mapping[str, float] = judge.times_of(result.rounds)
+    sparse = [key for rounds in result.rounds for key in rounds.samples if isinstance(key, Variant) and key.kernels]
+    if not sparse:
+        return "dense: end to end, the sparse plan does not run"
+    times = min(found[str(key)] for key in sparse)
+    return (
+        f"dense: end to end, the {result.best} took {found[str(result.best)]:.4g} ms and the sparse plan {times:.4g} ms"
+    )

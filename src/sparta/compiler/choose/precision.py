@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparta.compiler.choose.layers import SizeSample
 from sparta.compiler.graph.program import Program
 from sparta.compiler.lower import lowering_of
+from sparta.compiler.lower.samples import SizeSample
 from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.run.combine import combined
 from sparta.compiler.run.kernel_module import KernelModule

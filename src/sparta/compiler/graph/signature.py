@@ -146,16 +146,16 @@ class Signature:
             leaves = self._leaves(*self._as_captured(args, kwargs))
         return [given.check(leaf, cast=self.cast) for given, leaf in zip(self.inputs, leaves, strict=True)]
 
-    def fast_path(self, run: Callable[..., Any]) -> Callable[[tuple[Any, ...]], Any] | None:
+    def fast_path(self, run: Callable[..., Any], *, flat: bool = True) -> Callable[[tuple[Any, ...]], Any] | None:
         """Return a function of the positional arguments as a tuple, for inputs that are tensors of the example's sizes.
 
-        It returns what :meth:`unflatten` makes of what `run` returns, and `NOT_EXACT` for other inputs; None where
-        the example itself is not of that kind.
+        It returns what :meth:`unflatten` makes of what `run` returns (which it returns as it is if that is not `flat`),
+        and `NOT_EXACT` for other inputs; None where the example itself is not of that kind.
         """
         sizes, dtypes = self._exact
         if None in sizes or not self.flat:
             return None
-        build, count = self._builder, len(sizes)
+        build, count = self._builder if flat else _unchanged, len(sizes)
 
         def call(args: tuple[Any, ...]) -> Any:
             if len(args) != count:
@@ -290,6 +290,10 @@ def _builder_of(places: object) -> Callable[[Sequence[Any]], Any] | None:
     parts = [_builder_of(each) for each in places]
     known = [part for part in parts if part is not None]
     return None if len(known) < len(parts) else lambda leaves: kind([part(leaves) for part in known])
+
+
+def _unchanged(result: Any) -> Any:
+    return result
 
 
 def _is(leaf: object, size: torch.Size | None, dtype: torch.dtype | None) -> bool:

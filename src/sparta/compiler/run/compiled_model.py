@@ -18,7 +18,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from sparta.compiler.graph.signature import NOT_EXACT, Signature
 from sparta.compiler.report import Report
 from sparta.compiler.run.cuda_graph import Graphed
-from sparta.compiler.run.host import EAGER, INDUCTOR, hosted
+from sparta.compiler.run.given import GivenModel
+from sparta.compiler.run.host import Host, hosted
 from sparta.compiler.run.kernel_module import KernelModule
 from sparta.errors import FileFormatError, SpartaError, ValueRangeError, message
 from sparta.tesa.spec import Spec
@@ -126,20 +127,24 @@ class CompiledModel(nn.Module):
                 f"Inductor does not run this model here ({str(error).strip().splitlines()[0]}); it runs eagerly",
                 stacklevel=3,
             )
-            self._hosted = hosted(self.graph, EAGER)
+            self._hosted = hosted(self.graph, Host.EAGER)
             result = self._hosted(*leaves)
-        if self._fast_path is None and self.report.plan.whole.host != INDUCTOR:  # which may have to compile again
+        if (
+            self._fast_path is None and self.report.plan.whole.host is not Host.INDUCTOR
+        ):  # which may have to compile again
             self._fast_path = self._fast_path_of(self._hosted)
         return result
 
     def _fast_path_of(self, run: Callable[..., Any]) -> Callable[[tuple[Any, ...]], Any] | None:
         """Return the short way through a host; a recorded graph has looked at its inputs' sizes already."""
+        if isinstance(run, GivenModel):
+            return run.fast_path()
         if isinstance(run, Graphed):
             return run.fast_path(self.signature.unflatten) if self.signature.flat else None
         return self.signature.fast_path(run)
 
     def _forget_host(self) -> None:
-        """Let the host be made anew at the next call: it may hold tensors that are replaced now."""
+        """Let the host be made again at the next call: it may hold tensors that are replaced now."""
         self._hosted = self._fast_path = None
 
     @property

@@ -1,4 +1,4 @@
-"""Hosts: what runs a graph between its kernels. Eager, Inductor, panels, or any of them from a CUDA graph.
+"""Hosts: what runs a graph between its kernels. Eager, Inductor, panels, or one of the first two from a CUDA graph.
 
 A host changes how a graph is called and never what it computes; which one pays is measured end to end, not
 here.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -16,24 +17,50 @@ from torch import fx
 from sparta.compiler.run.cuda_graph import Graphed, on_cuda
 from sparta.compiler.run.eager import with_fast_paths
 from sparta.compiler.run.panels import panelled
+from sparta.errors import FileFormatError, did_you_mean
 
-__all__ = ["EAGER", "GRAPH", "INDUCTOR", "PANELS", "hosted", "without_graph"]
-
-EAGER, INDUCTOR, GRAPH, PANELS = "eager", "inductor", "graph", "panels"
+__all__ = ["Host", "hosted"]
 
 
-def hosted(module: fx.GraphModule, host: str) -> Callable[..., Any]:
+class Host(StrEnum):
+    """What runs the calls between the kernels; the value is what files and reports say.
+
+    >>> Host.from_text("inductor graph").plain
+    <Host.INDUCTOR: 'inductor'>
+    """
+
+    EAGER = "eager"
+    PANELS = "panels"  # eager, and neighbouring layers hand over activations in their kernels' layout
+    INDUCTOR = "inductor"
+    GRAPH = "graph"  # eager, replayed from a CUDA graph
+    INDUCTOR_GRAPH = "inductor graph"
+
+    @classmethod
+    def from_text(cls, text: object) -> Host:
+        """Return the host that a file names; raises :class:`FileFormatError` for any other text."""
+        known = {host.value: host for host in cls}
+        if not isinstance(text, str) or text not in known:
+            raise FileFormatError(did_you_mean(str(text)[:100], known, "host"))
+        return known[text]
+
+    @property
+    def graphed(self) -> bool:
+        """Whether all of it is replayed from a CUDA graph."""
+        return self in (Host.GRAPH, Host.INDUCTOR_GRAPH)
+
+    @property
+    def plain(self) -> Host:
+        """The host whose calls are replayed; any other is itself."""
+        return {Host.GRAPH: Host.EAGER, Host.INDUCTOR_GRAPH: Host.INDUCTOR}.get(self, self)
+
+
+def hosted(module: fx.GraphModule, host: Host) -> Callable[..., Any]:
     """Return a graph as its host runs it; without a CUDA graph where its tensors are not on CUDA."""
-    plain = without_graph(host)
-    if plain == INDUCTOR:
+    plain = host.plain
+    if plain is Host.INDUCTOR:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run: Callable[..., Any] = torch.compile(module)
     else:
-        run = with_fast_paths(panelled(module) if plain == PANELS else module)
-    return Graphed(run, module=module) if plain != host and on_cuda(module) else run
-
-
-def without_graph(host: str) -> str:
-    """Return the host whose calls a host replays from a CUDA graph; any other is itself."""
-    return (host.removesuffix(GRAPH).rstrip() or EAGER) if host.endswith(GRAPH) else host
+        run = with_fast_paths(panelled(module) if plain is Host.PANELS else module)
+    return Graphed(run, module=module) if host.graphed and on_cuda(module) else run

@@ -1,0 +1,131 @@
+"""The judge: reads the rounds of a contest. Which variant runs, whether that can be claimed, and what could be gained.
+
+The captured original graph does the work of the model as given, so the two are the gauge of noise: where they differ
+and the difference does not hold still, no ratio is claimed. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sparta.compiler.clock import Ratio, Rounds, machine_load, ratio_of
+from sparta.compiler.run.host import Host
+from sparta.compiler.variant import GIVEN, ORIGINAL, Base, Variant
+
+__all__ = [
+    "LAYERS",
+    "bound",
+    "close_ones",
+    "doubt",
+    "explained",
+    "fastest",
+    "gained_elsewhere",
+    "rivals",
+    "surest",
+    "times_of",
+]
+
+LAYERS = "layers alone"
+"""Stands in rounds for the layers that could be sparse, run dense and nothing else."""
+
+_HOST_GAIN = 1.02  # what a host other than eager must bring, so that noise does not choose
+_CLOSE = 1.08  # within this, variants are timed once more
+_GAUGE = 1.1  # how far the original graph may be from the model as given before the difference must hold still
+_CLAIM = 1.2  # how far the interval of a ratio that is claimed may reach from it
+_BEYOND = 1.05  # above a bound that is an estimate itself
+_MOST_OF = 0.9  # of the rounds must tell
+
+
+def rivals(rounds: Rounds) -> list[Variant]:
+    """Return the graphs among what was timed."""
+    return [key for key in rounds.samples if isinstance(key, Variant) and key.base is not Base.GIVEN]
+
+
+def fastest(rounds: Rounds, *, given: bool = True) -> Variant:
+    """Return what runs: the fastest graph, an eager one where others are hardly faster, or the model as given.
+
+    The model itself runs only where it can, and is faster than every graph beyond doubt.
+    """
+    graphs = rivals(rounds)
+    best = max(graphs, key=lambda each: rounds.ratio(ORIGINAL, each).value)
+    eager = max(
+        (each for each in graphs if each.host is Host.EAGER), key=lambda each: rounds.ratio(ORIGINAL, each).value
+    )
+    if rounds.ratio(eager, best).value < _HOST_GAIN:
+        best = eager
+    return GIVEN if given and rounds.ratio(best, GIVEN).sure else best
+
+
+def surest(rounds: Rounds) -> Variant:
+    """Return what runs where timing is unstable: the fastest that is faster than the original graph beyond doubt."""
+    sure = [each for each in rivals(rounds) if rounds.ratio(ORIGINAL, each).sure]
+    return max(sure, key=lambda each: rounds.ratio(ORIGINAL, each).value, default=ORIGINAL)
+
+
+def close_ones(rounds: Rounds) -> list[Variant]:
+    """Return the graphs that are as fast as the fastest, or nearly so."""
+    graphs = rivals(rounds)
+    best = max(graphs, key=lambda each: rounds.ratio(ORIGINAL, each).value)
+    return [each for each in graphs if rounds.ratio(each, best).value < _CLOSE]
+
+
+def doubt(rounds: Rounds, best: Variant) -> str:
+    """Return why the ratio of a variant to the model as given cannot be claimed, or nothing."""
+    gauge, claim = rounds.ratio(GIVEN, ORIGINAL), rounds.ratio(GIVEN, best)
+    off = max(gauge.value, 1 / gauge.value) > _GAUGE
+    if (off and not gauge.within(_GAUGE)) or not claim.within(_CLAIM):
+        return f"timing unstable ({machine_load()}): no ratio is claimed"
+    return ""
+
+
+def bound(rounds: Rounds, graph: Variant) -> float | None:
+    """Return the ratio if the layers took no time: from rounds with them, the model as given and a dense graph.
+
+    None where that is not known: they were not timed, or the rounds do not agree.
+    """
+    if LAYERS not in rounds.samples or graph not in rounds.samples or doubt(rounds, graph):
+        return None
+    series = zip(*(rounds.samples[key] for key in (GIVEN, graph, LAYERS)), strict=True)
+    pairs = [(given, whole - layers) for given, whole, layers in series if whole > layers]
+    if len(pairs) < _MOST_OF * len(rounds.samples[LAYERS]):
+        return None  # layers that are all of the model, or that took longer alone
+    found = ratio_of(*zip(*pairs, strict=True))
+    return found.value if found.within(_CLAIM) else None
+
+
+def explained(claim: Ratio, best: Variant, most: float | None) -> bool:
+    """Whether a ratio is what sparse layers can account for; without one of them, the work is that of the original."""
+    if best.kernels:
+        return most is None or claim.value <= _BEYOND * most
+    return best.base is Base.GIVEN or claim.value <= _GAUGE
+
+
+def gained_elsewhere(rounds: Rounds, best: Variant, *, reduced: bool, all_of_it: bool = True) -> str:
+    """Return in words what made a variant faster beside its sparse layers: what was seen, or all that may have.
+
+    Parameters
+    ----------
+    reduced
+        Whether the reduced graph is another than the original.
+    all_of_it
+        Whether to name what may be gained as well: the ratio is more than sparse layers account for.
+    """
+    reasons = []
+    graph = rounds.ratio(GIVEN, ORIGINAL).value
+    if graph > _GAUGE:
+        reasons.append(f"the captured graph alone is {graph:.2f}x the model as given (fewer calls of Python)")
+    if all_of_it and best.base is Base.REDUCED and reduced:
+        reasons.append("the graph was reduced (see the notes)")
+    if all_of_it and best.host is not Host.EAGER:
+        reasons.append(f"{best.host.value} also speeds up what lies between the layers")
+    if all_of_it and best.kernels:
+        reasons.append("kernels also do what follows a layer (bias, activation, sum)")
+    return "; ".join(reasons)
+
+
+def times_of(rounds: Sequence[Rounds]) -> dict[str, float]:
+    """Return the medians of variants by their names, of the last rounds that each took part in."""
+    found: dict[str, float] = {}
+    for each in rounds:
+        found.update({str(key): each.median(key) for key in each.samples if isinstance(key, Variant)})
+    return found

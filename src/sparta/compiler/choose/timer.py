@@ -1,0 +1,69 @@
+"""The timer of one contest: how many rounds the budget pays for, and whether that was enough to be worth keeping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparta.compiler.clock import Call, Measure, Rounds
+from sparta.compiler.session import Session
+
+__all__ = ["ROUNDS", "Timer"]
+
+ROUNDS = 9  # of the contest that decides, where the budget allows
+
+_SECONDS = {"quick": 1.5, "full": 6.0, "off": 1.0}
+_LEAST_CALLS = 3  # of each variant: two to warm up and one that counts
+
+
+@dataclass
+class Timer:
+    """Times calls of whole models within the session's budget.
+
+    Parameters
+    ----------
+    session
+        Whose budget it is.
+    measure
+        The clock.
+    call_seconds
+        What one call of the model takes, about.
+    cuda
+        Whether the work is done by a CUDA device, for which each call waits.
+    enough
+        The share of the time that a comparison wants, below which its outcome is not worth keeping.
+    hurried
+        Whether there was too little time for a decision that is worth keeping.
+    """
+
+    session: Session
+    measure: Measure
+    call_seconds: float
+    cuda: bool = False
+    enough: float = 0.5
+    hurried: bool = False
+
+    def affords(self, variants: int) -> bool:
+        """Whether what is left of the budget is enough to time this many variants at all."""
+        return self.session.affords(_LEAST_CALLS * variants * self.call_seconds)
+
+    def rounds(self, calls: Mapping[Any, Call], rounds: int = 0) -> Rounds:
+        """Time calls, interleaved, for as many rounds as the budget allows."""
+        wanted = max(_SECONDS[self.session.tune], rounds * len(calls) * self.call_seconds)
+        seconds = min(wanted, max(0.02, 0.5 * self.session.left))
+        self.hurried |= seconds < self.enough * wanted
+        # By the clock, until the device is done: callers that wait for a result wait for the host as well.
+        waiting = {key: _until_done(call) if self.cuda else call for key, call in calls.items()}
+        return Rounds(self.measure(waiting, seconds))
+
+
+def _until_done(call: Call) -> Call:
+    def waiting() -> Any:
+        result = call()
+        torch.cuda.synchronize()
+        return result
+
+    return waiting

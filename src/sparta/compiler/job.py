@@ -1,0 +1,296 @@
+"""The job: one model under compilation, from its capture to the compiled module.
+
+A step that fails, whatever it raises, costs speed and never the result: what it was to change stays as it was, and the
+report has a line on it. Only wrong arguments and models that cannot be captured raise.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from sparta.compiler.certificate import Certificate
+from sparta.compiler.choose.calls import with_operators
+from sparta.compiler.choose.end_to_end import Contest, Outcome
+from sparta.compiler.choose.layers import choose_layers
+from sparta.compiler.choose.partition import partition
+from sparta.compiler.choose.precision import Calibration
+from sparta.compiler.choose.timer import Timer
+from sparta.compiler.choose.workshop import Workshop
+from sparta.compiler.graph.constants import fold_constants
+from sparta.compiler.graph.fold import fold_batch_norms
+from sparta.compiler.graph.program import Program, original_program, reduced_program
+from sparta.compiler.graph.signature import Signature
+from sparta.compiler.lower.experts import opaque_experts
+from sparta.compiler.lower.samples import SizeSample, size_samples
+from sparta.compiler.lower.subgraph import SubGraph
+from sparta.compiler.plan import LayerPlan, Plan
+from sparta.compiler.report import Report, Totals
+from sparta.compiler.run.compiled_model import CompiledModel, tensor_bytes
+from sparta.compiler.run.given import GivenModel
+from sparta.compiler.run.kernel_module import KernelModule
+from sparta.compiler.session import Session
+from sparta.compiler.variant import Base
+from sparta.errors import SpartaError
+from sparta.propagation.api import given_tesas
+from sparta.propagation.capture import capture
+from sparta.propagation.compact import masked_tensors
+from sparta.propagation.engine import Facts, derive
+from sparta.propagation.result import PropagationResult
+from sparta.specialize.tuning.store import device_name
+from sparta.tesa.spec import Spec
+from sparta.version import __version__
+
+__all__ = ["Job"]
+
+_CALLS_TO_VERIFY = 6  # the original and the compiled model, each on three inputs
+_T = TypeVar("_T")
+_Parts = tuple[tuple[SubGraph, ...], tuple[SizeSample, ...]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model under compilation: what it was, the two graphs, and the inputs it is measured with."""
+
+    model: nn.Module
+    result: PropagationResult
+    signature: Signature
+    original: Program
+    reduced: Program
+    subgraphs: tuple[SubGraph, ...]
+    inputs: tuple[list[Any], ...]
+    samples: tuple[SizeSample, ...]
+    session: Session
+    operators: tuple[LayerPlan, ...] = ()
+
+    @classmethod
+    def started(
+        cls,
+        model: nn.Module,
+        example: Any,
+        spec: Spec | None,
+        dynamic_shapes: Any,
+        more: Sequence[Any],
+        session: Session,
+        *,
+        cast: bool = False,
+        cuda_graphs: bool = True,
+    ) -> Job:
+        """Capture, propagate, reduce and partition."""
+        session.show("capturing and propagating")
+        with opaque_experts(model):
+            result, derived = _propagated(model, example, spec, dynamic_shapes, session)
+        signature = Signature.of(model, result.captured, cast=cast)
+        inputs = tuple(_flat_inputs(signature, one) for one in (example, *more))
+        original = original_program(result)
+        if cuda_graphs and _replayable(signature, original, inputs[0]):
+            session.use_graphs()
+        with torch.no_grad():
+            reduced = _reduced(result, original, inputs[0], session, cut=derived)
+            unchanged: tuple[Program, list[LayerPlan]] = (reduced, [])
+            reduced, operators = _tried(
+                session,
+                "attention, products and experts stay as they are",
+                lambda: with_operators(unchanged[0], inputs[0], session),
+                unchanged,
+            )
+            none: _Parts = ((), tuple(SizeSample({}) for _ in inputs))
+            subgraphs, samples = _tried(session, "no layer was looked at", lambda: _parts(reduced, inputs), none)
+        return cls(
+            model, result, signature, original, reduced, subgraphs, inputs, samples, session, operators=tuple(operators)
+        )
+
+    def calibrated(self, activations: Mapping[str, Any]) -> Job:
+        """Return the job with its int8 layers as such."""
+        known = Calibration(self.result.facts.given, activations, self.session.note)
+        try:
+            subgraphs, samples = known.quantized(self.reduced, self.subgraphs, self.samples)
+        except SpartaError:
+            raise  # a grid that is none
+        except Exception as error:  # noqa: BLE001 - in real numbers it runs in any case
+            self.session.gave_up("no layer runs in int8", error)
+            return self
+        return replace(self, subgraphs=tuple(subgraphs), samples=tuple(samples))
+
+    def contest(self, *, inductor: bool) -> Contest:
+        """Choose layer by layer, and return what competes for the whole."""
+        args, kwargs = self.result.captured.args, dict(self.result.captured.kwargs)
+
+        def as_given() -> Any:
+            with torch.no_grad():
+                return self.model(*args, **kwargs)
+
+        as_given()  # the first call of all may load libraries
+        before = self.session.elapsed
+        as_given()
+        if any(t.is_cuda for t in self.original.tensors.values()):
+            torch.cuda.synchronize()
+        call_seconds = self.session.elapsed - before
+        self.session.reserve = _CALLS_TO_VERIFY * len(self.inputs) * call_seconds
+        none: tuple[tuple[SubGraph, ...], list[LayerPlan]] = ((), [])
+        subgraphs, plans = _tried(
+            self.session,
+            "no layer was chosen for",
+            lambda: (self.subgraphs, choose_layers(self.subgraphs, self.samples, self.session)),
+            none,
+        )
+        workshop = Workshop(self.original, self.reduced, subgraphs, self.samples, self._given())
+        timer = Timer(self.session, self.session.measure, call_seconds, cuda=self._cuda)
+        return Contest(as_given, workshop, tuple(plans), self.inputs, timer, inductor=inductor)
+
+    def reference(self) -> Callable[..., Any]:
+        """Return the masked dense model as a function of flat inputs."""
+        masked = masked_tensors(self.result.captured, self.result.facts)
+
+        def run(*leaves: Any) -> Any:
+            args, kwargs = pytree.tree_unflatten(list(leaves), self.signature.in_spec)
+            return torch.func.functional_call(self.model, dict(masked), args, kwargs)
+
+        return run
+
+    def finished(
+        self, workshop: Workshop, outcome: Outcome, certificate: Certificate, earlier: float | None
+    ) -> CompiledModel:
+        """Return the module with its report."""
+        graph = workshop.graph(outcome.variant, outcome.plans)
+        lost = outcome.variant.base is not Base.REDUCED
+        note = f"dense: the {outcome.variant} runs"
+        operators = [one.made_dense(note) if lost and one.sparse else one for one in self.operators]
+        plan = Plan((*outcome.plans, *operators), outcome.whole)
+        self.session.note(self.session.store.problem)
+        unknown = self.result.facts.notes
+        if unknown:
+            place, text = next(iter(unknown.items()))
+            self.session.note(f"propagation stopped at {len(unknown)} places, the first of them {place}: {text}")
+        totals = _totals(self, plan, graph, earlier)
+        report = Report(plan, totals, certificate, tuple(self.session.notes))
+        spec = Spec(dict(self.result.facts.given))
+        run = workshop.run(outcome.variant, outcome.plans)
+        return CompiledModel(graph, self.signature, report, spec, _provenance(self), run)
+
+    def _given(self) -> GivenModel | None:
+        """Return the model as given, to run in a graph's place; None where it cannot be copied, or is not timed."""
+        if self.session.tune == "off":
+            return None
+        try:
+            return GivenModel(self.model, self.original.tensors, self.signature)
+        except Exception:  # noqa: BLE001 - whatever a module does when it is copied; a graph of it remains
+            return None
+
+    @property
+    def _cuda(self) -> bool:
+        tensors = [*self.original.tensors.values(), *(x for x in self.inputs[0] if isinstance(x, Tensor))]
+        return any(t.is_cuda for t in tensors)
+
+
+def _tried(session: Session, what: str, step: Callable[[], _T], fallback: _T) -> _T:
+    """Return what a step returns, or the fallback, with a line on why; an interrupt comes through."""
+    try:
+        return step()
+    except Exception as error:  # noqa: BLE001 - whatever it raises, the step before it is what runs
+        session.gave_up(what, error)
+        return fallback
+
+
+def _propagated(
+    model: nn.Module, example: Any, spec: Spec | None, dynamic_shapes: Any, session: Session
+) -> tuple[PropagationResult, bool]:
+    """Return what follows from the spec, and whether anything does: where deriving fails, the spec itself remains."""
+    captured = capture(model, example, dynamic_shapes)
+    given = given_tesas(model, captured, spec)
+    try:
+        return PropagationResult(captured, derive(captured, given, as_read=spec is None)), True
+    except Exception as error:  # noqa: BLE001 - a rule of anyone's; what is known without it is enough to run
+        session.gave_up("nothing was propagated", error)
+        facts = Facts(given, {**captured.tensors, **captured.literals}, as_read=spec is None)
+        return PropagationResult(captured, facts), False
+
+
+def _parts(program: Program, inputs: Sequence[Sequence[Any]]) -> _Parts:
+    """Return the sub-graphs that kernels could run, and what they see."""
+    subgraphs = tuple(partition(program, program.values(inputs[0])))
+    return subgraphs, tuple(size_samples(program, subgraphs, inputs))
+
+
+def _replayable(signature: Signature, program: Program, inputs: Sequence[Any]) -> bool:
+    """Whether a CUDA graph could hold a model: its tensors are on CUDA, and its sizes fixed."""
+    tensors = [*program.tensors.values(), *(x for x in inputs if isinstance(x, Tensor))]
+    fixed = all(given.shape is None or None not in given.shape for given in signature.inputs)
+    return fixed and bool(tensors) and all(t.is_cuda for t in tensors)
+
+
+def _reduced(
+    result: PropagationResult, original: Program, inputs: Sequence[Any], session: Session, *, cut: bool
+) -> Program:
+    """Return the compact and folded program, or as much of it as works."""
+
+    def compact() -> Program:
+        program, removed = reduced_program(result)
+        program.values(inputs)
+        if removed:
+            session.note(f"{removed} parameters that change nothing were cut out")
+        return program
+
+    def folded() -> Program:
+        found, norms = fold_batch_norms(program, program.values(inputs))
+        if norms:
+            session.note(f"{norms} BatchNorms were folded into the layers before them")
+        return found
+
+    def plain() -> Program:
+        found, masks = fold_constants(program)
+        if masks:
+            session.note(f"{masks} masks of attention keep everything or the past, and are not read any more")
+        return found
+
+    program = _tried(session, "nothing was cut out", compact, original) if cut else original
+    program = _tried(session, "no BatchNorm was folded", folded, program)
+    return _tried(session, "no mask was folded", plain, program)
+
+
+def _totals(job: Job, plan: Plan, graph: fx.GraphModule, earlier: float | None) -> Totals:
+    given = dict(job.result.captured.tensors)
+    kernels = [child for child in graph.modules() if isinstance(child, KernelModule)]
+    packed = {id(t) for kernel in kernels for t in kernel.buffers()}
+    others = {name: t for name, t in graph.named_buffers() if id(t) not in packed}
+    biases = sum(kernel.bias.numel() * kernel.bias.element_size() for kernel in kernels if kernel.bias is not None)
+    unique = {t.untyped_storage()._cdata: t.numel() for t in given.values()}
+    return Totals(
+        parameters=sum(unique.values()),
+        live_parameters=sum(int(t.count_nonzero()) for t in graph.buffers()),
+        memory=tensor_bytes(given),
+        compiled_memory=tensor_bytes(others) + biases + sum(kernel.nbytes for kernel in kernels),
+        flops=sum(layer.flops for layer in plan.layers),
+        live_flops=sum(layer.live_flops if layer.sparse else layer.flops for layer in plan.layers),
+        compile_seconds=job.session.elapsed,
+        first_compile_seconds=earlier,
+    )
+
+
+def _provenance(job: Job) -> dict[str, Any]:
+    tensors: Mapping[str, Tensor] = job.original.tensors
+    device = next((t.device.type for t in tensors.values()), "cpu")
+    return {
+        "model": type(job.model).__qualname__,
+        "sparta": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": device_name(device),
+        "device": device,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "tune": job.session.tune,
+    }
+
+
+def _flat_inputs(signature: Signature, given: Any) -> list[Any]:
+    if isinstance(given, Mapping):
+        return signature.flatten((), given)
+    sequence = isinstance(given, Sequence) and not isinstance(given, str)
+    return signature.flatten(tuple(given) if sequence else (given,), {})
