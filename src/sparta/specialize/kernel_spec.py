@@ -19,7 +19,7 @@ from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, mess
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.state import decode_state, encode_state
 
-__all__ = ["ACTIVATIONS", "Epilogue", "KernelSpec", "operation_named"]
+__all__ = ["ACTIVATIONS", "Epilogue", "KernelSpec", "operand_bucket", "operation_named"]
 
 ACTIVATIONS = ("relu", "gelu", "silu", "relu6")
 """The activations an epilogue may fuse; ``gelu`` is the exact one."""
@@ -148,7 +148,7 @@ class KernelSpec:
         Dynamic sizes go to the next power of two, densities to steps of about a fifth; the mask itself does not
         count, only its pattern does.
         """
-        operands = [f"{name}={_bucket(tesa)}" for name, tesa in sorted(self.operands.items())]
+        operands = [f"{name}={operand_bucket(tesa)}" for name, tesa in sorted(self.operands.items())]
         attributes = [f"{key}={value}" for key, value in sorted(self.attributes.items())]
         return " ".join([self.op, *operands, f"epilogue={self.epilogue}", *attributes])
 
@@ -172,10 +172,23 @@ def operation_named(given: object) -> str:
     return _RENAMED.get(str(given), str(given))
 
 
-def _bucket(tesa: TeSA) -> str:
-    sizes = [f"<={1 << max(0, s - 1).bit_length()}" if d in tesa.dynamic else str(s) for d, s in enumerate(tesa.shape)]
-    text = "x".join(sizes) + f":{tesa.format}"
+def operand_bucket(tesa: TeSA, *, coarse: bool = False) -> str:
+    """Return what operands with alike cost have in common: sizes, format, pattern and density.
+
+    Dynamic sizes are rounded up to a power of two, densities go to steps of about a fifth; the coarse form rounds all
+    sizes, and densities to steps of about two fifths.
+
+    >>> operand_bucket(TeSA.dense((700, 100), format="fp32", dynamic=[0]))
+    '<=1024x100:fp32'
+    >>> operand_bucket(TeSA.dense((700, 100), format="fp32"), coarse=True)
+    '1024x128:fp32'
+    """
+    text, steps = [], 2 if coarse else 4
+    for dim, size in enumerate(tesa.shape):
+        power = 1 << max(0, size - 1).bit_length()
+        text.append(str(power) if coarse else f"<={power}" if dim in tesa.dynamic else str(size))
+    known = "x".join(text) + f":{tesa.format}"
     if tesa.count("live") == tesa.numel:
-        return text
-    step = round(4 * math.log2(tesa.density)) / 4 if tesa.density else -math.inf
-    return f"{text}:{tesa.describe_pattern().replace(' ', '-')}@{2**step:.3f}"
+        return known
+    step = round(steps * math.log2(tesa.density)) / steps if tesa.density else -math.inf
+    return f"{known}:{tesa.describe_pattern().replace(' ', '-')}@{2**step:.3f}"

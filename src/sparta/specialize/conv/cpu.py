@@ -7,21 +7,19 @@ offers both; which pays depends on the image and the mask, and measurement tells
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-
-from torch import Tensor
 
 from sparta.common.tuning import TunableItemCfg
 from sparta.specialize.conv.cpu_image import IMAGES
 from sparta.specialize.conv.cpu_packed import PackedConv
 from sparta.specialize.conv.spec import ConvGeometry, ConvKernel
 from sparta.specialize.cpu.candidates import candidates
-from sparta.specialize.cpu.device import layout_of, runs_here
-from sparta.specialize.cpu.library import fused_activation
+from sparta.specialize.cpu.device import runs_here
+from sparta.specialize.cpu.kernel import PackedKernel
 from sparta.specialize.cpu.tile import Tile
-from sparta.specialize.implement import Implement, KernelLayout, Params, Support
+from sparta.specialize.implement import Implement, Params, Support
 from sparta.specialize.kernel_spec import KernelSpec
 
 __all__ = ["CpuConv1d", "CpuConv2d", "conv_images", "conv_tiles"]
@@ -31,25 +29,11 @@ _NEAR_BYTES = 32 * 1024  # of the first level of caches, for the input
 _ENTRIES_AHEAD = 4
 
 
-class _CpuConvKernel(ConvKernel):
+class _CpuConvKernel(PackedKernel, ConvKernel):
     def __init__(self, spec: KernelSpec, tile: Tile, image: str) -> None:
         geometry = ConvGeometry.from_dict(spec.attributes)
-        self._packed = PackedConv(None, spec["weight"].mask("cpu"), geometry, image=image, **tile.to_dict())
-        self._activation = fused_activation(spec.epilogue)
-
-    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
-        return (self._packed.pack(operand.detach()),)
-
-    def layout(self) -> KernelLayout:
-        return layout_of(self._packed.layout, self._packed.tile, self._packed.library)
-
-    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
-        x, bias, residual = inputs
-        assert x is not None  # noqa: S101 - the operation's convention
-        return self._packed(x, bias, self._activation, residual, values=packed[0])
-
-    def fast_path(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
-        return self._packed.fast_path(packed[0], bias, self._activation)
+        mask = spec["weight"].mask("cpu")
+        super().__init__(PackedConv(None, mask, geometry, image=image, **tile.to_dict()), spec.epilogue)
 
 
 class _CpuConv(Implement):

@@ -1,19 +1,19 @@
-"""The C++ kernels as an implement: ``cpu-panel`` for any sparse linear on the CPU."""
+"""The C++ kernels as an implement: ``cpu`` for any sparse linear on the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from sparta.common.tuning import TunableItemCfg
 from sparta.specialize.cpu.candidates import candidates, default
-from sparta.specialize.cpu.device import layout_of, runs_here
-from sparta.specialize.cpu.library import fused_activation
+from sparta.specialize.cpu.device import runs_here
+from sparta.specialize.cpu.kernel import PackedKernel
 from sparta.specialize.cpu.panel import Panel
 from sparta.specialize.cpu.tile import Tile
-from sparta.specialize.implement import Implement, KernelLayout, Params, Support
+from sparta.specialize.implement import Implement, Params, Support
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cpu_packed import PackedLinear
 from sparta.specialize.linear.spec import LinearKernel
@@ -21,46 +21,28 @@ from sparta.specialize.linear.spec import LinearKernel
 __all__ = ["CpuLinear", "CpuLinearKernel"]
 
 
-class CpuLinearKernel(LinearKernel):
+class CpuLinearKernel(PackedKernel, LinearKernel):
     """A built C++ kernel of ``linear``, which may also take and return panels."""
 
     def __init__(self, spec: KernelSpec, tile: Tile) -> None:
-        self._packed = PackedLinear(None, spec["weight"], **tile.to_dict())
-        self._activation = fused_activation(spec.epilogue)
-
-    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
-        """Return the live values of the weight (N, K)."""
-        return (self._packed.pack(operand.detach()),)
-
-    def layout(self) -> KernelLayout:
-        """Return the index arrays and the tile."""
-        return layout_of(self._packed.layout, self._packed.tile, self._packed.library)
-
-    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
-        """Return (M, N) for x (M, K), bias and residual."""
-        x, bias, residual = inputs
-        assert x is not None  # noqa: S101 - the operation's convention
-        return self._packed(x, bias, self._activation, residual, values=packed[0])
-
-    def fast_path(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
-        """Return a call with all but x and the residual found out before."""
-        return self._packed.fast_path(packed[0], bias, self._activation)
+        self._linear = PackedLinear(None, spec["weight"], **tile.to_dict())
+        super().__init__(self._linear, spec.epilogue)
 
     @property
     def panel_width(self) -> int | None:
         """The tokens in a tile of the panels that it reads; None where it reads no panels."""
-        tile = self._packed.tile
-        return tile.mv * self._packed.library.lanes if tile.form == "panel" else None
+        tile = self._linear.tile
+        return tile.mv * self._linear.library.lanes if tile.form == "panel" else None
 
     def multiply(
         self, packed: Sequence[Tensor], x: Tensor | Panel, bias: Tensor | None, residual: Tensor | None = None
     ) -> Tensor:
         """Return (M, N) for x (M, K), or for a panel of it."""
-        return self._packed(x, bias, self._activation, residual, values=packed[0])
+        return self._linear(x, bias, self._activation, residual, values=packed[0])
 
     def to_panel(self, packed: Sequence[Tensor], x: Tensor | Panel, bias: Tensor | None) -> Panel:
         """Return the same as a panel, without a residual."""
-        return self._packed.to_panel(x, bias, self._activation, values=packed[0])
+        return self._linear.to_panel(x, bias, self._activation, values=packed[0])
 
 
 class CpuLinear(Implement):

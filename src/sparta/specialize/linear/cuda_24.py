@@ -6,31 +6,24 @@ as long as its weight takes to read, and a 2:4 weight is 0.56 of the bytes.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from sparta.errors import ValueRangeError, message
 from sparta.specialize.cuda.device import AMPERE, HALF_FORMATS, HOPPER, capability, on_cuda
-from sparta.specialize.cuda.extension import extension_loaded, launch
 from sparta.specialize.cuda.few_tokens import (
-    PIECE,
     SHARED_BYTES,
-    addressable,
-    fitting_residual,
-    load_tile,
     nvrtc_here,
 )
-from sparta.specialize.cuda.nvrtc import Function
 from sparta.specialize.cuda.text_tile import TextTile
 from sparta.specialize.implement import Cause, Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cuda_24_layout import CHUNK, SLAB, StreamLayout
 from sparta.specialize.linear.spec import LinearKernel
+from sparta.specialize.linear.streamed import StreamedKernel
 from sparta.tesa.attribute import TeSA
 
 __all__ = ["StreamTile", "TwoFour", "is_two_four"]
@@ -90,78 +83,15 @@ class StreamTile(TextTile):
         return max(ring, self.warps_k * self.tokens * (self.rows + 4) * 4)
 
 
-class _Call(ctypes.Structure):
-    """The argument of the kernel; see ``native/stream24.cu``."""
+class _StreamKernel(StreamedKernel):
+    """See ``native/stream24.cu``."""
 
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("selectors", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("x_stride", ctypes.c_longlong),
-        ("tokens", ctypes.c_int),
-        ("outputs", ctypes.c_int),
-        ("inputs", ctypes.c_int),
-        ("chunks", ctypes.c_int),
-    )
-
-
-class _StreamKernel(LinearKernel):
-    """Sums in float32 in one fixed order: equal inputs give equal bits."""
+    source = "stream24"
+    through_extension = True
 
     def __init__(self, spec: KernelSpec, tile: StreamTile) -> None:
-        self._layout = StreamLayout(spec["weight"])
-        self._tile, self._activation = tile, spec.epilogue.activation
-        self._dtype = HALF_FORMATS[str(spec["input"].format)]
-        self._functions: dict[torch.device, Function] = {}
-        # What a call needs is worked out here: the host must keep up with a kernel of a few microseconds.
-        self._outputs, self._inputs = spec["weight"].shape
-        self._padded_inputs, self._chunks = -(-self._inputs // PIECE) * PIECE, self._layout.grid[1]
-        self._blocks = -(-self._outputs // tile.rows) * tile.cluster
-
-    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
-        return self._layout.pack(operand)
-
-    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
-        x, bias, residual = inputs
-        assert x is not None  # noqa: S101 - the operation's convention
-        values, selectors = packed
-        x = addressable(x, self._inputs, values.dtype)
-        tokens, outputs, device = x.shape[0], self._outputs, x.device
-        residual = fitting_residual(residual, tokens, outputs)
-        bias = None if bias is None else bias.contiguous()
-        if not tokens:
-            return x.new_empty(tokens, outputs)
-        function = self._functions.get(device) or self._load(device)
-        grid, stride = (self._blocks, -(-tokens // self._tile.tokens)), x.stride(0)
-        sizes = (tokens, outputs, self._padded_inputs, self._chunks)
-        if extension_loaded():
-            tensors, given = [x, values, selectors], 0b100111
-            if bias is not None:
-                tensors.append(bias)
-                given |= 0b1000
-            if residual is not None:
-                tensors.append(residual)
-                given |= 0b10000
-            return launch(
-                function.code, function.name, tensors,
-                (*grid, function.block, function.shared, given, stride, *sizes),
-            )  # fmt: skip
-        y = x.new_empty(tokens, outputs)
-        call = _Call(
-            x.data_ptr(), values.data_ptr(), selectors.data_ptr(), None if bias is None else bias.data_ptr(),
-            None if residual is None else residual.data_ptr(), y.data_ptr(), stride, *sizes,
-        )  # fmt: skip
-        function.launch(grid, call, device)
-        return y
-
-    def _load(self, device: torch.device) -> Function:
-        tile = self._tile
         block = (tile.warps_n * tile.warps_k * 32, tile.shared_bytes)
-        self._functions[device] = load_tile("stream24", tile, (self._dtype, self._activation), block, device)
-        return self._functions[device]
+        super().__init__(spec, tile, StreamLayout(spec["weight"]), (tile.tokens, tile.rows, tile.cluster), block)
 
 
 class TwoFour(TiledImplement):

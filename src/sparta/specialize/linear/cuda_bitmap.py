@@ -12,25 +12,18 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from sparta.errors import ValueRangeError, message
 from sparta.specialize.cuda.device import HALF_FORMATS, HOPPER, on_cuda
 from sparta.specialize.cuda.few_tokens import (
-    PIECE,
     SHARED_BYTES,
-    addressable,
-    fitting_residual,
-    load_tile,
     nvrtc_here,
 )
-from sparta.specialize.cuda.nvrtc import Function
 from sparta.specialize.cuda.text_tile import TextTile
 from sparta.specialize.implement import Cause, Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cuda_bitmap_layout import GROUPS, RUNS, SLAB, BitmapLayout, largest_record
 from sparta.specialize.linear.spec import LinearKernel
+from sparta.specialize.linear.streamed import StreamedCall, StreamedKernel
 
 __all__ = ["BitmapTile", "CudaBitmap"]
 
@@ -93,68 +86,23 @@ class BitmapTile(TextTile):
         return barriers + self.warps * max(self.stages * stage, self.tokens * (self.rows + 4) * 4)
 
 
-class _Call(ctypes.Structure):
+class _Call(StreamedCall):
     """The argument of the kernel; see ``native/bitmap.cu``."""
 
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("records", ctypes.c_void_p),
-        ("offsets", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("x_stride", ctypes.c_longlong),
-        ("tokens", ctypes.c_int),
-        ("outputs", ctypes.c_int),
-        ("inputs", ctypes.c_int),
-        ("chunks", ctypes.c_int),
-        ("slot", ctypes.c_int),
-    )
+    _fields_ = (("slot", ctypes.c_int),)  # type: ignore[assignment]
 
 
-class _BitmapKernel(LinearKernel):
-    """Sums in float32 in one fixed order: equal inputs give equal bits."""
+class _BitmapKernel(StreamedKernel):
+    """See ``native/bitmap.cu``."""
+
+    source = "bitmap"
+    call = _Call
 
     def __init__(self, spec: KernelSpec, tile: BitmapTile) -> None:
-        self._layout = BitmapLayout(spec["weight"], tile.group, tile.run)
-        self._tile, self._activation = tile, spec.epilogue.activation
-        self._dtype = HALF_FORMATS[str(spec["input"].format)]
-        self._functions: dict[torch.device, Function] = {}
-        # What a call needs is worked out here: the host must keep up with a kernel of a few microseconds.
-        self._outputs, self._inputs = spec["weight"].shape
-        self._padded_inputs = -(-self._inputs // PIECE) * PIECE
-        self._chunks, self._slot = self._layout.grid[1], self._layout.largest
-        self._blocks = -(-self._outputs // tile.rows) * tile.cluster
-
-    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
-        if operand.dtype != self._dtype:
-            raise ValueRangeError(message(f"a weight in {operand.dtype}", f"{self._dtype}, as when built"))
-        return self._layout.pack(operand)
-
-    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
-        x, bias, residual = inputs
-        assert x is not None  # noqa: S101 - the operation's convention
-        records, offsets = packed
-        x = addressable(x, self._inputs, self._dtype)
-        tokens, outputs, device = x.shape[0], self._outputs, x.device
-        y = x.new_empty(tokens, outputs)
-        residual = fitting_residual(residual, tokens, outputs)
-        bias = None if bias is None else bias.contiguous()
-        if not tokens:
-            return y
-        call = _Call(
-            x.data_ptr(), records.data_ptr(), offsets.data_ptr(), None if bias is None else bias.data_ptr(),
-            None if residual is None else residual.data_ptr(), y.data_ptr(), x.stride(0), tokens, outputs,
-            self._padded_inputs, self._chunks, self._slot,
-        )  # fmt: skip
-        function = self._functions.get(device) or self._load(device)
-        function.launch((self._blocks, -(-tokens // self._tile.tokens)), call, device)
-        return y
-
-    def _load(self, device: torch.device) -> Function:
-        block = (self._tile.warps * 32, self._tile.shared_bytes(self._slot))
-        self._functions[device] = load_tile("bitmap", self._tile, (self._dtype, self._activation), block, device)
-        return self._functions[device]
+        layout = BitmapLayout(spec["weight"], tile.group, tile.run)
+        block = (tile.warps * 32, tile.shared_bytes(layout.largest))
+        shape = (tile.tokens, tile.rows, tile.cluster)
+        super().__init__(spec, tile, layout, shape, block, numbers=(layout.largest,))
 
 
 class CudaBitmap(TiledImplement):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -24,9 +23,8 @@ from sparta.errors import FileFormatError, message
 from sparta.files import read_json_file, write_atomic
 from sparta.specialize.cpu.toolchain import chosen_isa
 from sparta.specialize.implement import implements_of
-from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.kernel_spec import KernelSpec, operand_bucket
 from sparta.specialize.tuning.store import Entry
-from sparta.tesa.attribute import TeSA
 
 __all__ = ["CLEAR_WIN", "ShippedEntry", "device_kind", "misfit", "shipped", "table_key", "table_path", "write_table"]
 
@@ -79,7 +77,7 @@ def table_key(spec: KernelSpec) -> str:
     >>> table_key(KernelSpec("linear", {"weight": TeSA.dense((700, 700), format="fp32")}))
     'linear weight=1024x1024:fp32'
     """
-    operands = [f"{name}={_rounded(tesa)}" for name, tesa in sorted(spec.operands.items())]
+    operands = [f"{name}={operand_bucket(tesa, coarse=True)}" for name, tesa in sorted(spec.operands.items())]
     attributes = [f"{key}={value}" for key, value in sorted(spec.attributes.items())]
     return " ".join([spec.op, *operands, *attributes])
 
@@ -177,11 +175,3 @@ def _entry(row: Mapping[str, Any]) -> ShippedEntry:
     if not entry.speedup >= CLEAR_WIN:
         raise ValueError(f"{entry.key} is no clear win")
     return entry
-
-
-def _rounded(tesa: TeSA) -> str:
-    text = "x".join(str(1 << max(0, size - 1).bit_length()) for size in tesa.shape) + f":{tesa.format}"
-    if tesa.count("live") == tesa.numel:
-        return text
-    step = round(2 * math.log2(tesa.density)) / 2 if tesa.density else -math.inf
-    return f"{text}:{tesa.describe_pattern().replace(' ', '-')}@{2**step:.3f}"

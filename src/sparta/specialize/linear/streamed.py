@@ -1,0 +1,130 @@
+"""Kernels in CUDA C++ that stream a packed weight once for few tokens: what ``cuda-24`` and ``cuda-bitmap`` share.
+
+They differ in how the weight is packed and in which source reads it. What a call needs is worked out when a kernel is
+built, because the host must keep up with kernels of a few microseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from sparta.errors import ValueRangeError, message
+from sparta.specialize.cuda.device import HALF_FORMATS
+from sparta.specialize.cuda.extension import extension_loaded, launch
+from sparta.specialize.cuda.few_tokens import PIECE, addressable, fitting_residual, load_tile
+from sparta.specialize.cuda.nvrtc import Function
+from sparta.specialize.cuda.text_tile import TextTile
+from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.linear.spec import LinearKernel
+
+__all__ = ["StreamedCall", "StreamedKernel"]
+
+
+class StreamedCall(ctypes.Structure):
+    """The argument of the kernels, with the two arrays of a packed weight; a source may take more numbers after it."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("second", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("x_stride", ctypes.c_longlong),
+        ("tokens", ctypes.c_int),
+        ("outputs", ctypes.c_int),
+        ("inputs", ctypes.c_int),
+        ("chunks", ctypes.c_int),
+    )
+
+
+class _Layout(Protocol):
+    @property
+    def grid(self) -> tuple[int, int]: ...
+    def pack(self, weight: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class StreamedKernel(LinearKernel):
+    """A built kernel of one source and tile; it sums in float32 in one fixed order: equal inputs give equal bits.
+
+    Parameters
+    ----------
+    layout
+        How the weight is packed, in two arrays, and its grid of slabs and chunks.
+    shape
+        Of a block: tokens and outputs that it computes, and blocks that share the input channels of the same outputs.
+    block
+        Threads of a block, and its bytes of shared memory.
+    numbers
+        What the source takes after the numbers of :class:`StreamedCall`.
+    """
+
+    source: ClassVar[str]
+    call: ClassVar[type[StreamedCall]] = StreamedCall
+    through_extension: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        tile: TextTile,
+        layout: _Layout,
+        shape: tuple[int, int, int],
+        block: tuple[int, int],
+        numbers: tuple[int, ...] = (),
+    ) -> None:
+        self._layout, self._tile, self._block = layout, tile, block
+        self._activation, self._dtype = spec.epilogue.activation, HALF_FORMATS[str(spec["input"].format)]
+        self._functions: dict[torch.device, Function] = {}
+        self._outputs, self._inputs = spec["weight"].shape
+        self._tokens, rows, cluster = shape
+        self._blocks = -(-self._outputs // rows) * cluster
+        self._sizes = (self._outputs, -(-self._inputs // PIECE) * PIECE, layout.grid[1], *numbers)
+
+    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
+        """Return the two arrays of a weight (N, K) of the dtype that the kernel was built for."""
+        if operand.dtype != self._dtype:
+            raise ValueRangeError(message(f"a weight in {operand.dtype}", f"{self._dtype}, as when built"))
+        return self._layout.pack(operand)
+
+    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
+        """Return (M, N) for the inputs x (M, K), bias (N,) or None, residual (M, N) or None."""
+        x, bias, residual = inputs
+        assert x is not None  # noqa: S101 - the operation's convention
+        first, second = packed
+        x = addressable(x, self._inputs, self._dtype)
+        tokens, outputs, device = x.shape[0], self._outputs, x.device
+        residual = fitting_residual(residual, tokens, outputs)
+        bias = None if bias is None else bias.contiguous()
+        if not tokens:
+            return x.new_empty(tokens, outputs)
+        function = self._functions.get(device) or self._load(device)
+        grid, stride = (self._blocks, -(-tokens // self._tokens)), x.stride(0)
+        if self.through_extension and extension_loaded():
+            tensors, given = [x, first, second], 0b100111
+            if bias is not None:
+                tensors.append(bias)
+                given |= 0b1000
+            if residual is not None:
+                tensors.append(residual)
+                given |= 0b10000
+            return launch(
+                function.code, function.name, tensors,
+                (*grid, function.block, function.shared, given, stride, tokens, *self._sizes),
+            )  # fmt: skip
+        y = x.new_empty(tokens, outputs)
+        call = self.call(
+            x.data_ptr(), first.data_ptr(), second.data_ptr(), None if bias is None else bias.data_ptr(),
+            None if residual is None else residual.data_ptr(), y.data_ptr(), stride, tokens, *self._sizes,
+        )  # fmt: skip
+        function.launch(grid, call, device)
+        return y
+
+    def _load(self, device: torch.device) -> Function:
+        function = load_tile(self.source, self._tile, (self._dtype, self._activation), self._block, device)
+        self._functions[device] = function
+        return function
