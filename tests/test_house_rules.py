@@ -27,9 +27,7 @@ FOREIGN = re.compile(
     re.IGNORECASE,
 )
 
-LONG_FILES = {
-    "src/sparta/tesa/attribute.py",
-}
+LONG_FILES = set()
 LONG_FUNCTIONS = set()
 WITH_BANNED_PHRASES = {
     "docs/concepts/compiler.md",

@@ -2,15 +2,15 @@
 
 Every element is *live* (nothing known), a *constant* c, or *dead* (never observed), and has a bit format. Each of these
 facts is stored as a :class:`~sparta.tesa.grid.Grid`, so the cost follows the knowledge. A TeSA is immutable and
-describes a tensor without holding it; shape operations (`reshape`, `permute`, indexing ...) return the TeSA of the
-tensor that the same operation would return, exactly.
+describes a tensor without holding it; the grids and their shape operations are those of
+:class:`~sparta.tesa.bundle.GridBundle`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -21,8 +21,8 @@ from torch import Tensor
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.tesa import algebra, describe
 from sparta.tesa.bits import ANY, FORMATS, BitFormat, bit_format, format_of_bits, parameter_grid
-from sparta.tesa.grid import Grid, reshape_groups, solved_shape
-from sparta.tesa.indexing import index_tesa
+from sparta.tesa.bundle import GridBundle
+from sparta.tesa.grid import Grid
 from sparta.tesa.mask import as_mask
 from sparta.tesa.patterns import Block, Channel, Detection, Pattern, as_pattern, detect
 
@@ -33,7 +33,7 @@ _STATES = {"live": LIVE, "constant": CONSTANT, "dead": DEAD}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TeSA:
+class TeSA(GridBundle):
     """What is known of each element of a tensor of `shape`.
 
     Make one with :meth:`from_mask`, :meth:`from_zeros`, :meth:`from_pattern`, :meth:`from_bits`, :meth:`dense`,
@@ -63,30 +63,6 @@ class TeSA:
     >>> tesa.entries
     4
     """
-
-    state: Grid
-    value: Grid
-    code: Grid
-    scale: Grid
-    zero_point: Grid
-    dynamic: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        shapes = {g.shape for g in self._grids()}
-        if len(shapes) != 1:
-            raise ShapeError(message(f"grids of shapes {sorted(shapes)}", "one shape for all"))
-        bad = [d for d in sorted(self.dynamic) if not 0 <= d < self.ndim]
-        if bad:
-            raise ShapeError(message(f"dynamic dims {bad} of a tensor of shape {self.shape}", f"0 to {self.ndim - 1}"))
-        for dim in sorted(self.dynamic):
-            if any(g.varies_along(dim) for g in self._grids()):
-                raise ShapeError(
-                    message(
-                        f"dim {dim} of shape {self.shape} is dynamic, but the attribute differs along it",
-                        "attributes that are uniform along dynamic dims",
-                        "drop the dim from `dynamic`, or the knowledge along it",
-                    )
-                )
 
     # ------------------------------------------------------------------ making
 
@@ -139,8 +115,7 @@ class TeSA:
         if state not in {CONSTANT, DEAD}:
             raise ValueRangeError(message(f"pruned={pruned!r}", "'constant' or 'dead'"))
         grid = Grid.from_dense(as_mask(mask))
-        codes = torch.tensor([state, LIVE], dtype=torch.uint8)  # numbers would make an int64 a cell on the way
-        states = Grid(grid.shape, grid.block, torch.where(grid.cells, codes[1], codes[0]))
+        states = Grid(grid.shape, grid.block, grid.cells.logical_not().to(torch.uint8).mul_(state))
         return cls._of_states(states, value if state == CONSTANT else 0.0, format, dynamic)
 
     @classmethod
@@ -152,7 +127,7 @@ class TeSA:
         *,
         format: BitFormat | str | None = None,
     ) -> TeSA:
-        """Return the TeSA of a tensor pruned in blocks, from one flag a block.
+        """Return the TeSA of a tensor pruned in blocks, from one flag per block.
 
         Parameters
         ----------
@@ -214,12 +189,15 @@ class TeSA:
     def _of_states(
         cls, states: Grid, value: float, format: BitFormat | str | torch.dtype | None, dynamic: Iterable[int]
     ) -> TeSA:
-        # Adding 0.0 turns -0.0 into 0.0: both are "zero" to everyone who asks.
-        values = torch.where(states.cells == CONSTANT, float(value) + 0.0, 0.0).to(torch.float64)
         shape = states.shape
+        if value:
+            values = torch.where(states.cells == CONSTANT, float(value), 0.0).to(torch.float64)
+            constants = Grid(shape, states.block, values).canonical()
+        else:  # also -0.0: both are "zero" to everyone who asks
+            constants = Grid.uniform(shape, 0.0, torch.float64)
         return cls(
             state=states,
-            value=Grid(shape, states.block, values).canonical(),
+            value=constants,
             code=Grid.uniform(shape, bit_format(format).code, torch.uint8),
             scale=Grid.uniform(shape, math.inf, torch.float64),
             zero_point=Grid.uniform(shape, 0.0, torch.float64),
@@ -239,7 +217,7 @@ class TeSA:
         Parameters
         ----------
         scale
-            A number, one value an output channel (1-D, of ``shape[0]``), or one a group.
+            A number, one value per output channel (1-D, of ``shape[0]``), or one per group.
         zero_point
             A number, or a tensor of the shape of `scale`.
         group
@@ -280,23 +258,8 @@ class TeSA:
     # ------------------------------------------------------------------ asking
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor; the size of a dynamic dim is that of the example."""
-        return self.state.shape
-
-    @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self.shape)
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of the tensor."""
-        return math.prod(self.shape)
-
-    @property
     def entries(self) -> int:
-        """Number of stored cells beyond one a grid: what the knowledge costs."""
+        """Number of stored cells beyond one per grid: what the knowledge costs."""
         return max(1, sum(g.cells.numel() for g in self._grids() if not g.is_uniform))
 
     def count(self, state: str = "live") -> int:
@@ -396,91 +359,6 @@ class TeSA:
         wrong = (tensor.detach() != wanted) & ~(tensor.detach().isnan() & wanted.isnan())
         return int((wrong & known.dense(tensor.device)).sum())
 
-    # ------------------------------------------------------------------ shape operations, all exact
-
-    def __getitem__(self, index: object) -> TeSA:
-        """Return the TeSA of ``tensor[index]`` for ints, slices, None, Ellipsis and one 1-D index tensor a dim."""
-        return index_tesa(self, index)
-
-    def take(self, dim: int, index: Sequence[int] | Tensor) -> TeSA:
-        """Return the TeSA of ``tensor.index_select(dim, index)`` (negative indices count from the end)."""
-        dim = self._dim(dim)
-        positions = torch.as_tensor(index if isinstance(index, Tensor) else list(index), dtype=torch.long)
-        size = self.shape[dim]
-        if positions.numel() and (int(positions.min()) < -size or int(positions.max()) >= size):
-            raise ShapeError(message(f"an index outside dim {dim} of shape {self.shape}", f"{-size} to {size - 1}"))
-        positions = torch.where(positions < 0, positions + size, positions)
-        return self._map(lambda g: g.take(dim, positions), self.dynamic)
-
-    def permute(self, *dims: int) -> TeSA:
-        """Return the TeSA of ``tensor.permute(*dims)``."""
-        order = [self._dim(d) for d in dims]
-        if sorted(order) != list(range(self.ndim)):
-            raise ShapeError(message(f"dims {dims} for shape {self.shape}", "each dim exactly once"))
-        return self._map(lambda g: g.permute(order), {new for new, old in enumerate(order) if old in self.dynamic})
-
-    def transpose(self, first: int, second: int) -> TeSA:
-        """Return the TeSA of ``tensor.transpose(first, second)``."""
-        order = list(range(self.ndim))
-        a, b = self._dim(first), self._dim(second)
-        order[a], order[b] = order[b], order[a]
-        return self.permute(*order)
-
-    def reshape(self, *shape: int) -> TeSA:
-        """Return the TeSA of ``tensor.reshape(*shape)``; one size may be -1.
-
-        A dim made from a dynamic dim is dynamic; where that would need knowledge that varies along it, this is an
-        error rather than a guess.
-        """
-        sizes = solved_shape(shape, self.shape)
-        dynamic: set[int] = set()
-        if self.dynamic and self.numel:
-            for old, new in reshape_groups(self.shape, sizes):
-                if self.dynamic.intersection(range(old.start, old.stop)):
-                    dynamic.update(range(new.start, new.stop))
-        return self._map(lambda g: g.reshape(sizes), dynamic)
-
-    def unsqueeze(self, dim: int) -> TeSA:
-        """Return the TeSA of ``tensor.unsqueeze(dim)``."""
-        dim = dim + self.ndim + 1 if dim < 0 else dim
-        if not 0 <= dim <= self.ndim:
-            raise ShapeError(message(f"dim {dim} for shape {self.shape}", f"{-self.ndim - 1} to {self.ndim}"))
-        shape = (*self.shape[:dim], 1, *self.shape[dim:])
-        return self._map(lambda g: g.reshape(shape), {d + (d >= dim) for d in self.dynamic})
-
-    def squeeze(self, dim: int) -> TeSA:
-        """Return the TeSA of ``tensor.squeeze(dim)`` for a dim of size 1."""
-        dim = self._dim(dim)
-        if self.shape[dim] != 1:
-            raise ShapeError(message(f"dim {dim} of shape {self.shape} has size {self.shape[dim]}", "a size of 1"))
-        shape = (*self.shape[:dim], *self.shape[dim + 1 :])
-        return self._map(lambda g: g.reshape(shape), {d - (d > dim) for d in self.dynamic if d != dim})
-
-    def broadcast_to(self, *shape: int) -> TeSA:
-        """Return the TeSA of ``tensor.broadcast_to(shape)``; it costs nothing."""
-        lead = len(shape) - self.ndim
-        if lead < 0 or any(o not in (1, n) for o, n in zip(self.shape, shape[lead:], strict=True)):
-            raise ShapeError(message(f"shape {self.shape} to broadcast to {shape}", "sizes that are equal or 1"))
-        return self._map(lambda g: g.broadcast_to(shape), {d + lead for d in self.dynamic})
-
-    @staticmethod
-    def cat(tesas: Sequence[TeSA], dim: int = 0) -> TeSA:
-        """Return the TeSA of ``torch.cat(tensors, dim)``."""
-        if not tesas:
-            raise ShapeError(message("no tensors to concatenate", "at least one"))
-        first = tesas[0]
-        dim = first._dim(dim)
-        for other in tesas[1:]:
-            if other.ndim != first.ndim or any(
-                a != b for d, (a, b) in enumerate(zip(first.shape, other.shape, strict=True)) if d != dim
-            ):
-                raise ShapeError(
-                    message(f"shapes {[t.shape for t in tesas]} along dim {dim}", "shapes equal in all other dims")
-                )
-        dynamic = frozenset().union(*(t.dynamic for t in tesas))
-        columns = zip(*(t._grids() for t in tesas), strict=True)
-        return TeSA._of_grids([Grid.cat(column, dim) for column in columns], dynamic)
-
     # ------------------------------------------------------------------ the algebra (see `sparta.tesa.algebra`)
 
     def join(self, other: TeSA) -> TeSA:
@@ -545,24 +423,8 @@ class TeSA:
 
     # ------------------------------------------------------------------ inside
 
-    def _grids(self) -> tuple[Grid, Grid, Grid, Grid, Grid]:
-        return self.state, self.value, self.code, self.scale, self.zero_point
-
-    @classmethod
-    def _of_grids(cls, grids: Sequence[Grid], dynamic: Iterable[int]) -> TeSA:
-        state, value, code, scale, zero_point = grids
-        return cls(state, value, code, scale, zero_point, frozenset(dynamic))
-
-    def _map(self, change: Callable[[Grid], Grid], dynamic: Iterable[int]) -> TeSA:
-        return TeSA._of_grids([change(g) for g in self._grids()], dynamic)
-
     def _where(self, state: int) -> Grid:
         return Grid(self.shape, self.state.block, self.state.cells == state)
-
-    def _dim(self, dim: int) -> int:
-        if not -self.ndim <= dim < self.ndim:
-            raise ShapeError(message(f"dim {dim} of shape {self.shape}", f"{-self.ndim} to {self.ndim - 1}"))
-        return dim % self.ndim
 
     def _check_shape(self, tensor: Tensor) -> None:
         if tuple(tensor.shape) != self.shape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,12 +10,14 @@ from torch import Tensor
 from sparta.errors import ShapeError, message
 
 if TYPE_CHECKING:
-    from sparta.tesa.attribute import TeSA
+    from sparta.tesa.bundle import GridBundle
 
 __all__ = ["index_tesa"]
 
+_B = TypeVar("_B", bound="GridBundle")
 
-def index_tesa(tesa: TeSA, index: object) -> TeSA:
+
+def index_tesa(tesa: _B, index: object) -> _B:
     """Return the TeSA of ``tensor[index]`` for ints, slices, None, Ellipsis and 1-D index tensors.
 
     Several index tensors at once would mean something else to torch (they pair up), so only one is taken.

@@ -80,13 +80,15 @@ class Spec(Mapping[str, TeSA]):
             The tensors that have at least one zero.
         """
         tensors = _tensors_of(model)
-        found = {}
+        found: dict[str, TeSA] = {}
+        seen: dict[int, TeSA | None] = {}  # a tied tensor is read once
         for name in names.select(tensors, include, ignore):
             tensor = tensors[name]
             if include is None and (tensor.dim() < 2 or not tensor.is_floating_point()):
                 continue
-            tesa = TeSA.from_zeros(tensor)
-            if tesa.count("live") < tesa.numel:
+            if id(tensor) not in seen:
+                seen[id(tensor)] = _zeros_in(tensor)
+            if (tesa := seen[id(tensor)]) is not None:
                 found[names.canonical(name)] = tesa
         return cls(found)
 
@@ -298,6 +300,16 @@ def prunable(model: nn.Module) -> dict[str, int]:
                 if name.endswith("weight") and parameter.dim() >= 2:
                     found[name] = 0 if isinstance(module, _TRANSPOSED) else 1
     return found
+
+
+def _zeros_in(tensor: Tensor) -> TeSA | None:
+    """Return :meth:`TeSA.from_zeros` of a tensor, or None, which costs much less, where it has no zeros."""
+    if tensor.is_meta:
+        return TeSA.from_zeros(tensor)  # which says what is wrong with that
+    live = tensor.detach() != 0
+    if bool(live.all()):
+        return None
+    return TeSA.from_mask(live, format=tensor.dtype if tensor.dtype is not torch.bool else None)
 
 
 def _tensors_of(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
