@@ -20,6 +20,7 @@ from torch.fx import _pytree as fx_pytree
 from torch.utils import _pytree as pytree
 
 from sparta.compiler.graph.trees import tree_from_json, tree_to_json
+from sparta.compiler.numbers import a_flag, a_whole_number
 from sparta.errors import FileFormatError, ShapeError, ValueRangeError, message
 from sparta.propagation.capture import Captured
 
@@ -248,19 +249,40 @@ class Signature:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Signature:
         """Return the signature that :meth:`to_dict` wrote."""
-        specs = [tree_from_json(fields[name]) for name in ("in_spec", "out_spec")]
+        taken, given_back = (tree_from_json(fields[name]) for name in ("in_spec", "out_spec"))
         inputs = tuple(Input.from_dict(given) for given in fields["inputs"])
-        if specs[0].num_leaves != len(inputs):
-            raise FileFormatError(message(f"{len(inputs)} inputs for {specs[0].num_leaves} places", "one per place"))
-        return cls(
-            tuple(map(str, fields["parameters"])),
-            specs[0],
-            specs[1],
+        if taken.num_leaves != len(inputs):
+            raise FileFormatError(message(f"{len(inputs)} inputs for {taken.num_leaves} places", "one per place"))
+        found = cls(
+            _names(fields["parameters"]),
+            taken,
+            given_back,
             inputs,
-            int(fields["positional"]),
-            tuple(map(str, fields["keywords"])),
-            bool(fields["cast"]),
+            a_whole_number(fields["positional"], "the number of positional arguments"),
+            _names(fields["keywords"]),
+            a_flag(fields["cast"], "whether inputs are converted"),
         )
+        _check_arguments(found)
+        return found
+
+
+def _names(given: object) -> tuple[str, ...]:
+    """Return the names of arguments that a file lists."""
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given) or len(set(given)) < len(given):
+        raise FileFormatError(message("the names of arguments", "a list of texts, each once", "save it again"))
+    return tuple(given)
+
+
+def _check_arguments(signature: Signature) -> None:
+    """Raise unless the structure that a file gives is that of arguments: a tuple, and a dict by the same names."""
+    spec = signature.in_spec
+    parts = [spec.child(place) for place in range(spec.num_children)] if spec.type is tuple else []
+    if [part.type for part in parts] != [tuple, dict]:
+        raise FileFormatError(message("the structure of the arguments", "a tuple and a dict", "save it again"))
+    args, kwargs = parts
+    if args.num_children != signature.positional or set(kwargs.context) != set(signature.keywords):
+        given = f"{signature.positional} positional arguments and {', '.join(signature.keywords)[:200] or 'no others'}"
+        raise FileFormatError(message(given, "those of the structure of the arguments", "save it again"))
 
 
 def builder(spec: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:

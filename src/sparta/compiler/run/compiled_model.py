@@ -108,6 +108,7 @@ class CompiledModel(nn.Module):
         """Run what was loaded from a file for the first time: no one has seen its graph run here."""
         try:
             result = self._run_hosted(leaves)
+            self.signature.unflatten(result)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, SpartaError):
                 raise
