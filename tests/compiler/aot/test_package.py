@@ -53,6 +53,7 @@ def test_operators_compute_what_kernels_compute(operators, tile, activation):
 
 
 @needs_compiler
+@pytest.mark.filterwarnings("ignore:Using padding=.same.")  # of the model itself
 def test_convolutions_of_a_compiled_model_are_operators(operators, forced):
     class Images(nn.Module):
         def __init__(self):
