@@ -75,7 +75,7 @@ def progress_view(progress: Progress | Literal[True] | None, total: int | None) 
     elif sys.stderr.isatty():
         with _bar(total) as (bar, task):
             say = _saying_the_best()
-            yield lambda step: bar.update(task, completed=step.outcome.number + 1, description=say(step))  # type: ignore[arg-type]
+            yield lambda step: bar.update(task, completed=step.outcome.number + 1, description=say(step))
     else:
         say = _saying_the_best()
         yield lambda step: sys.stderr.write(f"{step.name}: {say(step)}\n")

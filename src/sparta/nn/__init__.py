@@ -1,5 +1,6 @@
 """Sparse modules for people: drop-ins for dense ones that choose their kernel by measurement."""
 
+from sparta.arguments import front_door
 from sparta.nn.attention import SeqlenDynamicSparseAttention, SparseAttention
 from sparta.nn.conv import SparseConv1d, SparseConv2d
 from sparta.nn.int8 import SparseInt8Linear
@@ -29,3 +30,5 @@ __all__ = [
     "swap",
     "tune",
 ]
+
+front_door(globals(), __all__)

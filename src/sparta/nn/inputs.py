@@ -52,8 +52,7 @@ def as_inputs(inputs: ExampleInputs, count: int) -> tuple[Tensor, ...]:
 def as_optional_inputs(inputs: ExampleInputs, count: int, optional: int) -> tuple[Tensor | None, ...]:
     """Return `count` tensors and `optional` more that may be None or left out."""
     if not isinstance(inputs, (Tensor, Sequence)):
-        given = f"example inputs of type {type(inputs).__name__}"
-        raise ValueRangeError(message(given, "a tensor or a tuple of them"))
+        raise ValueRangeError(message(f"example inputs of type {type(inputs).__name__}", "a tensor or a tuple of them"))
     given_inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     right = count <= len(given_inputs) <= count + optional and all(isinstance(t, Tensor) for t in given_inputs[:count])
     if not right or not all(t is None or isinstance(t, Tensor) for t in given_inputs):

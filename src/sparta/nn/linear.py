@@ -73,7 +73,7 @@ class SparseLinear(PackedIndex, WeightOperator):
         if not isinstance(raw_module, nn.Linear):
             raise ValueRangeError(message(f"a {type(raw_module).__name__}", "a torch.nn.Linear"))
         self.in_features, self.out_features = raw_module.in_features, raw_module.out_features
-        self.weight = raw_module.weight
+        self.weight = cast("nn.Parameter", raw_module.weight)
         self.register_parameter("bias", raw_module.bias)
         self._state: LinearState | None = None
         for name in _MASKS:

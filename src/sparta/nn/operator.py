@@ -148,8 +148,9 @@ class OperatorBase(nn.Module):
         of the original, config first, is understood too: inputs are never a mapping.
         """
         if example_inputs is None or isinstance(example_inputs, Mapping):
-            example_inputs, config = cast("ExampleInputs", config), example_inputs
-        self._build(example_inputs, config)
+            self._build(cast("ExampleInputs", config), example_inputs)
+        else:
+            self._build(example_inputs, config)
 
     def _build(self, inputs: ExampleInputs, config: Mapping[str, Any] | None) -> None:
         problem = self._problem(finite(inputs), backward=False)

@@ -82,7 +82,7 @@ def tune(
         try:
             for name, (operator, inputs) in seen.items():
                 show = view.trials(name)
-                shown = {} if show is None else {"progress": show}
+                shown: dict[str, Any] = {} if show is None else {"progress": show}
                 if deadline is not None:
                     share = (deadline - perf_counter()) / (len(seen) - len(configs))
                     options["budget_s"] = max(share, _LEAST_SECONDS)

@@ -56,9 +56,8 @@ def package(
     pathlib.Path
         The package. Programs load :func:`sparta.compiler.aot.library_path` before it.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        given = f"a path of type {type(path).__name__}"
-        raise ValueRangeError(message(given, "a name that ends in .pt2", "package(model, example_inputs, path)"))
+    if isinstance(path, Tensor):  # as in an older order of the arguments
+        raise ValueRangeError(message("a tensor as path", "a name", "package(model, example_inputs, path)"))
     target = Path(path)
     if target.suffix != ".pt2" or not target.parent.is_dir():
         raise ValueRangeError(message(f"the path {target}", "a name that ends in .pt2 in a folder that exists"))
