@@ -178,9 +178,15 @@ def test_the_table_in_the_folder_is_used_again_when_it_fits(tmp_path):
     (folder / "level_table.json").write_text(json.dumps(edited))
     with pytest.raises(FileFormatError, match="differ in length"):
         run(do_sparse_analysis=False)
-    for damage in ({"kind": "other"}, {**edited, "layers": {"a": [7]}}, {**edited, "sizes": None}):
+    for damage in ({"kind": "other"}, [], {**edited, "layers": {"a": [7]}}, {**edited, "sizes": None}):
         with pytest.raises(FileFormatError):
             LevelTable.from_dict(damage)
+    edited["layers"]["fc.weight"], edited["levels"] = [0.5, 0.5], [0.5, "0.9"]
+    with pytest.raises(FileFormatError, match=r"levels\.1"):
+        LevelTable.from_dict(edited)
+    (folder / "level_table.json").write_text("[" * 100_000)
+    with pytest.raises(FileFormatError, match="cannot read"):
+        LevelTable.load(folder)
 
 
 def test_macs_are_counted_for_one_example(tmp_path):

@@ -12,17 +12,21 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from sparta.errors import FileFormatError, ValueRangeError, message
-from sparta.files import write_atomic
+from pydantic import Field, TypeAdapter, ValidationError
+
+from sparta.errors import FileFormatError, message
+from sparta.files import read_json_file, write_atomic
 from sparta.tables import table
-from sparta.tesa.select import check_sparsity
 
 __all__ = ["LevelTable"]
 
 _KIND, _VERSION = "sparta level table", 1
 _COLOURS = ("#1b6ca8", "#c8553d", "#3a7d44", "#8e5ea2", "#b8860b", "#4f6d7a", "#d1495b", "#00798c")
+
+_Rates = tuple[Annotated[float, Field(strict=True, ge=0, le=1)], ...]
+_Count = Annotated[int, Field(strict=True, ge=0)]
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,10 @@ class LevelTable:
     network          8  0.5
     """
 
-    levels: tuple[float, ...]
-    achieved: tuple[float, ...]
-    layers: Mapping[str, tuple[float, ...]]
-    sizes: Mapping[str, int]
+    levels: _Rates
+    achieved: _Rates
+    layers: Mapping[str, _Rates]
+    sizes: Mapping[str, _Count]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as JSON values."""
@@ -68,14 +72,19 @@ class LevelTable:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LevelTable:
         """Return the table that :meth:`to_dict` wrote; a :class:`FileFormatError` says what does not fit."""
-        if data.get("kind") != _KIND or data.get("version") != _VERSION:
-            raise FileFormatError(message(f"a {data.get('kind')!r}", f"a {_KIND} of version {_VERSION}"))
+        if not isinstance(data, Mapping) or data.get("kind") != _KIND or data.get("version") != _VERSION:
+            kind = data.get("kind") if isinstance(data, Mapping) else data
+            raise FileFormatError(message(f"a {kind!r}", f"a {_KIND} of version {_VERSION}"))
+        fields = {key: value for key, value in data.items() if key not in ("kind", "version")}
         try:
-            layers = {name: tuple(check_sparsity(rate) for rate in rates) for name, rates in data["layers"].items()}
-            made = cls(tuple(data["levels"]), tuple(data["achieved"]), layers, dict(data["sizes"]))
-        except (KeyError, TypeError, AttributeError, ValueRangeError) as error:
-            raise FileFormatError(message(f"a damaged level table ({error})", fix="analyse again")) from error
-        if any(len(rates) != len(made.levels) for rates in layers.values()) or layers.keys() != made.sizes.keys():
+            made = TypeAdapter(cls).validate_python(fields)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            given = f"a damaged level table ({place}: {first['msg']})"
+            raise FileFormatError(message(given, fix="analyse again")) from error
+        lengths = {len(made.levels), len(made.achieved), *(len(rates) for rates in made.layers.values())}
+        if len(lengths) > 1 or made.layers.keys() != made.sizes.keys():
             raise FileFormatError(message("a level table whose parts differ in length", fix="analyse again"))
         return made
 
@@ -99,10 +108,8 @@ class LevelTable:
         """Read ``level_table.json`` of `folder`."""
         file = folder / "level_table.json"
         try:
-            return cls.from_dict(json.loads(file.read_text()))
-        except (OSError, ValueError) as error:
-            if isinstance(error, FileFormatError):
-                raise
+            return cls.from_dict(read_json_file(file))
+        except (OSError, FileFormatError) as error:
             raise FileFormatError(message(f"cannot read {file}: {error}", fix="analyse again")) from error
 
     def __str__(self) -> str:
@@ -111,7 +118,7 @@ class LevelTable:
         return table(["layer", "weights", *(f"{level:g}" for level in self.levels)], rows)
 
     def _plot(self) -> str:
-        """Return the plot: layers from left to right, a line a level."""
+        """Return the plot: layers from left to right, one line per level."""
         width, height, left, top = 80 + 24 * max(2, len(self.layers)), 300, 50, 20
         lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width + 120}" height="{height + 60}">',

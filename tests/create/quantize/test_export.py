@@ -9,6 +9,7 @@ from sparta import Spec, Unstructured
 from sparta.create import quantize
 from sparta.create.quantize.fold import conv_norm_pairs
 from sparta.errors import FileFormatError, ValueRangeError
+from sparta.files import load_tensors, save_tensors
 
 WEIGHTS = {
     "per channel": {"strategy": "channel"},
@@ -110,12 +111,35 @@ def test_files_come_back_and_damage_is_noticed(net, tmp_path):
     assert torch.equal(again.model(inputs), exported.model(inputs))
     assert again.spec == exported.spec
     assert {n: vars(a) for n, a in again.activations.items()} == {n: vars(a) for n, a in exported.activations.items()}
-    with pytest.raises(FileFormatError, match="does not fit the model"):
+    with pytest.raises(FileFormatError, match="pass the model it was exported from"):
         quantize.load_exported(tmp_path / "model.safetensors", nn.Linear(3, 3))
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "bad.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(FileFormatError, match="damaged"):
         quantize.load_exported(tmp_path / "bad.safetensors", make())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda payload: payload.pop("folded"),
+        lambda payload: payload["weights"]["weight"].update(axis="last"),
+        lambda payload: payload["weights"]["weight"]["args"].update(num_bits=64),
+        lambda payload: payload["activations"]["input"].update(scale="wide"),
+        lambda payload: payload.update(activations=[1, 2]),
+        lambda payload: payload.update(folded=["nowhere.at.all"]),
+    ],
+)
+def test_a_file_of_a_stranger_is_read_or_refused(tmp_path, change):
+    model = nn.Linear(8, 8)
+    quantize.prepare(model)
+    model(torch.randn(4, 8))
+    quantize.export(model).save(tmp_path / "model.safetensors")
+    tensors, payload = load_tensors(tmp_path / "model.safetensors", "quantized-model", 1)
+    change(payload)
+    save_tensors(tmp_path / "model.safetensors", "quantized-model", 1, tensors, payload)
+    with pytest.raises(FileFormatError, match=r"model\.safetensors"):
+        quantize.load_exported(tmp_path / "model.safetensors", nn.Linear(8, 8))
 
 
 def test_integers_take_a_quarter_of_the_file(tmp_path):

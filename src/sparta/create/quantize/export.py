@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from sparta.batch_norms import fold_factor, folded
@@ -22,8 +23,8 @@ from sparta.create.quantize.fold import conv_norm_pairs
 from sparta.create.quantize.layers import QuantizedLayer
 from sparta.create.quantize.prepare import is_quantized, quantized_layers, quantizers, restore
 from sparta.create.quantize.scheme import QuantizationArgs
-from sparta.errors import FileFormatError, ValueRangeError, message
-from sparta.files import load_tensors, save_tensors
+from sparta.errors import ValueRangeError, message
+from sparta.files import load_tensors, reading, save_tensors
 from sparta.modules import replace_module, unwrapped
 from sparta.sparsify.shards import local, whole
 from sparta.tesa.attribute import TeSA
@@ -32,6 +33,7 @@ from sparta.tesa.spec import Spec
 __all__ = ["ActivationGrid", "Exported", "IntegerWeight", "export", "integer_weights", "load_exported"]
 
 _KIND, _VERSION = "quantized-model", 1
+_PARTS = ("integers", "scale", "zero_point")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +63,7 @@ class IntegerWeight:
         return (self.integers.to(torch.int32) - self.zero_point).float() * self.scale
 
     def folded(self, factor: Tensor) -> IntegerWeight:
-        """Return the weight times `factor`, one number an output channel, on integers that are the same or mirrored.
+        """Return the weight times `factor`, one number per output channel, on integers that are the same or mirrored.
 
         A negative factor mirrors the grid, which maps onto itself; a factor of zero leaves zeros.
         """
@@ -96,6 +98,21 @@ class ActivationGrid:
     args: QuantizationArgs
 
 
+@dataclass(frozen=True)
+class _WeightEntry:
+    axis: int
+    args: QuantizationArgs
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What a file holds beside its tensors, as it is checked."""
+
+    weights: dict[str, _WeightEntry]
+    activations: dict[str, ActivationGrid]
+    folded: tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Exported:
     """A quantised model ready to deploy; iterating gives ``model, spec``.
@@ -127,9 +144,7 @@ class Exported:
         """Save integers, scales and the rest of the model's tensors as one checked safetensors file."""
         tensors: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
-            tensors[f"{name}::integers"] = weight.integers
-            tensors[f"{name}::scale"] = weight.scale
-            tensors[f"{name}::zero_point"] = weight.zero_point
+            tensors |= {f"{name}::{part}": getattr(weight, part) for part in _PARTS}
         for name, tensor in self.model.state_dict().items():
             if name not in self.weights:
                 tensors[f"{name}::float"] = tensor.clone()  # tied tensors must not share memory in the file
@@ -203,22 +218,13 @@ def load_exported(path: str | os.PathLike[str], model: nn.Module) -> Exported:
     """Load what :meth:`Exported.save` wrote into a copy of a fresh model of the same architecture."""
     tensors, payload = load_tensors(path, _KIND, _VERSION)
     plain = deepcopy(unwrapped(model)).eval()
-    try:
-        for name in payload["folded"]:
+    with reading(path, fix="pass the model it was exported from"):
+        contents = TypeAdapter(_Contents).validate_python(payload)
+        for name in contents.folded:
             replace_module(plain, name, nn.Identity())
         weights = {
-            name: IntegerWeight(
-                tensors[f"{name}::integers"],
-                tensors[f"{name}::scale"],
-                tensors[f"{name}::zero_point"],
-                int(entry["axis"]),
-                QuantizationArgs(**entry["args"]),
-            )
-            for name, entry in payload["weights"].items()
-        }
-        activations = {
-            name: ActivationGrid(float(e["scale"]), int(e["zero_point"]), QuantizationArgs(**e["args"]))
-            for name, e in payload["activations"].items()
+            name: IntegerWeight(*(tensors[f"{name}::{part}"] for part in _PARTS), entry.axis, entry.args)
+            for name, entry in contents.weights.items()
         }
         floats = {key.removesuffix("::float"): t for key, t in tensors.items() if key.endswith("::float")}
         for name, value in floats.items():  # a convolution without a bias has one once its norm is folded in
@@ -228,12 +234,8 @@ def load_exported(path: str | os.PathLike[str], model: nn.Module) -> Exported:
                 module._parameters["bias"] = nn.Parameter(torch.empty_like(value))
         values = {name: weight.dequantized() for name, weight in weights.items()}
         plain.load_state_dict({**floats, **values})
-    except (KeyError, TypeError, RuntimeError, AttributeError) as error:
-        raise FileFormatError(
-            message(f"{os.fspath(path)} does not fit the model ({error})", fix="pass the model it was exported from")
-        ) from error
     _write_weights(plain, weights)
-    return Exported(plain, _spec_of(plain, weights), weights, activations, tuple(payload["folded"]))
+    return Exported(plain, _spec_of(plain, weights), weights, contents.activations, contents.folded)
 
 
 # ---------------------------------------------------------------------- parts
