@@ -169,3 +169,24 @@ def products(found: Sequence[Record]) -> str:
         title = f"Times faster than dense in {record['results']['dtype']}. {source(record)}"
         parts.append(f"{title}\n\n{markdown(['what', 'size', 'block', 'density', 'over dense'], rows)}")
     return "\n\n".join(parts)
+
+
+@renderer("training-step", "training_step")
+def training_step(found: Sequence[Record]) -> str:
+    """Return training steps of one layer: a row for each pattern and sparsity."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        rows = []
+        for row in results["steps"]:
+            times = [f"{row[name]:.2f}" for name in ("dense_ms", "ms", "graphed_dense_ms", "graphed_ms")]
+            ratios = [f"{row['ratio']:.2f}", f"{row['graphed_ratio']:.2f}", row["target"], f"{row['bound']:.2f}"]
+            rows.append([row["pattern"], f"{100 * row['sparsity']:g} %", row["runs"], *times, *ratios])
+        title = (
+            f"Forward and both gradients of one layer, {'×'.join(map(str, results['shape']))} in {results['dtype']}, "
+            f"milliseconds, and times faster than dense, eagerly and replayed from CUDA graphs. {source(record)}"
+        )
+        heads = ["pattern", "sparsity", "runs", "dense", "sparse", "dense, graph", "sparse, graph"]
+        heads += ["over dense", "over dense, graph", "target", "bound"]
+        parts.append(f"{title}\n\n{markdown(heads, rows)}")
+    return "\n\n".join(parts)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from sparta.specialize.linear.spec import LinearKernel
 from sparta.specialize.runtime.handles import KernelState, state_of
@@ -50,6 +51,23 @@ class LinearState(KernelState):
         """Pack the weight in the next call, whatever its version counter says."""
         super().forget()
         self.fast_path, self._bound = None, (None, None, 0)
+
+    def gradients(
+        self, grad: Tensor, x: Tensor, weight: Tensor, *, of_x: bool = True, of_weight: bool = True
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients that are asked for: of x, and of the weight, exactly 0 where that is pruned."""
+        if weight.requires_grad:
+            self.forget()
+        mask, grad_x, grad_weight = self.mask(weight.device), None, None
+        if of_weight:
+            grad_weight = self.forward.weight_gradient(grad, x, mask)
+            if grad_weight is None:
+                grad_weight = torch.where(mask, grad.t() @ x, torch.zeros((), dtype=grad.dtype, device=grad.device))
+        if of_x and self.backward is None:
+            grad_x = grad @ torch.where(mask, weight, torch.zeros((), dtype=weight.dtype, device=weight.device))
+        elif of_x and self.backward is not None:
+            grad_x = self.backward.run(self.backward.pack(weight.t()), grad.contiguous(), None, None)
+        return grad_x, grad_weight
 
     def bind(self, weight: Tensor, bias: Tensor | None, packed: Sequence[Tensor]) -> None:
         """Keep a short way to run again with this packed weight and bias, if the kernel has one, in `fast_path`."""
@@ -101,32 +119,49 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, handle: int, keep: bool) -
 def run_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearState, *, keep: bool) -> Tensor:
     """Return ``x W^T + bias`` as :func:`linear` does; the op is left out where nothing needs it.
 
-    Going through the dispatcher costs the host more than a small kernel takes, and is of use only to autograd and to
-    whoever traces.
+    Going through the dispatcher costs the host more than a small kernel takes, and is of use only to code that traces.
     """
-    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    if recorded or type(x) is not Tensor or torch.compiler.is_compiling():
+    if type(x) is not Tensor or torch.compiler.is_compiling() or _is_traced():
         y: Tensor = torch.ops.sparta.linear(x, weight, bias, state.handle, keep)
         return y
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        recorded: Tensor = _Recorded.apply(x, weight, bias, state, keep)  # type: ignore[no-untyped-call]
+        return recorded
     packed = state.packed(weight, keep=keep)
     if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         state.bind(weight, bias, packed)
     return state.forward.run(packed, x, bias, None)
 
 
+def _is_traced() -> bool:
+    """Whether calls are watched: by a mode that traces or fakes them, or by a transform such as vmap."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.maybe_current_level() is not None
+
+
+class _Recorded(torch.autograd.Function):
+    """The layer as autograd records it in eager mode: what the op does, with less work for the host."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearState, keep: bool) -> Tensor:  # noqa: FBT001
+        ctx.save_for_backward(x, weight)
+        ctx.state, ctx.has_bias = state, bias is not None
+        return state.forward.run(state.packed(weight, keep=keep), x, bias, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        grad_x, grad_weight = ctx.state.gradients(grad.contiguous(), x, weight, of_x=wanted[0], of_weight=wanted[1])
+        return grad_x, grad_weight, grad.sum(0) if ctx.has_bias and wanted[2] else None, None, None
+
+
 @torch.library.custom_op("sparta::linear_backward", mutates_args=())
 def linear_backward(grad: Tensor, x: Tensor, weight: Tensor, handle: int) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the weight; the latter is exactly 0 where the weight is pruned."""
-    state = state_of(handle, LinearState)
-    if weight.requires_grad:
-        state.forget()
-    mask = state.mask(weight.device)
-    grad_weight = state.forward.weight_gradient(grad, x, mask)
-    if grad_weight is None:
-        grad_weight = torch.where(mask, grad.t() @ x, torch.zeros((), dtype=grad.dtype, device=grad.device))
-    if state.backward is None:
-        return grad @ torch.where(mask, weight, torch.zeros((), dtype=weight.dtype, device=weight.device)), grad_weight
-    return state.backward.run(state.backward.pack(weight.t()), grad.contiguous(), None, None), grad_weight
+    grad_x, grad_weight = state_of(handle, LinearState).gradients(grad, x, weight)
+    assert grad_x is not None and grad_weight is not None  # noqa: PT018, S101 - both were asked for
+    return grad_x, grad_weight
 
 
 @linear_backward.register_fake

@@ -7,6 +7,7 @@ imports Triton.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ _WIDEST = 128  # columns of a chunk: neighbouring blocks of a row share what is 
 _TOKENS = 32
 _PROGRAMS_PER_PROCESSOR = 2
 _LEAST_TOKENS = 512  # of a share: adding shares costs as well
+_numbers = itertools.count()  # of packers and gradients: unlike addresses, they are never given away again
 _pack, _multiply, _add = (
     Launcher(kernel, interpreted=INTERPRETED) for kernel in (pack_blocks, block_gradient, add_parts)
 )
@@ -39,7 +41,7 @@ class BlockPacker:
     """
 
     def __init__(self, layout: BlockLayout) -> None:
-        self._layout = layout
+        self._layout, self._number = layout, next(_numbers)
 
     def __call__(self, weight: Tensor) -> Tensor:
         """Return the kept blocks (steps, h, step) of a weight, as :meth:`BlockLayout.values` does."""
@@ -60,7 +62,8 @@ class BlockPacker:
             weight.stride(1), layout.grid[1] * tile.width, *strides, tile.height, tile.width, tile.blocks,
             live is not None,
         )  # fmt: skip
-        _pack(count, arguments, weight.device)
+        like = (self._number, weight.dtype, weight.stride(), weight.data_ptr() % 16)
+        _pack(count, arguments, weight.device, None, like)
         return values
 
 
@@ -93,7 +96,7 @@ class BlockGradient:
     """
 
     def __init__(self, layout: BlockLayout) -> None:
-        self._layout = layout
+        self._layout, self._number = layout, next(_numbers)
         self._on: dict[torch.device, _Chunks] = {}
         self._kept = kept_grid(layout.weight, (layout.tile.height, layout.tile.width)).cpu()
         self._whole = layout.weight.count("live") == layout.inside(*self._kept.nonzero(as_tuple=True))
@@ -129,14 +132,16 @@ class BlockGradient:
             count, -(-tokens // (splits * _TOKENS)) * _TOKENS, _TOKENS, tile.height, tile.width, chunks.side,
             splits > 1, n % tile.height == 0 and k % tile.width == 0, shown is not None, precision, INTERPRETED,
         )  # fmt: skip
-        _multiply(count * splits, product, device, {"num_warps": 4, "num_stages": 3})
+        aligned = (x.data_ptr() % 16, grad.data_ptr() % 16)
+        like = (self._number, x.dtype, x.shape, x.stride(), grad.stride(), aligned, precision)
+        _multiply(count * splits, product, device, {"num_warps": 4, "num_stages": 3}, like)
         if splits > 1:
             rows = min(16, tile.height)
             addition = (
                 parts, chunks.chunks, chunks.columns, shown, result, n, k, count, splits, tile.height, tile.width,
                 chunks.side, rows, shown is not None,
             )  # fmt: skip
-            _add(count * (tile.height // rows), addition, device)
+            _add(count * (tile.height // rows), addition, device, None, like)
         return result
 
     def _splits(self, count: int, tokens: int, device: torch.device) -> int:
