@@ -14,11 +14,10 @@ from sparta.common.tuning import (
     Trial,
     Tunable,
     TunableItemCfg,
-    TuningError,
     TuningResult,
     search,
 )
-from sparta.errors import MissingPackageError, NameNotFoundError, ShapeError, SpartaError, ValueRangeError
+from sparta.errors import MissingPackageError, NameNotFoundError, SpartaError, ValueRangeError
 
 ALGORITHMS = sorted(Tunable.supported_tuners())
 LINE = {"x": TunableItemCfg("randint", [0, 10])}
@@ -64,7 +63,6 @@ def test_the_best_of_a_small_space_is_found_and_the_search_ends(algo):
     assert len(result.trials) == NESTED.size() == 10
     assert not result.interrupted
     assert result.reasons == {}
-    assert result.require() is result.best_trial
 
 
 @pytest.mark.parametrize("algo", ALGORITHMS)
@@ -244,11 +242,9 @@ def test_a_search_of_which_nothing_works_says_why(algo):
     assert result.best is None
     assert result.best_value is None
     assert list(result.reasons.values()) == [7, 3]
-    with pytest.raises(TuningError, match="none of 10 trials") as caught:
-        result.require()
-    assert "7 x relative error 0.3, allowed 0.01" in str(caught.value)
-    assert "3 x RuntimeError: out of registers" in str(caught.value)
-    assert len(str(caught.value)) < 1000
+    first, second = result.reasons
+    assert first.startswith("relative error 0.3")
+    assert second.startswith("RuntimeError: out of registers")
 
 
 def test_an_interrupt_keeps_the_best_so_far(tmp_path):
@@ -273,10 +269,7 @@ def test_an_interrupt_before_the_first_trial():
 
     result = search(LINE, interrupted)
     assert result.interrupted
-    with pytest.raises(TuningError, match="before any trial"):
-        result.require()
-    with pytest.raises(TuningError, match="max_trials"):
-        TuningResult().require()
+    assert result.best is None
 
 
 def test_an_exit_is_not_swallowed():
@@ -438,29 +431,11 @@ def test_a_result_prints_itself():
     assert len(str(many).splitlines()) == 23
 
 
-def test_a_result_survives_json():
-    result = example()
-    assert TuningResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: data.pop("interrupted"),
-        lambda data: data["trials"][0].pop("reason"),
-        lambda data: data["trials"].append(3),
-        lambda data: data["trials"][0].update(state="done"),
-        lambda data: data["trials"][0].update(value=None),
-        lambda data: data["trials"][2].update(value=1.0),
-    ],
-)
-def test_a_damaged_result_is_refused(damage):
-    data = example().to_dict()
-    damage(data)
-    with pytest.raises(ShapeError, match="stored"):
-        TuningResult.from_dict(data)
+def test_a_result_is_plain_data():
+    data = json.loads(json.dumps(example().to_dict()))
+    assert list(data) == ["trials", "interrupted"]
+    assert list(data["trials"][0]) == ["number", "params", "value", "state", "seconds", "reason"]
 
 
 def test_verdicts_are_errors_of_this_package():
     assert issubclass(PrunedTrial, SpartaError)
-    assert issubclass(TuningError, SpartaError)

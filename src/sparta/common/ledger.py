@@ -1,8 +1,8 @@
 """The ledger of a search: an Optuna study that keeps which points were asked for, and what became of each.
 
-Tuners (:mod:`sparta.common.tuner`) decide what to try and write it here; the study may live in memory, in a file or in
-a database that many machines share. The study is the only truth. Points already tried are read from it before each new
-one, so a resumed search and a search on another machine are the same case.
+Samplers (:mod:`sparta.common.sampler`) decide what to try and write it here; the study may live in memory, in a file or
+in a database that many machines share. The study is the only truth. Points already tried are read from it before each
+new one, so a resumed search and a search on another machine are the same case.
 """
 
 from __future__ import annotations
@@ -187,18 +187,13 @@ class Ledger:
             self._study.enqueue_trial(stored, user_attrs={_POINT: stored})
         return self.suggest()
 
-    def is_taken(self, ticket: Ticket) -> bool:
-        """Tell whether another process opened the same point at the same time and was first."""
-        self.refresh()
-        return ticket.key in self.tried or self._elsewhere.get(ticket.key, ticket.trial.number) < ticket.trial.number
-
     def finish(
         self, ticket: Ticket, state: TrialState, *, value: float | None = None, seconds: float = 0.0, reason: str = ""
     ) -> Trial:
         """Write down what became of a point."""
         reason = reason[:_REASON_LIMIT]
         self._close_trial(ticket, {"state": state, "seconds": seconds, "reason": reason}, value)
-        # Made anew, because an objective may have changed the dict it was given.
+        # Made again, because an objective may have changed the dict it was given.
         sample = walk(self.space, lambda path, _: ticket.picks[path])
         trial = Trial(len(self.trials), sample, value, state, seconds, reason)
         self._enter(trial, ticket.key)

@@ -1,8 +1,7 @@
 """What a search found: every trial with its outcome, and the best of them.
 
 :func:`sparta.common.search.search` returns a :class:`TuningResult`; stores and reports keep its ``to_dict()``. A trial
-that could not run is a result too, so its reason is kept and counted, and a search of which nothing ran says why
-instead of returning nothing.
+that could not run is a result too, so its reason is kept and counted.
 """
 
 from __future__ import annotations
@@ -12,21 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from sparta.common.domains import freeze, thaw
+from sparta.common.domains import thaw
 from sparta.common.space import Sample
-from sparta.errors import ShapeError, SpartaError, message
+from sparta.errors import SpartaError
 from sparta.tables import table
 
-__all__ = ["NoMoreTrial", "PrunedTrial", "Trial", "TrialState", "TuningError", "TuningResult", "shortened"]
+__all__ = ["NoMoreTrial", "PrunedTrial", "Trial", "TrialState", "TuningResult", "shortened"]
 
 TrialState = Literal["complete", "pruned", "failed"]
 
 _SHOWN_TRIALS = 20
 _SHOWN_REASON = 70
-
-
-class TuningError(SpartaError, RuntimeError):
-    """A search found nothing that works."""
 
 
 class NoMoreTrial(SpartaError):  # noqa: N818 - NNI's name for it
@@ -89,16 +84,6 @@ class Trial:
             "reason": self.reason,
         }
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Trial:
-        """Read a trial back from :meth:`to_dict`."""
-        if not isinstance(data, Mapping) or set(data) != set(cls.__dataclass_fields__):
-            raise ShapeError(message(f"a stored trial is {data!r}", f"the keys {', '.join(cls.__dataclass_fields__)}"))
-        if data["state"] not in get_args(TrialState) or (data["state"] == "complete") != (data["value"] is not None):
-            given = f"a stored trial has the state {data['state']!r} and the value {data['value']!r}"
-            raise ShapeError(message(given, f"one of {', '.join(get_args(TrialState))}; a value if complete"))
-        return cls(**{**data, "params": _freeze_params(data["params"])})
-
 
 @dataclass(frozen=True)
 class TuningResult:
@@ -109,8 +94,6 @@ class TuningResult:
     >>> result = TuningResult((Trial(0, {"tile": 16}, 2.5, "complete", 0.1), Trial(1, {"tile": 32}, None, "pruned")))
     >>> result.best, result.best_value
     ({'tile': 16}, 2.5)
-    >>> TuningResult.from_dict(result.to_dict()) == result
-    True
     """
 
     trials: tuple[Trial, ...] = ()
@@ -137,28 +120,9 @@ class TuningResult:
         """Why trials are not complete: each reason and how often it was given, the most frequent first."""
         return dict(Counter(trial.reason for trial in self.trials if trial.state != "complete").most_common())
 
-    def require(self) -> Trial:
-        """Return the best trial; raises :class:`TuningError` that lists the reasons if none is complete."""
-        if self.best_trial is not None:
-            return self.best_trial
-        if not self.trials:
-            fix = "raise max_trials or max_seconds" if not self.interrupted else "let it run longer"
-            raise TuningError(message("the search ended before any trial did", fix=fix))
-        counted = "".join(
-            f"\n  {count} x {shortened(reason, 200)}" for reason, count in list(self.reasons.items())[:10]
-        )
-        raise TuningError(f"none of {len(self.trials)} trials is complete; the reasons:{counted}")
-
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON-able data."""
         return {"trials": [trial.to_dict() for trial in self.trials], "interrupted": self.interrupted}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> TuningResult:
-        """Read a result back from :meth:`to_dict`."""
-        if not isinstance(data, Mapping) or set(data) != {"trials", "interrupted"}:
-            raise ShapeError(message(f"a stored tuning result is {data!r}", "the keys trials, interrupted"))
-        return cls(tuple(Trial.from_dict(trial) for trial in data["trials"]), bool(data["interrupted"]))
 
     def __str__(self) -> str:
         counts = Counter(trial.state for trial in self.trials)
@@ -196,10 +160,3 @@ def shortened(text: str, width: int) -> str:
     """
     line = " ".join(text.split())
     return line if len(line) <= width else line[: width - 3] + "..."
-
-
-def _freeze_params(params: object) -> Sample:
-    """Return a sample as spaces write it, from what JSON made of it."""
-    if isinstance(params, Mapping):
-        return {name: _freeze_params(value) for name, value in params.items()}
-    return freeze(params)

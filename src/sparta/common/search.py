@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from sparta.common.ledger import Ticket
 from sparta.common.progress import Progress, Step, progress_view
 from sparta.common.result import NoMoreTrial, PrunedTrial, Trial, TrialState, TuningResult
+from sparta.common.sampler import Tuner
 from sparta.common.space import Sample, Space, normalize
-from sparta.common.tuner import Tuner
 from sparta.errors import ValueRangeError, message
 
 if TYPE_CHECKING:

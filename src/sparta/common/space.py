@@ -304,7 +304,7 @@ def draw(space: Space, rng: random.Random) -> Sample:
 
 
 def mutate(space: Space, sample: Sample, rng: random.Random) -> Sample:
-    """Return `sample` with one pick changed; if that opens another alternative, its parameters are drawn anew.
+    """Return `sample` with one pick changed; if that opens another alternative, its parameters are drawn again.
 
     A sample of which no pick could differ is returned as it is.
 

@@ -7,7 +7,8 @@ so choosing the kernel and tuning it are one search.
 
 from __future__ import annotations
 
-from sparta.common.result import NoMoreTrial, PrunedTrial, Trial, TuningError, TuningResult
+from sparta.common.result import NoMoreTrial, PrunedTrial, Trial, TuningResult
+from sparta.common.sampler import Tunable, Tuner
 from sparta.common.search import search
 from sparta.common.space import (
     Sample,
@@ -23,7 +24,6 @@ from sparta.common.space import (
     to_json,
     to_nni_search_space,
 )
-from sparta.common.tuner import Tunable, Tuner
 
 __all__ = [
     "NoMoreTrial",
@@ -34,7 +34,6 @@ __all__ = [
     "Tunable",
     "TunableItemCfg",
     "Tuner",
-    "TuningError",
     "TuningResult",
     "default_of",
     "from_json",

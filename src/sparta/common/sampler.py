@@ -1,8 +1,8 @@
-"""Tuners: which point of a search space to try next, by grid, random, TPE or evolution.
+"""Samplers: which point of a search space to try next, by grid, random, TPE or evolution.
 
 :class:`Tuner` speaks NNI's tuner protocol and is what :func:`sparta.common.search.search` drives. Measuring costs far
-more than choosing, so no tuner proposes a point twice while there are points that nobody tried; where its algorithm
-would, a neighbour of that point is taken instead, then any other.
+more than choosing, so no point is proposed twice while there are points that nobody tried; where the algorithm would, a
+neighbour of that point is taken instead, then any other.
 """
 
 from __future__ import annotations
@@ -153,14 +153,8 @@ class Tuner:
 
     def ask(self) -> Ticket:
         """Open the next point; raises :class:`NoMoreTrial` when all were tried."""
-        while True:
-            self._ledger.refresh()
-            elsewhere = self._ledger.open_elsewhere
-            ticket = self._propose()
-            # A point that was open elsewhere before was chosen on purpose; any other may have been chosen by two.
-            if ticket.key in elsewhere or not self._ledger.is_taken(ticket):
-                return ticket
-            self._ledger.drop(ticket, "duplicate")
+        self._ledger.refresh()
+        return self._propose()
 
     def ask_for(self, sample: Sample) -> Ticket | None:
         """Open a given point, or return None if it was tried already."""

@@ -1,4 +1,4 @@
-"""Tuners: they stay inside the space, repeat nothing, minimise, and are told results as NNI's tuners are."""
+"""Samplers: they stay inside the space, repeat nothing, minimise, and are told results as NNI's tuners are."""
 
 import warnings
 
@@ -253,22 +253,6 @@ def test_points_of_a_process_that_died_come_last_but_come(algo, tmp_path):
     points = run(Tuner(NESTED, algo, seed=1, **kw), 100)
     assert len(points) == 10
     assert set(keys(NESTED, points[-3:])) == set(keys(NESTED, lost))
-
-
-def test_two_that_choose_the_same_point_at_the_same_time_do_not_both_try_it(monkeypatch):
-    storage = optuna.storages.InMemoryStorage()
-    quick, slow = (Tuner(NESTED, "grid", storage=storage, study_name="s") for _ in range(2))
-    taken = []
-    refresh = slow._ledger.refresh
-
-    def overtaken():
-        refresh()
-        if not taken:
-            taken.append(quick.generate_parameters(0))
-
-    monkeypatch.setattr(slow._ledger, "refresh", overtaken)
-    chosen = slow.generate_parameters(0)
-    assert [*taken, chosen] == list(NESTED.samples())[:2]
 
 
 def test_a_trial_that_another_process_finished_first_is_no_error():
