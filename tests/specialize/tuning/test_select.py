@@ -14,7 +14,7 @@ from sparta.errors import CheckError, FileFormatError, NameNotFoundError, Sparta
 from sparta.specialize import implement as registry
 from sparta.specialize.implement import Cause, Implement, Support, implements_of, register, search_space, supported
 from sparta.specialize.linear.spec import LinearKernel, linear_spec
-from sparta.specialize.tuning import select
+from sparta.specialize.tuning import select, significance
 from sparta.specialize.tuning.select import Choice, Problem, build, choose, right_choice, tune_kernel
 from sparta.specialize.tuning.significance import Pairs
 from sparta.specialize.tuning.store import Entry, TuningStore, device_name, key_of
@@ -218,7 +218,7 @@ def test_an_interrupt_of_the_longer_run_keeps_the_best_so_far(problem, candidate
     def interrupted(dense, other, seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(select, "confirm", interrupted)
+    monkeypatch.setattr(significance, "confirm", interrupted)
     candidate(lambda size: Cheat(problem.expected.float()))
     store = TuningStore(tmp_path)
     choice = tune_kernel(problem, store=store)
@@ -230,7 +230,7 @@ def test_an_interrupt_of_the_longer_run_keeps_the_best_so_far(problem, candidate
 
 @pytest.mark.parametrize("gain", [0.99, 1.02, 1.04])
 def test_the_longer_run_has_the_last_word(problem, candidate, tmp_path, monkeypatch, gain):
-    monkeypatch.setattr(select, "confirm", lambda dense, other, seconds: Pairs(((gain, 1.0),) * 20))
+    monkeypatch.setattr(significance, "confirm", lambda dense, other, seconds: Pairs(((gain, 1.0),) * 20))
     candidate(lambda size: Cheat(problem.expected.float()))
     choice = tune_kernel(problem, store=TuningStore(tmp_path))
     assert choice.implement == ("candidate" if gain > 1.03 else "dense")
@@ -244,7 +244,7 @@ def test_what_was_not_decided_in_time_is_not_kept(problem, candidate, tmp_path, 
         time.sleep(max(0.0, left))
         return Pairs(((1.01, 1.0),))
 
-    monkeypatch.setattr(select, "confirm", undecided)
+    monkeypatch.setattr(significance, "confirm", undecided)
     candidate(lambda size: Cheat(problem.expected.float()))
     choice = tune_kernel(problem, store=TuningStore(tmp_path), max_seconds=seconds)
     assert choice.implement == "dense"
@@ -259,7 +259,7 @@ def test_the_runner_up_wins_where_the_first_was_only_lucky(problem, candidate, m
         asked.append(other)
         return Pairs(((1.0 if len(asked) == 1 else 2.0, 1.0),) * 20)
 
-    monkeypatch.setattr(select, "confirm", second_only)
+    monkeypatch.setattr(significance, "confirm", second_only)
     candidate(lambda size: Cheat(problem.expected.float()))
     choice = tune_kernel(problem)
     assert choice.implement == "candidate"
@@ -276,7 +276,7 @@ def test_the_best_of_a_search_are_put_in_order_once_more(problem, candidate, mon
         return Pairs(((3.0 if times["candidate"].median > 1.0 else 2.9, 1.0),) * 20)
 
     monkeypatch.setattr(select, "pairs_of", lucky)
-    monkeypatch.setattr(select, "confirm", lambda dense, other, seconds: Pairs(((2.0, 1.0),) * 20))
+    monkeypatch.setattr(significance, "confirm", lambda dense, other, seconds: Pairs(((2.0, 1.0),) * 20))
     candidate(lambda size: (Cheat if size == 2 else Slow)(problem.expected.float()))
     assert tune_kernel(problem).params == {"size": 2}
 
@@ -294,7 +294,7 @@ def test_a_candidate_that_fails_only_in_the_longer_run_is_passed_over(problem, c
     def breaks(dense, other, seconds):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(select, "confirm", breaks)
+    monkeypatch.setattr(significance, "confirm", breaks)
     candidate(lambda size: Cheat(problem.expected.float()))
     assert tune_kernel(problem).implement == "dense"
 

@@ -1,9 +1,9 @@
 """The tuner: measure the candidates for one kernel spec, dense among them, and keep the fastest that is right.
 
-Each candidate is built, checked against a float64 reference and timed in turns with dense; a candidate that does not
+Each candidate is built, checked against a float64 reference and timed interleaved with dense; a candidate that does not
 compile or computes something else is a pruned trial, never a crash. Several are compiled at the same time, one is timed
 at a time. The best few are put in order once more, and the first of them must beat dense by 3 % in a longer run, so
-luck cannot choose.
+that neither luck nor a busy machine can choose. What a stored result says of dense is timed again before it is used.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from sparta.measure.checks import check
 from sparta.measure.timing import compare
 from sparta.specialize.implement import Kernel, Support, implement_named, search_space, supported
 from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.tuning.roof import roof
 from sparta.specialize.tuning.shipped import misfit, shipped
-from sparta.specialize.tuning.significance import LEAST_GAIN, confirm, pairs_of, ranked
+from sparta.specialize.tuning.significance import LEAST_GAIN, pairs_of, ranked, settled
 from sparta.specialize.tuning.store import Entry, TuningStore
 
 __all__ = ["Choice", "Problem", "choose", "right_choice", "tune_kernel"]
@@ -37,6 +38,7 @@ _SEARCH_SHARE = 0.75  # of the seconds; the rest is for the longer run
 _FINALISTS, _CLOSE = 4, 1.3  # the best of a search are put in order once more: two, or four if so near to the first
 _RUNNERS_UP = 2  # how many candidates may try to beat dense in the longer run
 _MOST_COMPILERS = 4
+_DRIFT, _SLACK = 2.0, 0.05  # how far dense may be from its stored time: a factor, and milliseconds of the host's own
 _GRAPH_MILLISECONDS, _MOST_CALLS = 0.2, 20  # of the calls in one graph: enough for the host to keep ahead
 
 
@@ -56,7 +58,7 @@ class Problem:
     expected
         The right result in float64.
     reduction
-        How many terms the longest sum behind one element has.
+        How many terms the longest sum of one element has.
     backward
         Whether the gradients of the inputs are measured too, by autograd through the kernel.
     checked
@@ -173,9 +175,11 @@ def tune_kernel(
 ) -> Choice:
     """Return the fastest implement and parameters for a problem.
 
-    A stored result is taken if it is right. Interrupting keeps the best so far. Whatever wins the search must then beat
-    dense by 3 % (see :mod:`sparta.specialize.tuning.significance`); otherwise dense runs. Dense is checked as well:
-    where it is wrong, the fastest candidate that is right runs, and the reason says so.
+    A stored result is taken if it is right and dense still takes the time it took then, within a factor of 2; else it
+    is measured again. Whatever wins the search must then beat dense by 3 % (see
+    :mod:`sparta.specialize.tuning.significance`); otherwise dense runs. What could not be measured well is neither
+    stored nor given a number. Dense is checked as well: where it is wrong, the fastest candidate that is right runs,
+    and the reason says so. Interrupting keeps the best so far.
 
     Parameters
     ----------
@@ -192,10 +196,10 @@ def tune_kernel(
         share, as in a model that is replayed whole.
     """
     stored = choose(problem.spec, store)
-    if stored.entry is not None and not _fault(problem, stored.config):
-        return stored
     deadline = math.inf if max_seconds is None else perf_counter() + max_seconds
     rivals = _Rivals.of(problem, in_graphs=in_graphs and problem.spec.device == "cuda" and not problem.backward)
+    if stored.entry is not None and not _fault(problem, stored.config) and _still_holds(rivals, stored.entry):
+        return stored
 
     def objective(config: Mapping[str, Any], kernel: Kernel) -> float:
         if config["_name"] == DENSE:
@@ -224,6 +228,25 @@ def tune_kernel(
     if store is not None and choice.entry is not None and not interrupted:
         store.put(problem.spec, choice.entry)
     return choice
+
+
+def _still_holds(rivals: _Rivals, entry: Entry) -> bool:
+    """Return whether dense takes about the time that an entry says, which was measured at a size of the same bucket.
+
+    On CUDA, where events time the device and not the machine around it, an entry is believed.
+    """
+    spec = rivals.problem.spec
+    if spec.device == "cuda":
+        return True
+    now = compare({DENSE: rivals.dense}, warmup=2, iters=20, max_seconds=_QUICK_SECONDS)[DENSE].median
+    grown = _size(spec) / entry.size if entry.size else 1.0  # a call may take as much longer, or as long as it did
+    low = entry.dense_milliseconds * min(1.0, grown) / _DRIFT - _SLACK
+    return low <= now <= entry.dense_milliseconds * max(1.0, grown) * _DRIFT + _SLACK
+
+
+def _size(spec: KernelSpec) -> int:
+    """Return the product of the dynamic sizes of a spec."""
+    return math.prod(max(1, tesa.shape[dim]) for tesa in spec.operands.values() for dim in tesa.dynamic)
 
 
 def build(spec: KernelSpec, config: Mapping[str, Any]) -> Kernel:
@@ -359,35 +382,50 @@ def _confirmed(
 ) -> Choice:
     """Put the best few in order once more and time them against dense, longer, until one wins; dense if none does.
 
-    After a hurried search, in which some implements had no turn, that is not worth keeping.
+    After a hurried search, in which some implements had no turn, and after unstable timings that is not worth keeping.
     """
     complete = sorted((t.value, t.number, t) for t in result.trials if t.value is not None)
     if rivals.fault:
         return _instead_of_dense(rivals, [trial for _, _, trial in complete], result, refused)
     faster = [(ratio, t) for ratio, _, t in complete if t.params["_name"] != DENSE and ratio < 1.0]
     hopeful = [t for ratio, t in faster[:_FINALISTS] if ratio <= _CLOSE * faster[0][0] or ratio <= faster[1][0]]
-    dense_time, best = 0.0, ""
+    dense_time, best, stable, spec = 0.0, "", True, rivals.problem.spec
+    doubtful: Choice | None = None  # the first that won, by how much is not known
     try:
         for trial, candidate in _finalists(rivals, hopeful, deadline)[:_RUNNERS_UP]:
             try:
-                pairs = confirm(rivals.dense, candidate, deadline - perf_counter())
+                verdict = settled(rivals.dense, candidate, deadline - perf_counter(), roof(spec))
             except (SpartaError, RuntimeError):
                 continue  # it worked once, and is not to be relied on
+            pairs, stable = verdict.pairs, stable and verdict.stable
             dense_time = pairs.dense_milliseconds / rivals.calls
             best = best or f"({trial.params['_name']}) reached {pairs.gain:.2f}x"
             hurried |= not pairs.decided and perf_counter() >= deadline
-            if pairs.won:
-                entry = Entry(trial.params["_name"], _params(trial), dense_time / pairs.gain, dense_time)
+            if pairs.won and verdict.stable:
+                entry = Entry(trial.params["_name"], _params(trial), dense_time / pairs.gain, dense_time, _size(spec))
                 return Choice(entry.implement, entry.params, f"{pairs.gain:.2f}x dense", entry, refused, result)
+            if pairs.won:
+                doubtful = doubtful or _unstable(trial, result, refused)
     except KeyboardInterrupt:
         return _unconfirmed(hopeful[0], replace(result, interrupted=True), refused)
-    if not dense_time:
-        dense_time = compare({DENSE: rivals.dense}, warmup=2, max_seconds=_QUICK_SECONDS)[DENSE].median / rivals.calls
+    if not stable:
+        return doubtful or Choice(DENSE, {}, "dense: timing unstable", None, refused, result)
     why = "nothing was faster" if complete else "no candidate worked"
     reason = f"dense: the best candidate {best}" if best else f"dense: {why}"
     if hurried:  # nothing that is worth keeping: more time may tell
         return Choice(DENSE, {}, f"{reason} when the time was up", None, refused, result)
-    return Choice(DENSE, {}, reason, Entry(DENSE, {}, dense_time, dense_time), refused, result)
+    return Choice(DENSE, {}, reason, _dense_entry(rivals, dense_time), refused, result)
+
+
+def _dense_entry(rivals: _Rivals, milliseconds: float) -> Entry:
+    """Return the entry of dense, which is timed if no longer run has done so."""
+    if not milliseconds:
+        milliseconds = compare({DENSE: rivals.dense}, warmup=2, max_seconds=_QUICK_SECONDS)[DENSE].median / rivals.calls
+    return Entry(DENSE, {}, milliseconds, milliseconds, _size(rivals.problem.spec))
+
+
+def _unstable(trial: Trial, result: TuningResult, refused: Mapping[str, Support]) -> Choice:
+    return Choice(trial.params["_name"], _params(trial), "faster than dense, timing unstable", None, refused, result)
 
 
 def _finalists(rivals: _Rivals, hopeful: Sequence[Trial], deadline: float) -> list[tuple[Trial, Callable[[], Tensor]]]:
@@ -396,7 +434,7 @@ def _finalists(rivals: _Rivals, hopeful: Sequence[Trial], deadline: float) -> li
     for trial in hopeful if perf_counter() < deadline else hopeful[:_RUNNERS_UP]:
         with suppress(SpartaError, RuntimeError):
             found.append((trial, rivals.candidate(trial.params, build(rivals.problem.spec, trial.params))))
-    with suppress(SpartaError, RuntimeError):  # whoever fails is found out when it is confirmed
+    with suppress(SpartaError, RuntimeError):  # what fails is found out when it is confirmed
         order = ranked(rivals.dense, [candidate for _, candidate in found], deadline - perf_counter())
         return [found[number] for number in order]
     return found
@@ -419,7 +457,7 @@ def _unconfirmed(best: Trial, result: TuningResult, refused: Mapping[str, Suppor
     if gain < LEAST_GAIN:
         return Choice(DENSE, {}, "dense: interrupted", None, refused, result)
     return Choice(
-        best.params["_name"], _params(best), f"{gain:.2f}x dense in haste, interrupted", None, refused, result
+        best.params["_name"], _params(best), f"{gain:.2f}x dense, unconfirmed (interrupted)", None, refused, result
     )
 
 

@@ -1,9 +1,10 @@
-"""Is a candidate really faster than dense? Pairs of calls in turns, until the answer no longer hangs on luck.
+"""Is a candidate really faster than dense? Interleaved pairs of calls, until the answer cannot be due to chance.
 
-The tuner asks this last, of the winners of a search, because whoever wins among many measured in haste was lucky too:
+The tuner asks this last, of the winners of a search, because the best of many that were measured briefly was lucky too:
 the best few are put in order once more (:func:`ranked`), and then the first must beat dense (:func:`confirm`). A busy
 machine slows both calls of a pair alike, so the ratio is taken pair by pair and the median of the ratios is what
-counts; where it is near the threshold, more pairs are taken.
+counts; where it is near the threshold, more pairs are taken. A gain that is spread too wide, or larger than the saved
+work allows, is measured again, and is a fact only if both measurements agree (:func:`settled`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from sparta.measure.timing import Comparison, compare
 
-__all__ = ["LEAST_GAIN", "LOWEST_GAIN", "Pairs", "confirm", "pairs_of", "ranked"]
+__all__ = ["LEAST_GAIN", "LOWEST_GAIN", "Pairs", "Verdict", "confirm", "pairs_of", "ranked", "settled"]
 
 LEAST_GAIN = 1.03
 """What the median of the paired ratios must reach before anything but dense runs."""
@@ -29,13 +30,14 @@ _BATCH_SECONDS, _BATCH_PAIRS = 0.05, 50
 _FEWEST_PAIRS, _MOST_BATCHES = 7, 8
 # Calls so long that a batch is one pair of them average the noise themselves: three that all say so are enough.
 _FEWEST_LONG_PAIRS, _FAR_ABOVE, _FAR_BELOW = 3, 1.5, 0.9
+_WIDEST = 1.5  # how far the ends of an interval, or two measurements of one gain, may lie apart
 _RANKING_SECONDS, _RANKING_ROUNDS = 0.15, 50
 _DENSE, _CANDIDATE = "dense", "candidate"
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Milliseconds of dense and of a candidate, measured in turns.
+    """Milliseconds of dense and of a candidate, measured interleaved.
 
     Examples
     --------
@@ -50,6 +52,12 @@ class Pairs:
     def gain(self) -> float:
         """How many times faster than dense the candidate is: the median of the ratios of the pairs."""
         return statistics.median(self._ratios)
+
+    @property
+    def quietest_gain(self) -> float:
+        """The same by the shortest call of either, which met the least of a busy machine."""
+        dense, other = (min(times) for times in zip(*self.milliseconds, strict=True))
+        return dense / other if dense > 0 and other > 0 else 1.0
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -78,6 +86,12 @@ class Pairs:
         return len(self.milliseconds) >= _FEWEST_PAIRS and (low >= LEAST_GAIN or high < LEAST_GAIN)
 
     @property
+    def stable(self) -> bool:
+        """Whether the ratios agree so well that the gain may be called a fact."""
+        low, high = self.interval
+        return high <= _WIDEST * low
+
+    @property
     def _ratios(self) -> list[float]:
         # A clock that is too coarse for a call says 0: nothing is known of such a pair.
         return [dense / other if dense > 0 and other > 0 else 1.0 for dense, other in self.milliseconds]
@@ -94,11 +108,18 @@ def pairs_of(times: Comparison) -> Pairs:
     return Pairs(tuple(zip(dense, other, strict=True)))
 
 
-def confirm(dense: Callable[[], Tensor], candidate: Callable[[], Tensor], max_seconds: float = math.inf) -> Pairs:
-    """Time a candidate and dense in turns until it is clear which is faster, or the time is up.
+def confirm(
+    dense: Callable[[], Tensor],
+    candidate: Callable[[], Tensor],
+    max_seconds: float = math.inf,
+    *,
+    thorough: bool = False,
+) -> Pairs:
+    """Time a candidate and dense interleaved until it is clear which is faster, or the time is up.
 
     It takes 50 ms where the answer is clear and 0.4 s where it is not, longer for calls that are longer than that; the
-    rest is up to :attr:`Pairs.won`. After `max_seconds` no new batch of pairs begins.
+    rest is up to :attr:`Pairs.won`. After `max_seconds` no new batch of pairs begins. A thorough look takes as many
+    pairs as where the answer is not clear.
 
     Examples
     --------
@@ -117,15 +138,51 @@ def confirm(dense: Callable[[], Tensor], candidate: Callable[[], Tensor], max_se
             max_seconds=_BATCH_SECONDS,
         )
         found = Pairs(found.milliseconds + pairs_of(times).milliseconds)
-        if found.decided or perf_counter() >= deadline:
+        if (found.decided and not thorough) or perf_counter() >= deadline:
             break
     return found
 
 
-def ranked(dense: Callable[[], Tensor], candidates: Sequence[Callable[[], Tensor]], max_seconds: float) -> list[int]:
-    """Time a few candidates in turns; return their numbers, the fastest first.
+@dataclass(frozen=True)
+class Verdict:
+    """What was measured of a candidate, and whether measuring it again would say the same."""
 
-    Dense takes its turn as well, so that all find the caches as a model leaves them. It takes 0.15 s, longer for calls
+    pairs: Pairs
+    stable: bool
+
+
+def settled(
+    dense: Callable[[], Tensor], candidate: Callable[[], Tensor], max_seconds: float = math.inf, roof: float = math.inf
+) -> Verdict:
+    """Time a candidate and dense as :func:`confirm` does, and once more where the outcome is hard to believe.
+
+    That is where the ratios are spread wide, and where the gain is above `roof`. The verdict is stable if the second
+    measurement is, and a gain that is still above the roof only if the first one and the quietest calls say the same.
+
+    Examples
+    --------
+    >>> import torch
+    >>> x = torch.rand(64, 64)
+    >>> settled(lambda: x @ x @ x @ x @ x, lambda: x @ x).pairs.won
+    True
+    """
+    deadline = perf_counter() + max_seconds
+    first = confirm(dense, candidate, max_seconds)
+    if first.stable and (first.gain <= roof or not first.won):
+        return Verdict(first, stable=True)
+    if perf_counter() >= deadline:
+        return Verdict(first, stable=False)
+    second = confirm(dense, candidate, deadline - perf_counter(), thorough=True)
+    gains = (first.gain, second.gain, second.quietest_gain)
+    alike = max(gains) <= _WIDEST * min(gains)
+    return Verdict(second, stable=second.stable and (second.gain <= roof or alike))
+
+
+def ranked(dense: Callable[[], Tensor], candidates: Sequence[Callable[[], Tensor]], max_seconds: float) -> list[int]:
+    """Time a few candidates interleaved; return their numbers, the fastest first.
+
+    Dense takes its turn as well: each is compared with the dense call beside it, and all find the caches as a model
+    leaves them. It takes 0.15 s, longer for calls
     that are longer than that; with no time left the order stays.
 
     Examples
@@ -141,4 +198,5 @@ def ranked(dense: Callable[[], Tensor], candidates: Sequence[Callable[[], Tensor
     functions = {_DENSE: dense} | {str(number): candidates[number] for number in order}
     seconds = min(_RANKING_SECONDS, max_seconds)
     times = compare(functions, warmup=1, iters=_RANKING_ROUNDS, max_seconds=seconds)
-    return sorted(order, key=lambda number: times[str(number)].median)
+    gains = [Pairs(tuple(zip(times[_DENSE].samples, times[str(n)].samples, strict=True))).gain for n in order]
+    return sorted(order, key=lambda number: -gains[number])

@@ -40,12 +40,15 @@ class Entry:
         What won.
     milliseconds, dense_milliseconds
         Medians of the winner and of dense, measured interleaved.
+    size
+        The product of the dynamic sizes that were measured; 0 where that is not known.
     """
 
     implement: str
     params: Mapping[str, Any]
     milliseconds: float
     dense_milliseconds: float
+    size: int = 0
 
     @property
     def speedup(self) -> float:
@@ -66,7 +69,10 @@ class Entry:
         for time in times:
             if isinstance(time, bool) or not isinstance(time, int | float) or not 0 < time < _LONGEST:
                 raise ValueError("times must be positive and finite")
-        return Entry(implement, dict(params), float(times[0]), float(times[1]))
+        size = fields.get("size", 0)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ValueError("a size is a count")
+        return Entry(implement, dict(params), float(times[0]), float(times[1]), size)
 
 
 class TuningStore:
