@@ -77,7 +77,7 @@ def measure(case: Case) -> dict[str, Any]:
     """Tune one layer and time it against dense."""
     dense, sparse, x = layer_of(case)
     begin = time.perf_counter()
-    choice = sparse.tune((x,), max_seconds=SECONDS, store=False)
+    choice = sparse.tune((x,), budget_s=SECONDS, store=False)
     seconds = time.perf_counter() - begin
     with torch.no_grad():
         timings = compare({"dense": dense, "chosen": sparse}, x, warmup=5, iters=300, max_seconds=2.0)

@@ -3,9 +3,9 @@
 Run with ``python benchmarks/gpu/training_step.py``. Rounds of steps of the sparse and of the dense layer are
 interleaved and timed by the clock, as an eager training loop sees them, and again replayed from CUDA graphs, where the
 host costs nothing; the median of the paired ratios counts. The weight counts as changed before every step, so it is
-packed in every step. In eager mode one layer is bound by the host: the products are done before Python is. The bound is what the same run says of the
-products: dense time times the density of kept blocks, or, for 2:4, half of the forward product, since neither gradient
-of a fixed 2:4 mask is 2:4 along the axis that tensor cores skip.
+packed in every step. In eager mode one layer is bound by the host: the products are done before Python is. The bound is
+what the same run says of the products: dense time times the density of kept blocks, or, for 2:4, half of the forward
+product, since neither gradient of a fixed 2:4 mask is 2:4 along the axis that tensor cores skip.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def test_a_cuda_graph_captures_and_replays_it(built):
 def test_tuning_finds_it(built):
     pytest.importorskip("optuna")
     module, inputs = built
-    choice = module.tune(inputs, max_trials=8, max_seconds=20)
+    choice = module.tune(inputs, max_trials=8, budget_s=20)
     assert "triton-flash" not in choice.refused
     check(module(*inputs), attention_reference(*inputs, module.mask), reduction=256)
 

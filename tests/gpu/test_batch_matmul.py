@@ -290,7 +290,7 @@ def test_calls_do_not_wait_for_the_device(trio):
 def test_tuning_finds_them(trio):
     pytest.importorskip("optuna")
     module, (q, k, _), mask = trio
-    choice = module.scores.tune((q, k), max_trials=8, max_seconds=20, backward=True)
+    choice = module.scores.tune((q, k), max_trials=8, budget_s=20, backward=True)
     assert "triton-block" not in choice.refused
     expected = module.scores.indexes.convert(matmul_reference(q, k, C_mask=mask, transpose_B=True))
     check(module.scores(q, k), expected, reduction=64)

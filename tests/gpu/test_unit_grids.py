@@ -249,7 +249,7 @@ def test_tuning(what, backward):
         "softmax": lambda: (layer := SparseSoftmax(mask), (x,), layer(x)),
         "attention": lambda: (layer := SparseAttention(mask), (x, x, x), layer(x, x, x)),
     }[what]()
-    choice = op.tune(inputs, max_trials=4, max_seconds=10, backward=backward)
+    choice = op.tune(inputs, max_trials=4, budget_s=10, backward=backward)
     assert op.ready
     assert choice.implement
     check(op(*inputs), expected.detach().double(), reduction=2048)
