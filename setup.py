@@ -86,7 +86,7 @@ class MaybeNative(Distribution):
 
 
 class PlatformWheel(bdist_wheel):
-    """A wheel that no version of Python 3 is told apart by: nothing in the libraries depends on it."""
+    """A wheel for every Python 3: nothing in the libraries depends on its version."""
 
     def get_tag(self) -> tuple[str, str, str]:
         """Return the tag."""

@@ -31,7 +31,7 @@ def main() -> None:
     dense.load_state_dict(model.state_dict())
 
     sparta.nn.swap(model)  # reads the zeros
-    print("\ntuning (every candidate is checked against float64 and timed in turns with dense) ...\n")
+    print("\ntuning (every candidate is checked against float64 and timed interleaved with dense) ...\n")
     sparta.nn.tune(model, x)
     rows = [[name, op.choice.implement, op.choice.reason] for name, op in sparta.nn.operators_of(model).items()]
     print(table(["layer", "runs", "why"], rows))

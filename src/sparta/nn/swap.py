@@ -34,8 +34,8 @@ def swap(model: nn.Module, spec: Spec | None = None) -> dict[str, OperatorBase]:
     Returns
     -------
     dict
-        The new modules by name. Subclasses of `nn.Linear` and of convolutions are left alone, since whoever made them
-        may not call them as such.
+        The new modules by name. Subclasses of `nn.Linear` and of convolutions are left alone: they may be called
+        in other ways.
 
     Examples
     --------

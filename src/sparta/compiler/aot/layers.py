@@ -49,7 +49,7 @@ class _Packed(nn.Module):
         self._names = tuple(names)
         for name in self._names:
             array = arrays.get(name, torch.empty(0, dtype=torch.int64))
-            # Inductor knows no unsigned words; bytes mean the same to whoever reads an address.
+            # Inductor knows no unsigned words; bytes mean the same to code that reads an address.
             self.register_buffer(name, array.contiguous().view(torch.uint8) if array.numel() else array)
 
     def _arrays(self) -> list[Tensor]:
@@ -175,7 +175,7 @@ class DenseLayer(nn.Module):
 def layer_for(kernel: KernelModule) -> nn.Module | None:
     """Return the layer that calls a kernel module's C++ kernel; None where there is no operator for it."""
     _, built, packed = kernel._built[0]
-    built = getattr(built, "_kernel", built)  # an int8 kernel stands behind one that rounds
+    built = getattr(built, "_kernel", built)  # one that rounds holds an int8 kernel
     inner = getattr(built, "_packed", None)
     activation = fused_activation(kernel.fused.epilogue)
     if kernel.live.dtype != torch.float32:

@@ -1,8 +1,8 @@
-"""The second binding of our CUDA C++ kernels: an operator of PyTorch's dispatcher, written in C++.
+"""The second binding of the CUDA C++ kernel for 2:4 weights: an operator of PyTorch's dispatcher, written in C++.
 
-Kernels are compiled by NVRTC and started through ctypes unless :func:`load_extension` was called; then they are started
-by ``sparta_cuda::launch``, which `torch.export` records and a program without Python can call. Both bindings start the
-same machine code with the same argument, on PyTorch's current stream.
+Kernels are compiled by NVRTC and started through ctypes; once :func:`load_extension` was called, those of ``cuda-24`` are
+started by ``sparta_cuda::launch``, which `torch.export` records and a program without Python can call. Both bindings
+start the same machine code with the same argument, on PyTorch's current stream.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _operator: list[Callable[..., Tensor]] = []  # the operator, once it is loaded: 
 
 @functools.cache
 def load_extension() -> Path:
-    """Compile the operator, load it into this process, and start kernels through it from now on.
+    """Compile the operator, load it into this process, and start the kernels of ``cuda-24`` through it from now on.
 
     Returns
     -------
