@@ -18,11 +18,17 @@ def chosen(spec, name="cpu"):
     return Choice(name, params, f"{name}: forced", Entry(name, params, 1.0, 2.0))
 
 
+def choosing(patch, choice):
+    """Let layers run what a function of their kernel specs returns, as if that had been stored, and still held."""
+    patch.setattr("sparta.compiler.choose.layers.choose", lambda spec, _store=None: choice(spec))
+    patch.setattr("sparta.compiler.choose.layers.tune_kernel", lambda problem, **_options: choice(problem.spec))
+
+
 @contextmanager
 def forcing(name="cpu"):
-    """Let every layer that has zeros run one implement, as if it had been tuned; use with tune='off'."""
+    """Let every layer that has zeros run one implement, as if it had been tuned."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sparta.compiler.choose.layers.choose", lambda spec, store=None: chosen(spec, name))
+        choosing(patch, lambda spec: chosen(spec, name))
         yield
 
 

@@ -31,10 +31,12 @@ class Repeated(nn.Module):
 
 @pytest.fixture
 def tuned(monkeypatch):
-    """Count what is tuned instead of tuning; all of it is stored as dense."""
+    """Count what is tuned instead of tuning; all of it is stored as dense, and what is stored holds."""
     calls = []
 
     def tune(problem, *, max_seconds, store, **_options):
+        if (entry := store.get(problem.spec)) is not None:
+            return Choice(entry.implement, entry.params, "stored", entry)
         calls.append((problem.spec.op, max_seconds))
         entry = Entry("dense", {}, 1.0, 1.0)
         store.put(problem.spec, entry)
@@ -49,8 +51,9 @@ def test_alike_layers_are_tuned_once_and_not_again_by_the_next_compilation(tuned
     sparta.compile(nets.pruned(Repeated(), sparta.Block(4, 1)), x)
     assert sorted(op for op, _ in tuned) == ["conv2d", "linear"]
     tuned.clear()
-    sparta.compile(nets.pruned(Repeated(), sparta.Block(4, 1)), x)  # other values and masks of the same kind
+    report = sparta.compile(nets.pruned(Repeated(), sparta.Block(4, 1)), x).report  # other values of the same kind
     assert not tuned
+    assert {layer.first.reason for layer in report.plan.layers} == {"dense: nothing was faster (stored)"}
 
 
 def test_what_a_layer_needs_beside_its_trials_is_taken_off_their_time(tuned, own_stores, monkeypatch):

@@ -15,6 +15,7 @@ from sparta.compiler.session import Session
 from sparta.compiler.settle import decided, verified
 from sparta.compiler.variant import Base, Variant
 from sparta.errors import CheckError
+from sparta.specialize.implement import implement_named
 from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.tuning.select import Choice
 from sparta.specialize.tuning.store import Entry, key_of
@@ -26,17 +27,40 @@ def agree(one, two):
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
-def test_tuning_is_remembered(own_stores, monkeypatch):
+def test_tuning_is_remembered(own_stores):
     model, x = nets.pruned(nets.Mlp(64, 64), sparsity=0.9), torch.randn(16, 64)
     lines = []
     first = sparta.compile(model, x, progress=lines.append)
     assert any("layer 1/" in str(line) for line in lines)
     assert first.report.totals.first_compile_seconds is None
-    assert first.report.speedup > 0
-    monkeypatch.setattr("sparta.compiler.choose.layers.tune_kernel", lambda *_a, **_k: pytest.fail("tuned twice"))
-    second = sparta.compile(model, x)
-    assert second.report.totals.first_compile_seconds == pytest.approx(first.report.totals.compile_seconds, abs=5)
-    agree(second(x), model(x).detach())
+    agree(first(x), model(x).detach())
+
+
+def test_the_tuner_is_asked_whether_what_is_stored_still_holds(own_stores, monkeypatch):
+    asked = []
+
+    def tune(problem, *, store, **_options):
+        asked.append(store.get(problem.spec))
+        entry = Entry("cpu", implement_named("cpu", problem.spec.op).default(problem.spec), 1.0, 2.0)
+        store.put(problem.spec, entry)
+        return Choice("cpu", entry.params, "stored: 2.00x dense", entry, {}, TuningResult())
+
+    monkeypatch.setattr("sparta.compiler.choose.layers.tune_kernel", tune)
+    model, x = nets.pruned(nets.Mlp(64, 64), sparsity=0.9), torch.randn(16, 64)
+    first = compiled(model, x, Clock(plain_cost()))
+    assert asked
+    assert not any(asked)
+    assert first.report.totals.first_compile_seconds is None
+    asked.clear()
+    second = compiled(model, x, Clock(plain_cost()))
+    assert all(asked)
+    assert second.report.totals.first_compile_seconds == pytest.approx(first.report.totals.compile_seconds, abs=60)
+    asked.clear()
+    off = sparta.compile(model, x, tune="off")
+    assert not asked  # nothing is measured, and what is stored is taken as it is
+    assert all(layer.first.implement == "cpu" for layer in off.report.plan.layers)
+    for fast in (first, second, off):
+        agree(fast(x), model(x).detach())
 
 
 @pytest.mark.parametrize(("enough", "lasting"), [(0.5, True), (2.0, False)])

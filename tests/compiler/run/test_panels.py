@@ -10,7 +10,7 @@ import sparta
 from compiler import nets
 from compiler.clocks import Clock
 from compiler.clocks import compiled as with_clock
-from compiler.conftest import chosen
+from compiler.conftest import choosing, chosen
 from sparta.compiler.job import Job
 from sparta.compiler.run.eager import with_fast_paths
 from sparta.compiler.run.host import Host
@@ -40,8 +40,7 @@ class Chain(nn.Module):
 def tiled(widths):
     """Let layers run panels of these widths, by the number of their input channels."""
 
-    def choose(spec, store=None):
-        del store
+    def choose(spec):
         plain = chosen(spec)
         if plain.implement == "dense":
             return plain
@@ -52,7 +51,7 @@ def tiled(widths):
 
 
 def compiled(monkeypatch, widths=(), lead=(2, 20), **options):
-    monkeypatch.setattr("sparta.compiler.choose.layers.choose", tiled(dict(widths)))
+    choosing(monkeypatch, tiled(dict(widths)))
     model, x = nets.pruned(Chain()), torch.randn(*lead, 32)
     return model, x, sparta.compile(model, x, tune="off", **options)
 
@@ -89,7 +88,7 @@ def test_panels_compete_and_a_win_is_kept_saved_and_remembered(monkeypatch, own_
     def cost(key):
         return 4.0 if getattr(key, "host", None) is Host.PANELS else 6.0 if getattr(key, "kernels", ()) else 10.0
 
-    monkeypatch.setattr("sparta.compiler.choose.layers.choose", tiled({(64, 64): 2}))
+    choosing(monkeypatch, tiled({(64, 64): 2}))
     model, x = nets.pruned(Chain()), torch.randn(2, 20, 32)
     fast = with_clock(model, x, Clock(cost))
     again = with_clock(model, x, Clock(cost))

@@ -132,7 +132,8 @@ class Contest:
             variant = self._sparse(self.plans) if sparse_names(self.plans) else ORIGINAL
             return Outcome.untimed(variant, self.plans, f"not timed end to end: {why}")
         host = Host.GRAPH if self.session.in_graphs else Host.EAGER
-        plans = Trim(self.timer, host, self._call, self.workshop.forget).trimmed(self.plans)
+        working = self._working(self.plans)
+        plans = Trim(self.timer, host, self._call, self.workshop.forget).trimmed(working)
         result = self._questioned(self._settled(plans), plans)
         if result.best.host is Host.PANELS:
             plans = self.workshop.aligned(plans)
@@ -177,6 +178,15 @@ class Contest:
         whole = self._whole(_Result((rounds,), variant, judge.doubt(rounds, variant)))
         whole = replace(whole, reason=f"remembered: {whole.reason}")
         return Outcome(variant, plans, whole, given, lasting=False)
+
+    def _working(self, plans: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
+        """Return plans in which layers whose kernels cannot be made, or do not run, are dense."""
+        for name in sorted(sparse_names(plans)):
+            try:
+                self.workshop.try_kernel(plans, name)
+            except Exception as error:  # noqa: BLE001 - whatever a kernel does, the layer has a dense one
+                plans = made_dense(plans, frozenset({name}), f"dense: the kernel does not run ({in_words(error)})")
+        return plans
 
     def _settled(self, plans: Plans) -> _Result:
         """Time the variants; where several are close, or timing is unstable, those that matter compete again."""

@@ -15,8 +15,7 @@ from torch import Tensor
 from sparta.compiler.lower.samples import SizeSample
 from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.plan import LayerPlan
-from sparta.compiler.session import EFFORT, Session
-from sparta.errors import SpartaError
+from sparta.compiler.session import EFFORT, Session, in_words
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.tuning.select import DENSE, Choice, Problem, choose, tune_kernel
 from sparta.specialize.tuning.store import key_of
@@ -57,8 +56,8 @@ def _chosen(
 ) -> dict[SubGraph, dict[int, Choice]]:
     """Return what runs every sub-graph, by size.
 
-    The dearest kinds are measured first: what one overruns its share by is then at the cost of those that matter least.
-    Those whose time was up have a second turn if others have left some.
+    The most expensive kinds are measured first, so the cheapest layers pay for overruns. Those whose time was up have a
+    second turn if others have left some.
     """
     kinds = _kinds(subgraphs, samples)
     first = {kind: place for place, kind in reversed(kinds.items())}
@@ -76,10 +75,10 @@ def _chosen(
         session.show(f"kind of layer {number + 1}/{len(first)}: {subgraph.name} ({pattern}), size {size}")
         _choice(subgraph, x, residual, known, session, share=_share(kind, costs, known))
 
-    dearest = sorted(first, key=lambda kind: -costs[kind])
-    for number, kind in enumerate(dearest):
+    slowest = sorted(first, key=lambda kind: -costs[kind])
+    for number, kind in enumerate(slowest):
         measure(kind, number)
-    for number, kind in enumerate(dearest):
+    for number, kind in enumerate(slowest):
         if _hurried(known[kind]) and session.left_for_layers > 0:
             del known[kind]
             measure(kind, number)
@@ -99,7 +98,7 @@ def _hurried(choice: Choice) -> bool:
 
 
 def _kinds(subgraphs: Sequence[SubGraph], samples: Sequence[SizeSample]) -> dict[tuple[SubGraph, int], str]:
-    """Return the key that layers which cost alike share, by layer and point, for those that are worth measuring.
+    """Return the key that layers which cost alike share, by layer and size, for those that are worth measuring.
 
     Beside sparse layers those are depthwise ones, in models that are sparse elsewhere: most of such a layer, seen as a
     convolution of all channels, is zero by its nature.
@@ -158,30 +157,21 @@ def choice_for(
     except KeyboardInterrupt:
         session.interrupted = True
         choice = Choice(DENSE, {}, "dense: interrupted")
-    except (SpartaError, RuntimeError, ValueError, TypeError) as error:
-        # A layer that cannot be measured must not end the compilation of the model.
-        choice = Choice(DENSE, {}, f"dense: measuring failed ({type(error).__name__}: {str(error).splitlines()[0]})")
+    except Exception as error:  # noqa: BLE001 - a layer that cannot be measured must not end the compilation
+        choice = Choice(DENSE, {}, f"dense: measuring failed ({in_words(error)})")
     known[key] = choice
     return choice
 
 
 def _measured(spec: KernelSpec, problem: Callable[[], Problem], session: Session, share: float) -> Choice:
     stored = choose(spec, session.store)
-    if stored.entry is not None:
-        lost = stored.implement == DENSE
-        return replace(stored, reason="dense: nothing was faster (stored)") if lost else stored
-    if session.tune == "off" and stored.implement != DENSE:
-        return stored  # of the table that comes with the package
-    if session.tune == "off":
-        return Choice(DENSE, {}, "dense: not tuned, and no stored result", None, stored.refused)
-    if session.left_for_layers <= 0:
-        why = "interrupted" if session.interrupted else "the budget was spent before this layer"
-        return Choice(DENSE, {}, f"dense: {why}", None, stored.refused)
+    if session.tune == "off" or session.left_for_layers <= 0:
+        return _unmeasured(stored, session)
     trials, most = EFFORT[session.tune]
     seconds = max(0.05, session.share(share, most))
     with torch.no_grad(), session.step(seconds):
         begin, given = session.elapsed, problem()
-        choice = tune_kernel(
+        choice = tune_kernel(  # which takes what is stored, if dense still takes about as long as it did then
             given,
             max_trials=trials,
             max_seconds=max(0.01, seconds - (session.elapsed - begin)),  # the reference takes time as well
@@ -191,7 +181,25 @@ def _measured(spec: KernelSpec, problem: Callable[[], Problem], session: Session
         )
     if choice.result is not None and choice.result.interrupted:
         session.interrupted = True
-    return choice
+    return _told(choice) if choice.result is None else choice
+
+
+def _unmeasured(stored: Choice, session: Session) -> Choice:
+    """Return what runs where nothing is measured: what is stored or comes with the package, else dense."""
+    if stored.entry is not None:
+        return _told(stored)
+    if session.tune != "off":
+        why = "interrupted" if session.interrupted else "the budget was spent before this layer"
+        return Choice(DENSE, {}, f"dense: {why}", None, stored.refused)
+    if stored.implement != DENSE:
+        return stored  # of the table that comes with the package
+    return Choice(DENSE, {}, "dense: not tuned, and no stored result", None, stored.refused)
+
+
+def _told(stored: Choice) -> Choice:
+    """Return a stored choice with a reason that says why it is dense, if it is."""
+    lost = stored.implement == DENSE and stored.entry is not None
+    return replace(stored, reason="dense: nothing was faster (stored)") if lost else stored
 
 
 def best_ratio(choice: Choice) -> float | None:

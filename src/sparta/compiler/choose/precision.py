@@ -49,7 +49,7 @@ class Calibration:
     def quantized(
         self, program: Program, subgraphs: Sequence[SubGraph], samples: Sequence[SizeSample]
     ) -> tuple[list[SubGraph], list[SizeSample]]:
-        """Return the sub-graphs, those of int8 layers as such, and the points with them."""
+        """Return the sub-graphs, those of int8 layers as such, and the samples with them."""
         changed = {subgraph: self._quantized(program, subgraph, samples) for subgraph in subgraphs}
         used = {f"{_layer(program, subgraph)}input" for subgraph in subgraphs if changed[subgraph].scales is not None}
         unused = sorted(set(self.inputs) - used)

@@ -88,6 +88,14 @@ class Workshop:
                 found[subgraph] = self._kernels[key]
         return found
 
+    def try_kernel(self, plans: Plans, name: str) -> None:
+        """Run a layer's kernel once for each size; raises what it raises."""
+        for subgraph, module in self.kernels(plans, frozenset({name})).items():
+            for sample in self.samples:
+                x, residual = sample.values[subgraph]
+                with torch.no_grad():
+                    module(x, residual)
+
     def graph(self, variant: Variant, plans: Plans) -> fx.GraphModule:
         """Return a variant's graph; for the model as given, the original one stands for it."""
         key = _key(variant, plans)
