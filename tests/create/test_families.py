@@ -459,3 +459,24 @@ def test_weights_that_come_back_still_learn_under_rprop(entry):
     )
     take_steps(model, optimizer, 4 * STEPS)
     assert min(seen) > 0, "a step size of zero is no memory of gradients"
+
+
+@pytest.mark.parametrize("name", ["OBSPruning", "MFACPruning"])
+def test_pruned_weights_do_not_make_up_for_others(name):
+    """The curvature is that of the weights that are there, as if the network had no others."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 1, bias=False)
+    small = nn.Linear(3, 1, bias=False)
+    there = torch.tensor([True, False, True, False, False, True])
+    with torch.no_grad():
+        model.weight[:, ~there] = 0
+        small.weight.copy_(model.weight[:, there])
+    x = torch.randn(5, 6) @ (torch.eye(6) + 0.5 * torch.randn(6, 6))
+    found = []
+    for net, inputs in ((model, x), (small, x[:, there])):
+        data = [(row.unsqueeze(0), torch.ones(1, 1)) for row in inputs]
+        entry = modifier_named(name)(final_sparsity=0.9, end_epoch=1, num_grads=5, damp=1e-3)
+        manager, _ = start(net, entry, data=data)
+        entry.masks.set({"weight": net.weight != 0})
+        found.append(entry.scores(manager.run)["weight"])
+    assert torch.allclose(found[0][:, there], found[1], rtol=1e-4)

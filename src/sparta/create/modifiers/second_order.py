@@ -25,7 +25,6 @@ from sparta.sparsify.shards import local
 
 __all__ = ["MFACPruningModifier", "OBSPruningModifier"]
 
-_RIGHT_ANGLE = 1e-6  # of the squared cosine: what float32 leaves of a right angle
 _SOURCE = (
     "pass loss_closure=, a function without arguments that returns the loss of one fresh batch, or data=, a loader of "
     "(inputs, targets), to initialize"
@@ -47,7 +46,10 @@ class _SecondOrder(GradualPruning):
         refuse_shards(self._layers, self.name)
 
     def estimate(self, run: Run) -> dict[str, Curvature]:
-        """Return the curvature of each layer."""
+        """Return the curvature of each layer among the weights that are there.
+
+        Gradients of pruned weights count as zero: a weight that is held at zero cannot make up for another.
+        """
         raise NotImplementedError
 
     def scores(self, run: Run) -> Mapping[str, Tensor]:
@@ -101,9 +103,10 @@ class OBSPruningModifier(_SecondOrder):
         found = {
             layer.name: BlockFisher(local(layer.parameter), self.damp, self.fisher_block_size) for layer in self._layers
         }
+        kept = self.masks.to_dict()
         for gradients in fresh_gradients(run, self._layers, self.num_grads):
             for layer, gradient in zip(self._layers, gradients, strict=True):
-                found[layer.name].add(gradient)
+                found[layer.name].add(gradient * kept[layer.name])
         return dict(found)
 
     def update(self, run: Run) -> None:
@@ -151,7 +154,6 @@ class MFACPruningModifier(_SecondOrder):
     use_gradient_buffering: bool = False
 
     _kept: deque[Tensor] = PrivateAttr(default_factory=deque)
-    _unseen: dict[str, Tensor] = PrivateAttr(default_factory=dict)
     _seen_step: int = PrivateAttr(default=-1)
 
     @field_validator("num_grads")
@@ -213,29 +215,11 @@ class MFACPruningModifier(_SecondOrder):
         if not rows:
             raise ValueRangeError(message("M-FAC pruning has seen no gradient", "one step or more", _SOURCE))
         parts = torch.split(torch.stack(rows), [layer.parameter.numel() for layer in self._layers], dim=1)
-        self._unseen = {
-            layer.name: _lengths_unseen(local(layer.parameter), part)
-            for layer, part in zip(self._layers, parts, strict=True)
-        }
+        kept = {name: mask.flatten().to(rows[0].device) for name, mask in self.masks.to_dict().items()}
         return {
-            layer.name: GradientFisher(part, self.damp, self.fisher_block_size)
+            layer.name: GradientFisher(part * kept[layer.name], self.damp, self.fisher_block_size)
             for layer, part in zip(self._layers, parts, strict=True)
         }
-
-    @torch.no_grad()
-    def adjust(self, made: Mapping[str, Tensor]) -> None:
-        """Move the survivors; channels whose length the loss does not see keep at least that of what survives.
-
-        In front of a norm the length of a channel does not matter, which few gradients cannot tell from a length that
-        is of no use: compensation alone would shrink such channels towards zero.
-        """
-        before = {layer.name: _lengths(local(layer.parameter) * made[layer.name]) for layer in self._layers}
-        super().adjust(made)
-        for layer in self._layers:
-            weight, least = local(layer.parameter), before[layer.name]
-            now = _lengths(weight * made[layer.name])
-            shrunk = self._unseen[layer.name] & (now < least) & (now > 0)
-            weight.mul_(torch.where(shrunk, least / now, 1.0).to(weight.dtype))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks and the kept gradients."""
@@ -248,18 +232,3 @@ class MFACPruningModifier(_SecondOrder):
         device = self.grads_device or local(self._layers[0].parameter).device
         self._kept = deque(state["kept"].to(device).clone().unbind()) if "kept" in state else deque()
         self._seen_step = int(state["seen_step"])
-
-
-def _lengths(weight: Tensor) -> Tensor:
-    """Return the length of each output channel, in a shape that broadcasts to the weight."""
-    lengths: Tensor = torch.linalg.vector_norm(weight.float(), dim=tuple(range(1, weight.dim())), keepdim=True)
-    return lengths
-
-
-def _lengths_unseen(weight: Tensor, gradients: Tensor) -> Tensor:
-    """Return for each output channel whether all gradients (count, elements) are at right angles to it."""
-    flat = weight.detach().float().flatten(1)
-    apart = gradients.to(flat.device).view(-1, *flat.shape)
-    along = (apart * flat).sum(2).square().sum(0)
-    unseen = along <= _RIGHT_ANGLE * apart.square().sum(2).sum(0) * flat.square().sum(1)
-    return unseen.view(-1, *(1 for _ in range(weight.dim() - 1)))
