@@ -100,7 +100,7 @@ def test_training_through_it_is_refused_for_convolutions_and_relu6_has_a_gradien
     geometry, weight = ConvGeometry.make(1), torch.randn(4, 3, 1, requires_grad=True)
     spec = conv_spec(TeSA.dense((4, 3, 1)), (2, 3, 5), torch.float32, geometry, epilogue=LAST)
     dense = implement_named("dense", "conv1d")
-    with pytest.raises(ValueRangeError, match="behind the activation"):
+    with pytest.raises(ValueRangeError, match="after the activation"):
         ConvState(spec, dense.build(spec, {}))
     spec = conv_spec(TeSA.dense((4, 3, 1)), (2, 3, 5), torch.float32, geometry, epilogue=Epilogue(activation="relu6"))
     state, x = ConvState(spec, dense.build(spec, {})), 4 * torch.randn(2, 3, 5)

@@ -1,4 +1,4 @@
-"""What this machine can do: :func:`environment`, behind ``sparta env`` and every benchmark's record.
+"""What this machine can do: :func:`environment`, which ``sparta env`` shows and every benchmark records.
 
 It lists the hardware, the tools and the packages, and from these which kernel back ends are available. A back end that
 is not available says why, in words that tell what to install or set.

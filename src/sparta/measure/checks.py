@@ -120,7 +120,7 @@ def tolerance(dtype: torch.dtype, reduction: int = 1, *, tf32: bool = False) -> 
     dtype
         Of the result. Integers and bool are exact: 0.
     reduction
-        How many terms the longest sum behind one element has: K of a matrix product.
+        How many terms the longest sum of one element has: K of a matrix product.
     tf32
         Whether float32 operands are rounded to TF32 (10 bits of mantissa) before they are multiplied.
 
@@ -163,7 +163,7 @@ def check(
        to each element, because an element that cancels to nearly 0 keeps the rounding errors of its large
        terms.
     2. *Each element*: ``|actual - expected| <= 4 * tol * scale``. A norm over a million elements forgives one
-       that is plainly wrong; this does not. ``scale`` is the size that the terms behind the element must have
+       that is plainly wrong; this does not. ``scale`` is the size that the terms of the element must have
        had, as its neighbourhood shows it: the largest of the element itself, the root mean square of each
        line of the tensor through it (its row, its column ...), and the product of its slices' sizes (a loud
        row times a loud column). So neither a zero among large neighbours nor a tensor with rows of very
@@ -171,7 +171,7 @@ def check(
        exactly.
     3. *NaN and inf* stand at the same elements, with the same signs.
 
-    The model behind ``tol`` has one standard deviation at a quarter of it, so (2) is at 16 of them: rounding
+    The model of ``tol`` has one standard deviation at a quarter of it, so (2) is at 16 of them: rounding
     never gets there, while a dropped block, a swapped row or one element computed from the wrong address
     does. Where few elements tell the scale (a scalar, or a row with one giant), they may all have cancelled;
     the part of ``tol`` that comes from sums is then widened by ``1000 ** (1 / n)`` for ``n`` effective
@@ -183,7 +183,7 @@ def check(
         Tensors, arrays or numbers of one shape, on any devices; or tuples, lists and dicts of them, of one
         structure.
     reduction
-        How many terms the longest sum behind one element has: K of a matrix product.
+        How many terms the longest sum of one element has: K of a matrix product.
     rtol
         Use this for ``tol`` instead of :func:`tolerance`.
     atol
@@ -348,7 +348,7 @@ def _measure(actual: torch.Tensor, expected: torch.Tensor, limit: _Limit, atol: 
 
 
 def _scales(truth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each element the size that the terms behind it must have had, as its neighbourhood shows it.
+    """Return for each element the size that its terms must have had, as its neighbourhood shows it.
 
     Also return how many effective elements the best line through it has, which says how far to trust that
     size.

@@ -2,7 +2,7 @@
 
 :func:`profile` times one function, :func:`compare` several; both work on the CPU (wall clock) and on CUDA (events), and
 both check the outputs first if told what to expect. A machine drifts (clocks, caches, other users), so functions that
-are to be compared take turns, call by call, and medians are compared.
+are to be compared are interleaved, call by call, and medians are compared.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def profile(
         Where the work happens: ``'cpu'`` times with the wall clock, ``'cuda'`` with events. ``None`` looks at
         the tensors among inputs and outputs.
     reduction
-        For the check: how many terms the longest sum behind one output element has.
+        For the check: how many terms the longest sum of one output element has.
 
     Returns
     -------

@@ -47,7 +47,7 @@ def flash_attention(
     unclean: int,
     longest: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return attention (B, H, M, F), and the base 2 logarithm of the sums behind it (B, H, M).
+    """Return attention (B, H, M, F), and the base 2 logarithm of its sums (B, H, M).
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The lists behind fused attention: which tiles of keys each tile of queries meets, and which of them need a mask.
+"""The lists of fused attention: which tiles of keys each tile of queries meets, and which of them need a mask.
 
 Made once from a mask of elements, for any pattern: blocks, causal, windows with global tokens, or no pattern at all. A
 tile that is wholly live needs no mask, and partly live tiles share one copy of each pattern that occurs, so a causal

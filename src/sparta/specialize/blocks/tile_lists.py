@@ -1,4 +1,4 @@
-"""The lists behind batched products and softmax: the kept tiles of a mask by row and by column, and where they are.
+"""The lists of batched products and softmax: the kept tiles of a mask by row and by column, and where they are.
 
 They extend the lists of fused attention by what a stored matrix needs: the block of compressed values that holds a
 tile. What lies beyond the edges of the matrix is dead, so a tile at an edge is only partly live, and wholly live tiles

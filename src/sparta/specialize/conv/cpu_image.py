@@ -37,7 +37,7 @@ class ImagePlan:
     out_size
         Rows and columns of the output.
     slot_rows, slot_columns
-        Input row and column behind the first pixel of each slot.
+        Input row and column after the first pixel of each slot.
     tap_slots
         Slot of each tap.
     tap_offsets
@@ -47,7 +47,7 @@ class ImagePlan:
     band_tokens
         How many tokens are copied and computed together.
     reach
-        Tokens behind a band that its taps read.
+        Tokens after a band that its taps read.
     direct
         Whether the input is read as it is.
     """

@@ -67,7 +67,7 @@ class _Ready:
 
 @dataclass(frozen=True)
 class FixedPlan:
-    """All that a kernel reads for contiguous images of one size, for whoever calls it from elsewhere.
+    """All that a kernel reads for contiguous images of one size, for code that calls it from elsewhere.
 
     Attributes
     ----------
@@ -143,11 +143,11 @@ class PackedConv:
         shape, groups = self.shape, self.geometry.groups
         if mask.dtype != torch.bool or len(shape) != len(self.geometry.stride) + 2 or shape[0] % groups:
             given = f"a mask of shape {shape} and {mask.dtype} for {self.geometry}"
-            raise ShapeError(message(given, "bool (N, C / groups, ...) with as many dims behind as strides"))
+            raise ShapeError(message(given, "bool (N, C / groups, ...) with as many dims after those as strides"))
         if self.tile.form != "panel":
             raise ValueRangeError(message(f"the tile {self.tile}", "the form 'panel'"))
         if groups > 1 and (shape[0] // groups) % self.tile.block:
-            given = f"blocks of {self.tile.block} for {shape[0] // groups} output channels a group"
+            given = f"blocks of {self.tile.block} for {shape[0] // groups} output channels per group"
             raise ValueRangeError(message(given, "blocks that divide a group", "use block=1"))
 
     def pack(self, weight: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class PackedConv:
         bias
             (N,).
         activation
-            ``'relu'``, ``'gelu'`` (the exact one), ``'silu'``, ``'relu6'``, ``'relu_last'`` (a ReLU behind the
+            ``'relu'``, ``'gelu'`` (the exact one), ``'silu'``, ``'relu6'``, ``'relu_last'`` (a ReLU after the
             residual) or None.
         residual
             Like the result, of any strides.

@@ -35,7 +35,7 @@ class ConvState(KernelState):
     Parameters
     ----------
     spec
-        The kernel spec; a residual must come behind the activation.
+        The kernel spec; a residual must come after the activation.
     forward
         The kernel that was built for it.
     """
@@ -43,7 +43,7 @@ class ConvState(KernelState):
     def __init__(self, spec: KernelSpec, forward: ConvKernel) -> None:
         if spec.epilogue.residual_first:
             given = f"the epilogue {spec.epilogue}"
-            raise ValueRangeError(message(given, "a residual behind the activation", "apply the ReLU to the result"))
+            raise ValueRangeError(message(given, "a residual after the activation", "apply the ReLU to the result"))
         super().__init__(spec["weight"], forward)
         self.epilogue, self.geometry = spec.epilogue, ConvGeometry.from_dict(spec.attributes)
 
@@ -57,7 +57,7 @@ def conv(
     handle: int,
     keep: bool,  # noqa: FBT001 - an op schema
 ) -> Tensor:
-    """Return ``activation(conv(x, W) + bias) + residual`` for x (B, C, ...), by the kernel behind `handle`."""
+    """Return ``activation(conv(x, W) + bias) + residual`` for x (B, C, ...), by the kernel with this handle."""
     state = state_of(handle, ConvState)
     return state.forward.run(state.packed(weight, keep=keep), x, bias, residual)
 
@@ -80,7 +80,7 @@ def run_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: ConvState, *
     """Return the same as :func:`conv`, without a residual; the op is left out where nothing needs it.
 
     Going through the dispatcher costs the host more than a small kernel takes, and is of use only to autograd and to
-    whoever traces.
+    tracing.
     """
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     if recorded or type(x) is not Tensor or torch.compiler.is_compiling():

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3, "relu6": 4, "relu_last": 5}
-"""Numbers of the activations; ``relu_last`` comes behind the residual, all others in front of it."""
+"""Numbers of the activations; ``relu_last`` comes after the residual, all others before it."""
 # Numbers of the forms that weights for few tokens are stored in.
 STREAM_FORMS = {"columns": 0, "permuted": 1, "rows": 2, "bitmap": 3}
 _UNKNOWN_TILE, _NO_MEMORY = 1, 2

@@ -55,7 +55,7 @@ class Layout:
     padded: bool
 
     def values(self, weight: Tensor) -> Tensor:
-        """Return the values of a dense weight (N, K) in the order of this layout, with padding behind them.
+        """Return the values of a dense weight (N, K) in the order of this layout, with padding after them.
 
         What lies in the pruned places of the weight, NaN included, is not read into the result.
         """
@@ -152,7 +152,7 @@ def pack_entries(mask: Bools, tile: Tile) -> tuple[Layout, Ints, Ints]:
 
 
 def offset_table(offsets: Ints) -> Tensor:
-    """Return byte offsets of entries as kernels read them, with room for prefetching behind them."""
+    """Return byte offsets of entries as kernels read them, with room for prefetching after them."""
     return _tensor(_with_padding(offsets.astype(np.int32), MOST_AHEAD))
 
 

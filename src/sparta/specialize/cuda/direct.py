@@ -1,6 +1,6 @@
 """Starting a compiled Triton kernel by the driver, without the launcher that Triton made for it.
 
-Triton's launcher looks at every argument anew at every call, asks the driver about every pointer and encodes every
+Triton's launcher looks at every argument again at every call, asks the driver about every pointer and encodes every
 tensor map, which takes the host longer than to start the kernel. What a kernel takes is a few numbers at known places,
 so they are written there and the kernel is started; where the driver says that a kernel's parameters are not laid out
 as we think, there is no :class:`DirectKernel`, and Triton starts it as ever.
@@ -33,7 +33,7 @@ _SMALL_BYTES = 128 * 1024
 _MAPS = 256  # that are kept of each matrix
 _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MOST_SHARED = 228 * 1024  # above it a launch needs another attribute
-_SCRATCH = 2  # pointers behind the arguments, to memory that our kernels do not ask for
+_SCRATCH = 2  # pointers after the arguments, to memory that our kernels do not ask for
 _CODES = {"i32": ("i",), "i64": ("q",)}
 
 

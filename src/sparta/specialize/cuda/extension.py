@@ -1,8 +1,8 @@
 """The second binding of the CUDA C++ kernel for 2:4 weights: an operator of PyTorch's dispatcher, written in C++.
 
-Kernels are compiled by NVRTC and started through ctypes; once :func:`load_extension` was called, those of ``cuda-24`` are
-started by ``sparta_cuda::launch``, which `torch.export` records and a program without Python can call. Both bindings
-start the same machine code with the same argument, on PyTorch's current stream.
+Kernels are compiled by NVRTC and started through ctypes; once :func:`load_extension` was called, those of ``cuda-24``
+are started by ``sparta_cuda::launch``, which `torch.export` records and a program without Python can call. Both
+bindings start the same machine code with the same argument, on PyTorch's current stream.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def launch(code: Tensor, name: str, tensors: Sequence[Tensor], numbers: Sequence
         Those that the structure which the kernel takes points to; the first one gives device and dtype of the result.
     numbers
         Blocks along x and y, threads of a block, bytes of shared memory; which of the structure's pointers have a
-        tensor, as bits with a 1 behind the last; the stride of rows of the first tensor; then the structure's numbers
+        tensor, as bits with a 1 after the last; the stride of rows of the first tensor; then the structure's numbers
         of 32 bits, of which the first two are the rows and columns of the result.
     """
     return _operator[0](code, name, tensors, numbers)

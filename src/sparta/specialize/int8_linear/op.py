@@ -27,7 +27,7 @@ class Int8State(KernelState):
 
 @torch.library.custom_op("sparta::int8_linear", mutates_args=())
 def int8_linear(x: Tensor, weight: Tensor, multiplier: Tensor, offset: Tensor | None, handle: int) -> Tensor:
-    """Return ``(x W^T) * multiplier + offset`` for x (M, K) and the weight (N, K), by the kernel behind `handle`."""
+    """Return ``(x W^T) * multiplier + offset`` for x (M, K) and the weight (N, K), by the kernel with this handle."""
     state = state_of(handle, Int8State)
     return state.forward.run(state.packed(weight, keep=True), x, multiplier, offset)
 

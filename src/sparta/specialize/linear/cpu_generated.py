@@ -1,7 +1,7 @@
 """Generated kernels as an implement: ``cpu-generated`` for small layers and few tokens.
 
 :class:`GeneratedLinear` compiles what :mod:`~sparta.specialize.linear.cpu_generate` writes for one mask. Its code grows
-with the live weights and is compiled for every mask anew, so it is offered for small layers only, and competes there by
+with the live weights and is compiled for each mask, so it is offered for small layers only, and competes there by
 measurement like any other.
 """
 

@@ -118,7 +118,7 @@ class PackedLinear:
         bias
             (N,).
         activation
-            ``'relu'``, ``'gelu'`` (the exact one), ``'silu'``, ``'relu6'``, ``'relu_last'`` (a ReLU behind the
+            ``'relu'``, ``'gelu'`` (the exact one), ``'silu'``, ``'relu6'``, ``'relu_last'`` (a ReLU after the
             residual) or None.
         residual
             (..., N), of any strides.
@@ -273,7 +273,7 @@ class PackedLinear:
             self.library.multiply_stream(addressof(matrix), _pack_stream_call(*call))
 
     def _describe(self) -> PanelMatrix | StreamMatrix:
-        """Return the C structure of the packed weight; the tensors behind its addresses live in the layout."""
+        """Return the C structure of the packed weight; the tensors that it points to live in the layout."""
         tile, layout = self.tile, self.layout
         fields: dict[str, Any] = {name: array.data_ptr() for name, array in layout.arrays.items()}
         fields |= {"channels": self.shape[0], "inputs": self.shape[1], "groups": layout.groups}

@@ -46,7 +46,7 @@ class BitmapLayout:
     weight
         TeSA of the weight.
     group
-        1: a bit an element. 2: a bit for two neighbouring inputs, stored both if one of them is live; fewer bits and
+        1: a bit per element. 2: a bit for two neighbouring inputs, stored both if one of them is live; fewer bits and
         fewer steps, for weights of which little is live.
     run
         Bits that a lane takes one after the other, 4 or 8.
@@ -174,7 +174,7 @@ def largest_record(weight: TeSA, group: int) -> int:
     if group not in known:
         n, k = weight.shape
         padded = pad_matrix(weight.mask(), (max(1, -(-n // SLAB)) * SLAB, max(1, -(-k // CHUNK)) * CHUNK))
-        eights = padded.contiguous().view(torch.int64)  # a byte an element; one multiplication adds up eight of them
+        eights = padded.contiguous().view(torch.int64)  # a byte per element; one multiplication adds up eight of them
         if group == 2:
             eights = (eights | eights >> 8) & 0x0001000100010001
         counts = (eights * 0x0101010101010101) >> 56

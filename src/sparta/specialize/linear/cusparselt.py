@@ -1,6 +1,6 @@
 """cuSPARSELt as a library implement: 2:4 weights for many tokens, with everything but the product prepared once.
 
-PyTorch's own call builds descriptors and a plan anew each time, which costs the host half a millisecond; here a plan is
+PyTorch's own call builds descriptors and a plan each time, which costs the host half a millisecond; here a plan is
 kept for each number of tokens. Which of the library's algorithms is fastest differs from shape to shape, and their
 numbers from release to release, so they are measured, and each is checked before it is kept.
 """
@@ -77,7 +77,7 @@ class _Stream:
 class _Library:
     """The library on one device.
 
-    Whoever calls it holds its `lock`: two threads inside it at once got wrong results, or an illegal memory access.
+    Callers hold its `lock`: two threads inside it at once got wrong results, or an illegal memory access.
     """
 
     def __init__(self) -> None:

@@ -105,7 +105,7 @@ def _fast_path(weight: Tensor, bias: Tensor | None, run: Callable[[Tensor], Tens
 
 @torch.library.custom_op("sparta::linear", mutates_args=())
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, handle: int, keep: bool) -> Tensor:  # noqa: FBT001 - an op schema
-    """Return ``x W^T + bias`` for x (M, K) and the masked weight (N, K), by the kernel behind `handle`."""
+    """Return ``x W^T + bias`` for x (M, K) and the masked weight (N, K), by the kernel with this handle."""
     state = state_of(handle, LinearState)
     return state.forward.run(state.packed(weight, keep=keep), x, bias, None)
 

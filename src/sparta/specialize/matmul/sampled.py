@@ -1,6 +1,6 @@
 """A sampled product: ``sampled`` computes only what a mask keeps of ``A B^T``, for one mask and one B of shape (N, K).
 
-It is the ``batch_matmul`` of mode ``dds`` behind an output mask, in two forms: ``elements`` asks PyTorch's
+It is the ``batch_matmul`` of mode ``dds`` for an output mask, in two forms: ``elements`` asks PyTorch's
 ``sampled_addmm`` for single dot products, and ``blocks`` makes one small product for each run of kept blocks, written
 to its place in the result. Neither touches what is pruned, the first for very sparse masks of any pattern, the second
 without copying anything; gradients are dense products of the masked gradient.
@@ -74,7 +74,7 @@ def kept_runs(mask: Tensor, block: tuple[int, int]) -> Tensor:
 def masked_output(x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor, index: list[Tensor]) -> Tensor:
     """Return ``x W^T + bias`` (..., M, N) where `mask` (M, N) keeps it, else 0, for x (..., M, K) and W (N, K).
 
-    ``index`` is what the kernel packed behind the mask.
+    ``index`` is what the kernel packed after the mask.
     """
     del mask  # the index has it
     y = x.new_zeros(*x.shape[:-1], weight.shape[0])

@@ -1,6 +1,6 @@
 """Run-time ops of mixtures of experts: how PyTorch reaches the ragged kernels, eager, under autograd and compiled.
 
-``sparta::ragged_linear`` takes the weights as they are, one tensor an expert. Kernels get the addresses of the weights
+``sparta::ragged_linear`` takes the weights as they are, one tensor per expert. Kernels get the addresses of the weights
 in one small table, which is sent to the device once and not at every call, so weights are never copied together and
 nothing waits for the host.
 """

@@ -97,7 +97,7 @@ class DenseMoE(Implement):
 
 
 class _SortedKernel(MoEKernel):
-    """Tokens sorted by expert, one product an expert over a contiguous slice."""
+    """Tokens sorted by expert, one product per expert over a contiguous slice."""
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         del packed

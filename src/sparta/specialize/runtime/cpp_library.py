@@ -48,7 +48,7 @@ def operator_library(name: str, source: Path, flags: Sequence[str] = (), include
     flags
         For the compiler, beside those that PyTorch's headers need.
     includes
-        Every other file of ours that `source` includes: a change of one compiles the library anew.
+        Every other file of ours that `source` includes: a change of one compiles the library again.
 
     Raises
     ------
