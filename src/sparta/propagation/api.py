@@ -25,7 +25,7 @@ def propagate(
     dynamic_shapes: Any = None,
     *,
     train: bool = False,
-    probe: bool | Sequence[str] = False,
+    probe: bool | str | Sequence[str] = False,
     assume_finite: bool = True,
     cell_limit: int = 2**24,
 ) -> PropagationResult:

@@ -1,6 +1,6 @@
 """Axes: which indices of which dims can be cut out of a graph, together and without changing what it computes.
 
-Every dim of every tensor is an *axis* with one flag an index: kept or cut. Ops tie axes to each other: equal (the two
+Every dim of every tensor is an *axis* with one flag per index: kept or cut. Ops tie axes to each other: equal (the two
 sides of an add), a product (a reshape of heads × width), or a concatenation (cat, split, slice). Flags start at "cut"
 where every element of the slice is constant or dead, and the ties only ever turn "cut" into "kept", so the solution is
 the largest cut that all ops agree on.
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, fx
 
 from sparta.propagation import probing
-from sparta.propagation.constants import any_over
 from sparta.propagation.engine import Facts
 from sparta.propagation.op import Op, dynamic_dims, is_tensor, place, shape_of, tensor_inputs
 from sparta.propagation.registry import rule_for
+from sparta.propagation.slices import slice_flags, slice_values, whole_blocks
 from sparta.tesa.grid import Grid
 
-__all__ = ["Axes", "Blocks", "Tie", "constant_of_slice", "slice_values", "whole_blocks"]
+__all__ = ["Axes", "Blocks", "Tie"]
 
 Blocks = Mapping[str, Sequence[int]]
 """For the names of tensors the size of their blocks along each dim."""
@@ -199,7 +199,7 @@ class Axes:
                 tesa = self.facts.tesa(node)
                 live = Grid(tesa.shape, tesa.state.block, tesa.state.cells == 0)
                 for dim in range(tesa.ndim):
-                    self._live.append((self.of(node, dim), _flags(live, dim), node))
+                    self._live.append((self.of(node, dim), slice_flags(live, dim), node))
 
     def _tie(self, node: fx.Node) -> None:
         if node.op not in {"call_function", "call_module"} or node.target in _LOOKS_AT_SHAPE:
@@ -359,7 +359,7 @@ class Axes:
         return any(self.find(self.of(node, d)) == root for d in range(len(shape_of(node))))
 
     def _join(self, node: fx.Node, root: int) -> str:
-        """Return the first op behind a tensor that joins the axis with another value, for people; "" for none."""
+        """Return the first op after a tensor that joins the axis with another value, for people; "" for none."""
         queue, seen = list(node.users), {node}
         while queue:
             user = queue.pop(0)
@@ -394,63 +394,3 @@ class Axes:
 
 
 _SETTLE = {"product": Axes._product, "concat": Axes._concat, "select": Axes._select}
-
-
-def whole_blocks(flags: Tensor, size: int) -> Tensor:
-    """Return which indices lie in a block with any that is flagged; the last block may be short.
-
-    >>> whole_blocks(torch.tensor([False, True, False, False, False]), 2).int().tolist()
-    [1, 1, 0, 0, 0]
-    """
-    padded = torch.nn.functional.pad(flags, (0, -len(flags) % size))
-    return padded.reshape(-1, size).any(dim=1).repeat_interleave(size)[: len(flags)]
-
-
-def slice_values(facts: Facts, node: fx.Node, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each index of a dim: some observed constant is not 0; all are one finite number; something is live.
-
-    Returns
-    -------
-    tuple
-        Three bool tensors of shape ``(size,)``.
-    """
-    nonzero, low, high, live = _extremes(facts, node, dim)
-    return nonzero, (low == high) & low.isfinite(), live
-
-
-def constant_of_slice(facts: Facts, node: fx.Node, dim: int) -> Tensor:
-    """Return the constant of each index of a dim whose observed elements are one number, and 0 elsewhere."""
-    nonzero, low, high, live = _extremes(facts, node, dim)
-    return torch.where(nonzero & (low == high) & ~live, low, 0.0)
-
-
-def _extremes(facts: Facts, node: fx.Node, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tesa = facts.tesa(node) if node.op != "get_attr" else None
-    if tesa is None:
-        # A parameter's own numbers are known; here it stands for a value like any other.
-        known, seen = facts.known_of(node), facts.observed_of(node)
-        state = Grid.combine(lambda c, s: torch.where(s, torch.where(c, 1, 0), 2).to(torch.uint8), known.const, seen)
-        value = Grid.combine(lambda s, v: torch.where(s == 1, v, 0.0), state, known.value)
-    else:
-        state, value = tesa.state, tesa.value
-    nonzero = Grid.combine(lambda s, v: (s == 1) & (v != 0), state, value)
-    lowest = Grid.combine(lambda s, v: torch.where(s == 1, v, math.inf), state, value)
-    highest = Grid.combine(lambda s, v: torch.where(s == 1, v, -math.inf), state, value)
-    live = Grid(state.shape, state.block, state.cells == 0)
-    low = -_line(Grid(lowest.shape, lowest.block, -lowest.cells), dim)
-    return _flags(nonzero, dim), low, _line(highest, dim), _flags(live, dim)
-
-
-def _flags(grid: Grid, dim: int) -> Tensor:
-    """Return for each index of a dim whether any element there holds."""
-    others = [d for d in range(len(grid.shape)) if d != dim]
-    return any_over(grid, others).dense().reshape(-1)
-
-
-def _line(grid: Grid, dim: int) -> Tensor:
-    """Return for each index of a dim the largest value there."""
-    cells = grid.cells
-    for other in range(len(grid.shape)):
-        if other != dim:
-            cells = cells.amax(other, keepdim=True)
-    return Grid((grid.shape[dim],), (grid.block[dim],), cells.reshape(-1)).dense()

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from sparta.aten import set_argument
-from sparta.propagation.axes import Axes, constant_of_slice
+from sparta.propagation.axes import Axes
+from sparta.propagation.slices import constant_of_slice
 
 __all__ = ["Edit"]
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from sparta.aten import argument_of, set_argument
-from sparta.propagation.axes import Blocks, whole_blocks
+from sparta.propagation.axes import Blocks
+from sparta.propagation.slices import whole_blocks
 
 __all__ = ["Seams"]
 

@@ -1,4 +1,4 @@
-"""Rules that come with the package, one file a family of ops; importing this package registers them all."""
+"""Rules that come with the package, one file per family of ops; importing this package registers them all."""
 
 from sparta.propagation.rules import (
     attention,
@@ -8,6 +8,7 @@ from sparta.propagation.rules import (
     embedding,
     experts,
     indexing,
+    joining,
     linear,
     norms,
     quantize,
@@ -24,6 +25,7 @@ __all__ = [
     "embedding",
     "experts",
     "indexing",
+    "joining",
     "linear",
     "norms",
     "quantize",

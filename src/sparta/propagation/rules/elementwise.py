@@ -225,7 +225,7 @@ def prelu_axes(op: Op, axes: Axes) -> None:
 
 
 def _per_channel(grid: Grid, shape: tuple[int, ...]) -> Grid:
-    """Return a grid of one value a channel (dim 1) broadcast to `shape`."""
+    """Return a grid of one value per channel (dim 1) broadcast to `shape`."""
     if grid.shape == (1,) or len(shape) < 2:
         return grid.broadcast_to(shape)
     return grid.reshape((1, grid.shape[0], *(1 for _ in shape[2:]))).broadcast_to(shape)

@@ -1,4 +1,4 @@
-"""Normalisations. Batch norm in eval mode is a scale and a shift a channel; the others mix what they normalise.
+"""Normalisations. Batch norm in eval mode is one scale and one shift per channel; the others mix what they normalise.
 
 A norm that computes statistics of its input observes every element of it, and its output is known only where the
 learned scale is 0 (it is the learned shift there), or where no statistic can matter.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from sparta.propagation.axes import Axes, slice_values
+from sparta.propagation.axes import Axes
 from sparta.propagation.constants import Known, any_over, unbroadcast
 from sparta.propagation.op import Op, dtype_of, shape_of
 from sparta.propagation.registry import rule
+from sparta.propagation.slices import slice_values
 from sparta.tesa.grid import Grid
 
 __all__: list[str] = []
@@ -22,7 +23,7 @@ _Seen = list[tuple[fx.Node, Grid]]
 
 
 def _channelwise(grid: Grid, rank: int) -> Grid:
-    """Return a grid of one value a channel as it is broadcast along dim 1."""
+    """Return a grid of one value per channel as it is broadcast along dim 1."""
     return grid.reshape((1, grid.shape[0], *(1 for _ in range(rank - 2))))
 
 

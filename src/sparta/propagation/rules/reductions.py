@@ -1,6 +1,6 @@
 """Reductions, softmax and pooling: many elements become one.
 
-A reduction is known only where all that goes into it is; on the way back, whoever looks at one output looks at all the
+A reduction is known only where all that goes into it is; on the way back, what looks at one output looks at all the
 inputs it came from.
 """
 
