@@ -39,7 +39,7 @@ __all__ = [
 
 _HEADER_LIMIT = 512 * 1024 * 1024
 _DEEPEST = 100  # lists and objects of JSON within each other; what we write has fewer than 20
-_GROWTH, _LEAST_BUDGET = 64, 64 * 1024 * 1024  # a mask of one bit an element is a 32nd of the tensor in float32
+_GROWTH, _LEAST_BUDGET = 64, 64 * 1024 * 1024  # a mask of one bit per element is a 32nd of the tensor in float32
 _TEMPORARY = re.compile(r"\..*\.sparta-([0-9a-f]{8})-([0-9]{1,9})-.+")
 _ABANDONED_SECONDS = 3600.0
 

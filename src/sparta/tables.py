@@ -25,7 +25,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str |
     columns
         The headings, one a column.
     rows
-        The cells, one sequence a row, each as long as ``columns``. Floats are shown with four significant
+        The cells, one sequence per row, each as long as ``columns``. Floats are shown with four significant
         digits, ``None`` as an empty cell, anything else as ``str`` shows it, on one line.
     title
         A line to put above the table.

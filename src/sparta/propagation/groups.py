@@ -3,6 +3,9 @@
 Cutting one channel means cutting it out of every tensor that carries it: the rows that write it, the norm that scales
 it, the columns that read it. The same ties that compaction obeys say this. Each index of an axis is a label; labels
 flow along the ties, and indices that get two labels belong together.
+
+`sparta.scheduler.channels` answers a similar question for permutations, on modules and without an example input; its
+header says why there are two.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class PropagationResult:
         }
 
     def table(self) -> str:
-        """Return a row a tensor: density before and after, what can be cut, and what derived it."""
+        """Return one row per tensor: density before and after, what can be cut, and what derived it."""
         data = self.to_dict()
         rows: list[list[object]] = []
         for name, r in data["tensors"].items():
@@ -196,7 +196,7 @@ class PropagationResult:
         if not bool(idle.any()):
             return lines
         reasons = self.axes.reasons(node, dim, idle)
-        # Whoever keeps most comes first; a long residual stream has dozens of writers.
+        # The writer that keeps most comes first; a long residual stream has dozens of writers.
         ordered = sorted(reasons.items(), key=lambda item: -int(item[1].sum()))
         for reason, where in ordered[:_MOST_REASONS]:
             lines.append(f"    {_ranges(where)} not live here, kept alive: {reason}")

@@ -3,6 +3,11 @@
 The model is traced once; every value gets a *space* of channels (a concatenation several, side by side), and residual
 additions, norms and activations tie spaces together. A space may be permuted when everything that makes or reads it is
 known, and is left alone when anything is not, so that the output never changes.
+
+`sparta.propagation` ties channels too (`axes`, `groups`), and there are two for a reason. A scheduler prepares a model
+before it has seen an input, while propagation needs an example to capture the graph; and a permutation must not mix
+convolution groups, which cutting does not care about. So this walk is over modules, knows fewer ops, and gives up
+earlier.
 """
 
 from __future__ import annotations
@@ -55,7 +60,7 @@ class Space:
     readers
         Those whose inputs they are, and from which of its input channels on: not 0 after a concatenation.
     followers
-        Norms and depthwise convolutions that have one parameter a channel, and from which on.
+        Norms and depthwise convolutions that have one parameter per channel, and from which on.
     block
         Channels may only change places within blocks of so many, as convolutions with groups want; 0: anywhere.
     fixed
@@ -110,7 +115,7 @@ def permute_space(space: Space, order: Tensor) -> None:
 
 
 def columns_read(module: nn.Module, start: int, channels: slice) -> Tensor:
-    """Return the weights with which `module` reads some channels of a space, as a matrix with a column a channel.
+    """Return the weights with which `module` reads some channels of a space, as a matrix with one column per channel.
 
     Parameters
     ----------

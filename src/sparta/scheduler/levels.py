@@ -37,7 +37,7 @@ from sparta.tesa.mask import as_mask
 __all__ = ["AmbaLevelPruneScheduler"]
 
 _LOG = logging.getLogger("sparta.scheduler")
-_DECAY = 0.7  # how much less a stage loses than the one behind it, at a tuning of 1; fits published ResNet-18 profiles
+_DECAY = 0.7  # how much less a stage loses than the one after it, at a tuning of 1; fits published ResNet-18 profiles
 
 
 @register_scheduler("AmbaLevelPruneScheduler")
@@ -64,11 +64,11 @@ class AmbaLevelPruneScheduler(BaseScheduler):
     dw_no_prune
         Convolutions with groups stay dense.
     do_sparse_analysis
-        True: always decide anew. False: use the table in `output_dir` when there is one that fits.
+        True: always decide again. False: use the table in `output_dir` when there is one that fits.
     output_dir
         Folder for the table and the report. None: written nowhere.
     save_dir
-        Folder for one checkpoint a level. None: none are written.
+        Folder for one checkpoint per level. None: none are written.
     sparse_rate_tolerance
         Limits may keep a level from being reached; a gap beyond this is warned of.
     default_input_shape, default_input_custom
@@ -274,7 +274,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
                 self._table = found
                 return
             text = f"the table in {self.output_dir} is of another model or other levels"
-            warnings.warn(message(text, fix="it is made anew"), stacklevel=3)
+            warnings.warn(message(text, fix="it is made again"), stacklevel=3)
         self._table = self._analyze(sizes)
         if self._verbose:
             _LOG.info("\n%s", self._table)
@@ -378,7 +378,7 @@ def _checked_levels(percents: Sequence[float], total_iters: int) -> tuple[float,
         raise ValueRangeError(message(f"sparsity_table is {list(percents)}", "rising levels"))
     if total_iters < len(percents):
         raise ValueRangeError(
-            message(f"total_iters is {total_iters} for {len(percents)} levels", "one iteration a level or more")
+            message(f"total_iters is {total_iters} for {len(percents)} levels", "one iteration per level or more")
         )
     return tuple(float(percent) / 100 for percent in percents)
 

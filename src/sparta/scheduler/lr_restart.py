@@ -1,6 +1,6 @@
 """Restarting a learning-rate schedule: back to where it stood when it was handed over.
 
-Level schedulers start the schedule anew at each level. The scheduler's own ``state_dict`` and the optimizer's learning
+Level schedulers start the schedule over at each level. The scheduler's own ``state_dict`` and the optimizer's learning
 rates are remembered and put back, which works alike for every scheduler of PyTorch, chained, sequential and plateau
 ones included, and for any other with the same two methods.
 """

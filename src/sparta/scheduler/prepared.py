@@ -89,7 +89,7 @@ class PreparedLayer:
 
 
 def original_of(module: nn.Module, attribute: str) -> Tensor:
-    """Return the stored tensor behind ``getattr(module, attribute)``, parametrized or not."""
+    """Return the stored tensor that is the source of ``getattr(module, attribute)``, parametrized or not."""
     if parametrize.is_parametrized(module, attribute):
         stored: Tensor = module.parametrizations[attribute].original  # type: ignore[index, union-attr]
         return stored

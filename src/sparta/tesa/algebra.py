@@ -51,7 +51,7 @@ def conflicts(first: TeSA, second: TeSA) -> int:
 
 def _merged(first: TeSA, second: TeSA, *, join: bool) -> TeSA:
     _check_same_tensor(first, second)
-    if _no_constant_but_zero(first) and _no_constant_but_zero(second):  # the common case, without a float an element
+    if _no_constant_but_zero(first) and _no_constant_but_zero(second):  # the common case, without a float per element
         state = Grid.combine(torch.maximum if join else torch.minimum, first.state, second.state)
         value = first.value
     else:

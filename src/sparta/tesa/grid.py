@@ -24,7 +24,7 @@ __all__ = ["Grid", "cells_shape", "reshape_groups", "solved_shape"]
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """An attribute of every element of a tensor, one cell a block.
+    """An attribute of every element of a tensor, one cell per block.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class Grid:
 
     Examples
     --------
-    A channel mask of a 4-D activation costs one cell a channel:
+    A channel mask of a 4-D activation costs one cell per channel:
 
     >>> live = torch.zeros(8, 64, 56, 56, dtype=torch.bool)
     >>> live[:, ::2] = True

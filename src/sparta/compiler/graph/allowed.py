@@ -183,7 +183,7 @@ def _checked_lstm(  # noqa: PLR0913, PLR0917 - as the op takes them
 
 
 _CHECKED: dict[str, Callable[..., Any]] = {"aten.lstm.input": _checked_lstm}
-"""Ops that trust what they are given, behind a look at it."""
+"""Ops that trust what they are given, run only after a look at it."""
 _NAMES |= {function: name for name, function in _CHECKED.items()}
 
 

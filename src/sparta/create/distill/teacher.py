@@ -91,7 +91,7 @@ class Teacher:
             if any(p.device != device for p in self.module.parameters()):
                 self.module.to(device)
             self._device = device
-        self.module.eval()  # whoever holds the teacher too may have called train()
+        self.module.eval()  # other code that holds the teacher may have called train()
         args, kwargs = self._chosen(args, kwargs)
         # Copies: neither model may see what the other does to its inputs in place.
         args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs))

@@ -52,7 +52,7 @@ class Run:
     loss_closure
         Called without arguments, it returns the loss of one fresh batch; for second-order pruning.
     data
-        Batches, each ``(inputs, targets)``, for whoever needs data outside the training loop.
+        Batches, each ``(inputs, targets)``, for modifiers that need data outside the training loop.
     generator
         Seeded; the only source of chance.
     include, ignore
@@ -287,7 +287,7 @@ class Modifier(BaseModel):
         self._initialized = True
 
     def fire(self, run: Run) -> bool:
-        """Call :meth:`update` if the window has an event now, and keep the window's books; returns whether it had.
+        """Call :meth:`update` if the window has an event now, and update its bookkeeping; returns whether it had.
 
         Where a window begins and ends at one moment, both events happen, in this order.
         """
@@ -306,7 +306,7 @@ class Modifier(BaseModel):
         return fired
 
     def saved(self) -> dict[str, Any]:
-        """Return the window's books and :meth:`state_dict`."""
+        """Return the window's bookkeeping and :meth:`state_dict`."""
         window = {"started": self._started, "ended": self._ended, "last_update": self._last_update}
         return {"window": window, "own": self.state_dict()}
 

@@ -2,7 +2,7 @@
 
 ``loss = (1 - hardness) · task + hardness · KD``, where KD is the divergence of the student's softened outputs from the
 teacher's. The script stays as it is, because the blend happens in the gradient (:mod:`sparta.create.distill.capture`);
-``manager.loss_update`` returns the blended loss to whoever wants to see it.
+``manager.loss_update`` returns the blended loss to callers that want to see it.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class TopKASTPruningModifier(MaskedModifier):
         return self
 
     def update(self, run: Run) -> None:
-        """Choose both masks anew by magnitude; at the end, what is outside the forward mask stops learning."""
+        """Choose both masks again by magnitude; at the end, what is outside the forward mask stops learning."""
         with self.masks.exposed():
             made = make_masks(self._layers, Magnitude(), self.pattern, self.forward_sparsity, Uniform())
             self._learning = make_masks(self._layers, Magnitude(), self.pattern, self.backward_sparsity, Uniform())

@@ -160,7 +160,7 @@ class LearningRateFunctionModifier(_Rate):
     Parameters
     ----------
     lr_func
-        ``linear``; ``cosine`` (half a wave); ``cyclic_linear`` (the line anew every `cycle_epochs`); ``exponential``
+        ``linear``; ``cosine`` (half a wave); ``cyclic_linear`` (the line again every `cycle_epochs`); ``exponential``
         (the same factor every epoch); ``stepped`` (`plateaus` levels of equal length, a constant factor apart, or a
         constant difference where a rate is 0); ``constant``.
 

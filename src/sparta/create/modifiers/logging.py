@@ -1,4 +1,4 @@
-"""Logging what is pruned: one number a layer, at regular epochs.
+"""Logging what is pruned: one number per layer, at regular epochs.
 
 It measures the zeros that are in the weights, not what a mask claims.
 """

@@ -1,6 +1,6 @@
 """The recipe language: YAML with named modifiers, variables, and expressions that are parsed and never run.
 
-:class:`Recipe` reads, prints, overrides and works out recipes, :func:`compose` puts one behind another, and
+:class:`Recipe` reads, prints, overrides and works out recipes, :func:`compose` puts one after another, and
 :func:`dry_run` tells what one would do to a model. Everything stays symbolic until the modifiers are asked for, so one
 variable rescales a whole recipe.
 """

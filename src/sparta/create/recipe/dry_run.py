@@ -66,7 +66,7 @@ class LayerForecast:
     bits
         Of one value in the end: less than now if the recipe quantizes the layer.
     dense_bytes, sparse_bytes
-        The weight as it is; and as it will be, all values or the live ones with one bit an element for where they
+        The weight as it is; and as it will be, all values or the live ones with one bit per element for where they
         are, whichever is less.
     """
 

@@ -1,6 +1,6 @@
 """Old recipes: files written for SparseML (``!Tag`` modifiers) and for llm-compressor (``*_stage`` mappings).
 
-:func:`modernized` turns either into the form that our own recipes have; everything behind it knows one form only. What
+:func:`modernized` turns either into the form that our own recipes have; everything after it knows one form only. What
 has no counterpart here is refused by its name; the few fields that are dropped (how things were computed or logged, not
 what) are warned of.
 """

@@ -1,6 +1,6 @@
 """Stages: one recipe after another.
 
-:func:`compose` puts two recipes behind each other, and :func:`lined_up` gives the modifiers of stages their place in
+:func:`compose` puts one recipe after another, and :func:`lined_up` gives the modifiers of stages their place in
 time. A stage that comes ``after`` another counts its epochs from where that one ends, so changing the length of the
 first stage moves all that come after.
 """
@@ -31,7 +31,7 @@ def compose(first: Recipe, second: Recipe, *, names: tuple[str, str] | None = No
     ----------
     first, second
         With stages or without. One without becomes a stage: ``stage_0`` and ``stage_1`` if neither has stages,
-        ``stage_n`` behind a recipe of n stages, ``pre_<name>`` before one whose first stage is called ``<name>``.
+        ``stage_n`` after a recipe of n stages, ``pre_<name>`` before one whose first stage is called ``<name>``.
     names
         The names to give to recipes that have no stages, in place of these.
 
@@ -48,10 +48,10 @@ def compose(first: Recipe, second: Recipe, *, names: tuple[str, str] | None = No
     first_name = f"pre_{second.stages[0].name}" if second.is_staged else "stage_0"
     if names is not None:
         first_name, second_name = names
-    before, behind = _pushed_down(first, first_name), _pushed_down(second, second_name)
+    before, after = _pushed_down(first, first_name), _pushed_down(second, second_name)
     last = before.stages[-1].name
-    moved = [stage if stage.after else replace(stage, after=last) for stage in behind.stages]
-    return Recipe((*before.stages, *moved), {}, before.with_metadata(behind.metadata).metadata)
+    moved = [stage if stage.after else replace(stage, after=last) for stage in after.stages]
+    return Recipe((*before.stages, *moved), {}, before.with_metadata(after.metadata).metadata)
 
 
 def lined_up(stages: Sequence[Stage], modifiers: Sequence[list[Modifier]]) -> list[list[Modifier]]:

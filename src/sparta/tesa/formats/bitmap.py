@@ -1,4 +1,4 @@
-"""Bitmap storage: one bit an element says where, and the live values follow row by row.
+"""Bitmap storage: one bit per element says where, and the live values follow row by row.
 
 What the kernels for unstructured sparsity decode: a smaller index than 32-bit columns wherever more than one element in
 32 is live. The position of a value is the number of set bits before it, so no column indices are stored.

@@ -1,4 +1,4 @@
-"""Masks at one bit an element: eight columns to a byte, lowest column first, rows padded to whole bytes.
+"""Masks at one bit per element: eight columns to a byte, lowest column first, rows padded to whole bytes.
 
 Used by the bitmap format and wherever a mask is kept or saved. Column c of a row is bit ``c % 8`` of byte ``c // 8``,
 and the padding bits are zero.
