@@ -66,3 +66,13 @@ def test_every_dependency_is_imported_and_every_import_is_a_dependency():
     assert sorted(found - everything - THE_CALLERS) == []
     assert sorted(needed - found) == []
     assert sorted(optional - found - NOT_IMPORTED) == []
+
+
+def test_every_public_name_is_reached_without_another_import():
+    code = (
+        "import inspect, sparta; found = {name: getattr(sparta, name) for name in sparta.__all__}; "
+        "print(inspect.ismodule(sparta.specialize), inspect.isfunction(sparta.propagate), len(found))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[:2] == ["True", "True"]

@@ -243,7 +243,7 @@ void check_int8(at::TensorList operands, at::TensorList arrays, at::IntArrayRef 
   sparta_aot::check_bias(operands[2], n[iChannels], "the multiplier");
 }
 
-// Integers (M, K) times a weight; `operands` are its packed values, the sums of its rows, and a factor a channel.
+// Integers (M, K) times a weight; `operands` are its packed values, the sums of its rows, and one factor per channel.
 at::Tensor int8_linear(const at::Tensor& x, at::TensorList operands, at::TensorList arrays, at::IntArrayRef n,
                        const std::optional<at::Tensor>& offset) {
   TORCH_CHECK(n.size() == iNumbers, "sparta_aot::int8_linear: ", int(iNumbers), " numbers, not ", n.size());
