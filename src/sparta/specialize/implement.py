@@ -23,6 +23,7 @@ from sparta.specialize.kernel_spec import KernelSpec
 
 __all__ = [
     "Cause",
+    "DenseImplement",
     "Implement",
     "Kernel",
     "KernelLayout",
@@ -228,6 +229,16 @@ class Implement(ABC):
     @abstractmethod
     def build(self, spec: KernelSpec, params: Params) -> Kernel:
         """Compile for `spec` with these parameters; raises :class:`SpartaError` where that cannot be done."""
+
+
+class DenseImplement(Implement):
+    """PyTorch's own way to run an operation, which takes every spec and has nothing to tune."""
+
+    name = "dense"
+
+    def supports(self, spec: KernelSpec) -> Support:
+        """Dense runs everything."""
+        return Support.yes(f"PyTorch runs any {spec.op}")
 
 
 class TiledImplement(Implement):

@@ -20,7 +20,7 @@ from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ShapeError, message
 from sparta.specialize.blocks.batches import Batches, broadcast
 from sparta.specialize.blocks.block_rows import BlockRows, tile_candidates, tile_guess
-from sparta.specialize.implement import Cause, Implement, Kernel, Params, Support, present
+from sparta.specialize.implement import Cause, DenseImplement, Implement, Kernel, Params, Support, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.softmax.spec import kept_softmax
 from sparta.tesa.attribute import TeSA
@@ -147,16 +147,10 @@ class DenseAttentionKernel(AttentionKernel):
         return batches.unfold(_without_blind(y, packed[1:]))
 
 
-class DenseAttention(Implement):
+class DenseAttention(DenseImplement):
     """``torch.nn.functional.scaled_dot_product_attention`` with a mask."""
 
-    name = "dense"
     op = "attention"
-
-    def supports(self, spec: KernelSpec) -> Support:
-        """Dense runs everything."""
-        del spec
-        return Support.yes("PyTorch runs any attention")
 
     def build(self, spec: KernelSpec, params: Params) -> AttentionKernel:
         """Return the dense kernel."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparta.specialize.conv.spec import ConvGeometry, ConvKernel, dense_conv
-from sparta.specialize.implement import Implement, Params, Support
+from sparta.specialize.implement import DenseImplement, Params
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import apply_epilogue
 from sparta.specialize.runtime.masked import Masked
@@ -37,16 +37,10 @@ class _DenseConvKernel(ConvKernel):
         return apply_epilogue(y, self._epilogue, residual).contiguous()
 
 
-class _DenseConv(Implement):
+class _DenseConv(DenseImplement):
     """``torch.nn.functional.conv1d`` or ``conv2d`` on the masked weight."""
 
-    name = "dense"
     every_epilogue = True
-
-    def supports(self, spec: KernelSpec) -> Support:
-        """Dense runs everything."""
-        del spec
-        return Support.yes("PyTorch runs any dense convolution")
 
     def build(self, spec: KernelSpec, params: Params) -> ConvKernel:
         """Return the dense kernel."""

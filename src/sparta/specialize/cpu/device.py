@@ -14,7 +14,7 @@ from sparta.specialize.implement import Cause, KernelLayout, Support
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.tesa.bits import bit_format
 
-__all__ = ["DTYPES", "FORMATS", "compiles_here", "layout_of", "library_here", "runs_here"]
+__all__ = ["DTYPES", "FORMATS", "compiles_here", "float32_here", "layout_of", "library_here", "runs_here"]
 
 FORMATS = ("fp32", "bf16", "fp16")
 """The bit formats that the kernels take; all are summed in float32."""
@@ -33,6 +33,15 @@ def runs_here(spec: KernelSpec) -> Support:
     if str(spec["input"].format) not in FORMATS:
         return Support.no(f"it computes {', '.join(FORMATS)}, not {spec['input'].format}", Cause.DTYPE)
     return library_here(spec)
+
+
+def float32_here(spec: KernelSpec) -> Support:
+    """Say whether a spec is for the CPU in fp32, for implements that bring kernels of their own."""
+    if spec.device != "cpu":
+        return Support.no(f"it runs on the CPU, not on {spec.device}", Cause.DEVICE)
+    if str(spec["input"].format) != "fp32":
+        return Support.no(f"it computes fp32, not {spec['input'].format}", Cause.DTYPE)
+    return Support.yes()
 
 
 def library_here(spec: KernelSpec) -> Support:

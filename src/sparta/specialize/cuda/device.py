@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Collection
 
 import torch
 
 from sparta.errors import MissingPackageError, message
 from sparta.specialize.implement import Cause, Support
+from sparta.specialize.kernel_spec import KernelSpec
 from sparta.tesa.bits import BitFormat, bit_format
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "itemsize",
     "need_triton",
     "on_cuda",
+    "takes",
     "triton_here",
 ]
 
@@ -77,6 +80,20 @@ def on_cuda(device: str) -> Support:
     'it runs on CUDA, not on cpu'
     """
     return Support.yes() if device == "cuda" else Support.no(f"it runs on CUDA, not on {device}", Cause.DEVICE)
+
+
+def takes(spec: KernelSpec, formats: Collection[str], operand: str = "input") -> Support:
+    """Say whether a spec is for CUDA with an operand in one of these formats.
+
+    >>> from sparta.tesa.attribute import TeSA
+    >>> takes(KernelSpec("linear", {"input": TeSA.dense((1, 1), format="fp64")}, device="cuda"), FORMATS).reason
+    'it computes fp32, bf16, fp16, not fp64'
+    """
+    if spec.device != "cuda":
+        return on_cuda(spec.device)
+    if str(spec[operand].format) not in formats:
+        return Support.no(f"it computes {', '.join(formats)}, not {spec[operand].format}", Cause.DTYPE)
+    return Support.yes()
 
 
 def cuda_here(least: tuple[int, int] = AMPERE, device: torch.device | None = None) -> Support:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparta.measure.machine import probe_cpu
-from sparta.specialize.implement import Cause, Implement, Params, Support, present
+from sparta.specialize.implement import Cause, DenseImplement, Implement, Params, Support, present
 from sparta.specialize.int8_linear.quantization import DTYPES
 from sparta.specialize.int8_linear.spec import Int8LinearKernel, requantized
 from sparta.specialize.kernel_spec import KernelSpec
@@ -51,16 +51,10 @@ class _DenseKernel(Int8LinearKernel):
         return functional.pad(rows, (0, self._missing)) if self._missing else rows
 
 
-class DenseInt8Linear(Implement):
+class DenseInt8Linear(DenseImplement):
     """``torch._int_mm`` on the masked weight."""
 
-    name = "dense"
     op = "int8_linear"
-
-    def supports(self, spec: KernelSpec) -> Support:
-        """Dense runs everything."""
-        del spec
-        return Support.yes("PyTorch multiplies 8-bit integers")
 
     def build(self, spec: KernelSpec, params: Params) -> Int8LinearKernel:
         """Return the dense kernel."""

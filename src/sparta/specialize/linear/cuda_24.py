@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from sparta.errors import ValueRangeError, message
-from sparta.specialize.cuda.device import AMPERE, HALF_FORMATS, HOPPER, capability, on_cuda
+from sparta.specialize.cuda.device import AMPERE, HALF_FORMATS, HOPPER, capability, takes
 from sparta.specialize.cuda.few_tokens import (
     SHARED_BYTES,
     nvrtc_here,
@@ -103,10 +103,9 @@ class TwoFour(TiledImplement):
 
     def supports(self, spec: KernelSpec) -> Support:
         """Bf16 and fp16 on CUDA, weights of at most 2 live elements in every 4, few tokens."""
-        if spec.device != "cuda":
-            return on_cuda(spec.device)
-        if str(spec["input"].format) not in HALF_FORMATS:
-            return Support.no(f"it computes {', '.join(HALF_FORMATS)}, not {spec['input'].format}", Cause.DTYPE)
+        answer = takes(spec, HALF_FORMATS)
+        if not answer:
+            return answer
         if min(spec["weight"].shape) < 1:
             return Support.no("the weight is empty", Cause.SHAPE)
         if spec["input"].shape[0] > _MOST_TOKENS:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparta.errors import ValueRangeError, message
-from sparta.specialize.cuda.device import HALF_FORMATS, HOPPER, on_cuda
+from sparta.specialize.cuda.device import HALF_FORMATS, HOPPER, takes
 from sparta.specialize.cuda.few_tokens import (
     SHARED_BYTES,
     nvrtc_here,
@@ -115,10 +115,9 @@ class CudaBitmap(TiledImplement):
     def supports(self, spec: KernelSpec) -> Support:
         """Bf16 and fp16 on Hopper, weights and numbers of tokens for which it was faster than dense somewhere."""
         weight = spec["weight"]
-        if spec.device != "cuda":
-            return on_cuda(spec.device)
-        if str(spec["input"].format) not in HALF_FORMATS:
-            return Support.no(f"it computes {', '.join(HALF_FORMATS)}, not {spec['input'].format}", Cause.DTYPE)
+        answer = takes(spec, HALF_FORMATS)
+        if not answer:
+            return answer
         if not 0 < weight.numel < 1 << 31:
             return Support.no(f"the weight has {weight.numel} elements; it counts from 1 to 2^31", Cause.SHAPE)
         if spec["input"].shape[0] > _TOKENS[-1]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sparta.specialize.implement import Implement, Params, Support
+from sparta.specialize.implement import DenseImplement, Params
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import LinearKernel, apply_epilogue
 from sparta.specialize.runtime.masked import Masked
@@ -38,17 +38,11 @@ class _DenseLinearKernel(LinearKernel):
         return lambda x, _no_residual=None: functional.linear(x, weight, bias)
 
 
-class DenseLinear(Implement):
+class DenseLinear(DenseImplement):
     """``torch.nn.functional.linear`` on the masked weight."""
 
-    name = "dense"
     op = "linear"
     every_epilogue = True
-
-    def supports(self, spec: KernelSpec) -> Support:
-        """Dense runs everything."""
-        del spec
-        return Support.yes("PyTorch runs any dense linear")
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
         """Return the dense kernel."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparta.common.tuning import TunableItemCfg
+from sparta.specialize.cpu.device import float32_here
 from sparta.specialize.implement import Cause, Implement, Params, Support
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import LinearKernel, apply_epilogue
@@ -58,14 +59,11 @@ class TorchCSR(Implement):
 
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32 on the CPU, sparse enough that an index can pay."""
-        if spec.device != "cpu":
-            return Support.no(f"torch's CSR product is used on the CPU, not on {spec.device}", Cause.DEVICE)
-        if str(spec["input"].format) != "fp32":
-            return Support.no(f"torch's CSR product is used for fp32, not {spec['input'].format}", Cause.DTYPE)
-        if spec["weight"].density > _DENSEST or spec["weight"].density == 0:
+        answer = float32_here(spec)
+        if answer and (spec["weight"].density > _DENSEST or spec["weight"].density == 0):
             given = f"a density of {spec['weight'].density:.2f}"
             return Support.no(f"{given}, where CSR takes up to {_DENSEST} and not 0", Cause.PATTERN)
-        return Support.yes("torch.sparse CSR")
+        return answer and Support.yes("torch.sparse CSR")
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
         """Build the index."""
@@ -82,14 +80,11 @@ class TorchBSR(Implement):
 
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32 on the CPU, whole square blocks that divide the weight."""
-        if spec.device != "cpu":
-            return Support.no(f"torch's BSR product is used on the CPU, not on {spec.device}", Cause.DEVICE)
-        if str(spec["input"].format) != "fp32":
-            return Support.no(f"torch's BSR product is used for fp32, not {spec['input'].format}", Cause.DTYPE)
-        if not _square_blocks(spec):
+        answer = float32_here(spec)
+        if answer and not _square_blocks(spec):
             reason = "its mask is not made of square blocks of 8 or more that divide the weight"
             return Support.no(reason, Cause.PATTERN)
-        return Support.yes("torch.sparse BSR")
+        return answer and Support.yes("torch.sparse BSR")
 
     def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
         """Return the block sizes that fit the mask."""

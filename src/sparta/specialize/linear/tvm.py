@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import MissingPackageError, ShapeError, ValueRangeError, message
+from sparta.specialize.cpu.device import float32_here
 from sparta.specialize.cpu.toolchain import chosen_isa
 from sparta.specialize.implement import Cause, Implement, Params, Support, present
 from sparta.specialize.kernel_spec import KernelSpec
@@ -136,10 +137,9 @@ class TvmLinear(Implement):
 
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32 on the CPU, for weights that are sparse enough."""
-        if spec.device != "cpu":
-            return Support.no(f"it runs on the CPU, not on {spec.device}", Cause.DEVICE)
-        if str(spec["input"].format) != "fp32":
-            return Support.no(f"it computes fp32, not {spec['input'].format}", Cause.DTYPE)
+        answer = float32_here(spec)
+        if not answer:
+            return answer
         if min(spec["weight"].shape) < 1:
             return Support.no("the weight is empty", Cause.SHAPE)
         if spec["weight"].density > _MOST_DENSE:

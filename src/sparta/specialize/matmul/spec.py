@@ -23,7 +23,7 @@ from sparta.errors import ShapeError, message
 from sparta.specialize.blocks.batches import Batches, broadcast
 from sparta.specialize.blocks.block_rows import tile_candidates, tile_guess
 from sparta.specialize.blocks.tiled_matrix import TiledMatrix, block_places, to_values, to_whole
-from sparta.specialize.implement import Cause, Implement, Kernel, Params, Support, present
+from sparta.specialize.implement import Cause, DenseImplement, Implement, Kernel, Params, Support, present
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.tesa.attribute import TeSA
 
@@ -140,16 +140,10 @@ class DenseMatmulKernel(MatmulKernel):
         return to_values(C, packed[1], product.block) if product.compressed else C
 
 
-class DenseMatmul(Implement):
+class DenseMatmul(DenseImplement):
     """``torch.matmul`` of the masked matrices."""
 
-    name = "dense"
     op = "batch_matmul"
-
-    def supports(self, spec: KernelSpec) -> Support:
-        """Dense runs everything."""
-        del spec
-        return Support.yes("PyTorch runs any dense product")
 
     def build(self, spec: KernelSpec, params: Params) -> MatmulKernel:
         """Return the dense kernel."""

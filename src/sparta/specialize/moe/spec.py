@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparta.specialize.blocks.block_moves import gather
-from sparta.specialize.implement import Cause, Implement, Kernel, Params, Support, present
+from sparta.specialize.implement import Cause, DenseImplement, Implement, Kernel, Params, Support, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.tesa.attribute import TeSA
 
@@ -79,16 +79,10 @@ class DenseMoEKernel(MoEKernel):
         return functools.reduce(torch.add, parts)
 
 
-class DenseMoE(Implement):
+class DenseMoE(DenseImplement):
     """Every expert on every token, masked."""
 
-    name = "dense"
     op = "moe"
-
-    def supports(self, spec: KernelSpec) -> Support:
-        """Dense runs everything."""
-        del spec
-        return Support.yes("PyTorch runs any linear layer")
 
     def build(self, spec: KernelSpec, params: Params) -> MoEKernel:
         """Return the dense kernel."""

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from sparta.common.tuning import TunableItemCfg
 from sparta.specialize.attention.spec import repeat_heads
-from sparta.specialize.implement import Implement, Kernel, Params, Support, present
+from sparta.specialize.implement import DenseImplement, Implement, Kernel, Params, Support, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.tesa.attribute import TeSA
 
@@ -76,16 +76,10 @@ class DenseSeqlenKernel(SeqlenAttentionKernel):
         return _attend(q, repeat_heads(q, k), repeat_heads(q, v), lengths)
 
 
-class DenseSeqlenAttention(Implement):
+class DenseSeqlenAttention(DenseImplement):
     """``torch.nn.functional.scaled_dot_product_attention`` with a mask of the padding."""
 
-    name = "dense"
     op = "seqlen_attention"
-
-    def supports(self, spec: KernelSpec) -> Support:
-        """Dense runs everything."""
-        del spec
-        return Support.yes("PyTorch runs any attention")
 
     def build(self, spec: KernelSpec, params: Params) -> SeqlenAttentionKernel:
         """Return the dense kernel."""

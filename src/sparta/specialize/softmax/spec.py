@@ -19,7 +19,7 @@ from sparta.errors import ShapeError, message
 from sparta.specialize.blocks.batches import Batches, broadcast
 from sparta.specialize.blocks.block_rows import tile_candidates, tile_guess
 from sparta.specialize.blocks.tiled_matrix import TiledMatrix, block_places, to_values, to_whole
-from sparta.specialize.implement import Cause, Implement, Kernel, Params, Support, present
+from sparta.specialize.implement import Cause, DenseImplement, Implement, Kernel, Params, Support, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.tesa.attribute import TeSA
 
@@ -110,16 +110,10 @@ class DenseSoftmaxKernel(SoftmaxKernel):
         return to_values(y, packed[1], self._block) if self._compressed else y
 
 
-class DenseSoftmax(Implement):
+class DenseSoftmax(DenseImplement):
     """``torch.softmax`` with -inf where pruned."""
 
-    name = "dense"
     op = "softmax"
-
-    def supports(self, spec: KernelSpec) -> Support:
-        """Dense runs everything."""
-        del spec
-        return Support.yes("PyTorch runs any softmax")
 
     def build(self, spec: KernelSpec, params: Params) -> SoftmaxKernel:
         """Return the dense kernel."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sparta.specialize.cuda.device import FORMATS, bulk_copies, itemsize, need_triton, on_cuda, triton_here
+from sparta.specialize.cuda.device import FORMATS, bulk_copies, itemsize, need_triton, takes, triton_here
 from sparta.specialize.implement import Cause, Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import LinearKernel
@@ -56,10 +56,9 @@ class TritonBlock(TiledImplement):
 
     def supports(self, spec: KernelSpec) -> Support:
         """Fp32, bf16 and fp16 on CUDA, where kept blocks leave enough out."""
-        if spec.device != "cuda":
-            return on_cuda(spec.device)
-        if str(spec["input"].format) not in FORMATS:
-            return Support.no(f"it computes {', '.join(FORMATS)}, not {spec['input'].format}", Cause.DTYPE)
+        answer = takes(spec, FORMATS)
+        if not answer:
+            return answer
         if min(spec["weight"].shape) < 1:
             return Support.no("the weight is empty", Cause.SHAPE)
         covered = coverage(spec["weight"], [(16, 16)])[16, 16]
