@@ -7,6 +7,7 @@ step is one graph for `torch.compile` and has no device synchronisation in it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,7 @@ from sparta.errors import ValueRangeError, message
 from sparta.scheduler.generators import MaskGenerator, ProbMaskGenerator
 from sparta.scheduler.registry import register_fake_sparse
 
-__all__ = ["FakeSparse", "FakeSparseBase", "ProbMaskFakeSparse", "STRFakeSparse"]
+__all__ = ["FakeSparse", "FakeSparseBase", "ProbMaskFakeSparse", "STRFakeSparse", "Subnet"]
 
 _EPSILON = 1e-20
 
@@ -119,12 +120,30 @@ class STRFakeSparse(FakeSparseBase):
         return torch.sign(weight) * torch.relu(weight.abs() - threshold)
 
 
+class Subnet(ABC):
+    """The network that the probabilities of several layers stand for; chosen once per change to evaluation."""
+
+    def __init__(self) -> None:
+        self._is_present = False
+
+    @abstractmethod
+    def choose(self) -> None:
+        """Write the present hard masks into the layers that are not fixed."""
+
+    def switched(self, *, evaluating: bool) -> None:
+        """Choose the masks when the first of the layers goes to evaluation; training makes them out of date."""
+        if evaluating and not self._is_present:
+            self.choose()
+        self._is_present = evaluating
+
+
 @register_fake_sparse("ProbMaskFakeSparse")
 class ProbMaskFakeSparse(FakeSparseBase):
     """The weight times a mask drawn with learnt probabilities `scores`, relaxed so that gradients reach them.
 
-    In training a fresh soft mask is drawn in each forward pass; in evaluation weights with a probability of one half or
-    more are kept. After :meth:`fix` the given hard mask is used in both.
+    In training a fresh soft mask is drawn in each forward pass. In evaluation the weights of `subnet` are kept, which a
+    scheduler gives: the highest probabilities of all its layers, as many as its budget; without one, those of one half
+    or more. After :meth:`fix` the given hard mask is used in both.
 
     Parameters
     ----------
@@ -141,6 +160,7 @@ class ProbMaskFakeSparse(FakeSparseBase):
         if not 0 <= score_init_constant <= 1:
             raise ValueRangeError(message(f"score_init_constant is {score_init_constant}", "a probability in [0, 1]"))
         self.fixed = False
+        self.subnet: Subnet | None = None
         self.scores = nn.Parameter(torch.full_like(weight, score_init_constant))
         self.register_buffer("mask", torch.ones_like(weight, dtype=torch.bool), persistent=False)
         # a tensor, so that a new temperature is no new graph
@@ -153,7 +173,7 @@ class ProbMaskFakeSparse(FakeSparseBase):
 
     def sparse(self, weight: Tensor) -> Tensor:
         """Return the weight under a soft mask (training), a hard one (evaluation) or the fixed one."""
-        if self.fixed:
+        if self.fixed or (self.subnet is not None and not self.training):
             return torch.where(self.mask, weight, 0.0)
         if not self.training:
             return torch.where(self.scores >= 0.5, weight, 0.0)
@@ -177,3 +197,11 @@ class ProbMaskFakeSparse(FakeSparseBase):
     def release(self) -> None:
         """Draw masks again."""
         self.fixed = False
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> ProbMaskFakeSparse:  # noqa: FBT001, FBT002 - as torch has it
+        """Switch between training and evaluation, for which the subnet of the present probabilities is chosen."""
+        super().train(mode)
+        if self.subnet is not None:
+            self.subnet.switched(evaluating=not mode)
+        return self

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.scheduler.base import BaseScheduler, Exported, Setup, check_iteration
-from sparta.scheduler.fake_sparse import ProbMaskFakeSparse
+from sparta.scheduler.fake_sparse import ProbMaskFakeSparse, Subnet
 from sparta.scheduler.prepared import PreparedLayer
 from sparta.scheduler.registry import register_scheduler
 from sparta.sparsify import Schedule
@@ -85,6 +85,34 @@ def _highest(parts: Mapping[Shards, Sequence[Tensor]], device: torch.device) -> 
     return found
 
 
+class LikeliestWeights(Subnet):
+    """The highest probabilities of all layers that are not fixed, exactly as many as the present budget.
+
+    Parameters
+    ----------
+    layers
+        What shares the budget. Probabilities that are equal, as many are at 0 and 1, are told apart by the magnitude
+        of the weight.
+    """
+
+    def __init__(self, layers: Sequence[tuple[PreparedLayer, ProbMaskFakeSparse]]) -> None:
+        super().__init__()
+        self.layers = list(layers)
+        self.sparsity = 0.0
+
+    @torch.no_grad()
+    def choose(self) -> None:
+        """Write the masks into the layers."""
+        layers = [(p, fake) for p, fake in self.layers if not fake.fixed]
+        if not layers:
+            return
+        scores = [fake.scores for _, fake in layers]
+        count = pruned_count(sum(score.numel() for score in scores), self.sparsity)
+        pruned = _lowest_pairs(scores, [local(p.weight).abs() for p, _ in layers], count)
+        for (_, fake), mask in zip(layers, pruned, strict=True):
+            fake.mask.copy_(whole(~mask, fake.scores))
+
+
 @register_scheduler("ProbMaskPruneScheduler")
 class ProbMaskPruneScheduler(BaseScheduler):
     """Learns which weights to keep.
@@ -130,38 +158,40 @@ class ProbMaskPruneScheduler(BaseScheduler):
                 )
             )
         self.total_iterations = total_iterations
+        self._subnet = LikeliestWeights([])
         self.schedule = Schedule.cubic(self.prune_rate, initial=check_sparsity(start_prune_rate), begin=begin, end=end)
 
     def prepare_sparse_model(self, model: nn.Module) -> nn.Module:
         """Give every weight a probability; build the optimizer after this, or pass yours to `init_optimizer`."""
         if not isinstance(self.setup.fake_sparse(torch.zeros(1, 1)), ProbMaskFakeSparse):
             raise ValueRangeError(message("ProbMaskPruneScheduler with another fake_sparse", "ProbMaskFakeSparse"))
-        return super().prepare_sparse_model(model)
+        prepared = super().prepare_sparse_model(model)
+        self._subnet = LikeliestWeights(self._probabilistic())
+        for _, fake in self._probabilistic():
+            fake.subnet = self._subnet
+        return prepared
 
     def prune_model(self, model: nn.Module, iteration: int) -> None:
         """After optimizer step `iteration` (from 0): project the probabilities and set the next temperature."""
         self._check_prepared(model)
         check_iteration(iteration)
         learnt = [fake.scores for _, fake in self._probabilistic() if not fake.fixed]
+        self._subnet.sparsity = self.schedule.at(iteration)
         if learnt:
-            project_scores(learnt, sum(s.numel() for s in learnt) * (1 - self.schedule.at(iteration)))
+            project_scores(learnt, sum(s.numel() for s in learnt) * (1 - self._subnet.sparsity))
         progress = min(1.0, (iteration + 1) / self.total_iterations)
         for _, fake in self._probabilistic():
             fake.tau.fill_(1.0 / (0.97 * (1.0 - progress) + 0.03))
+        self._refresh()
 
     @torch.no_grad()
     def fix_model_subnet(self, model: nn.Module) -> None:
         """Choose the hard masks: the highest probabilities of all layers, exactly as many as the final budget."""
         self._check_prepared(model)
-        layers = [(p, fake) for p, fake in self._probabilistic() if not fake.fixed]
-        if not layers:
-            return
-        scores = [fake.scores for _, fake in layers]
-        count = pruned_count(sum(score.numel() for score in scores), self.prune_rate)
-        # scores that are equal, as many are at 0 and 1, are told apart by the weight they keep
-        pruned = _lowest_pairs(scores, [local(p.weight).abs() for p, _ in layers], count)
-        for (_, fake), mask in zip(layers, pruned, strict=True):
-            fake.fix(whole(~mask, fake.scores))
+        self._subnet.sparsity = self.prune_rate
+        self._subnet.choose()
+        for _, fake in self._probabilistic():
+            fake.fixed = True
 
     def unfix_model_subnet(self, model: nn.Module) -> None:
         """Draw masks again."""
@@ -185,6 +215,16 @@ class ProbMaskPruneScheduler(BaseScheduler):
         """Train the probabilities again."""
         self._require_grad(model, (fake.scores for _, fake in self._probabilistic()), needed=True)
 
+    def compute_sparse_rate(self, model: nn.Module) -> float:
+        """Return the fraction of zeros in the weights that an evaluation computes with, at the present budget."""
+        self._check_prepared(model)
+        self._subnet.choose()
+        zeros = 0
+        for prepared in self._layers:
+            kept = prepared.fake.mask if isinstance(prepared.fake, ProbMaskFakeSparse) else True
+            zeros += int(((prepared.value * kept) == 0).sum())
+        return zeros / max(1, sum(prepared.weight.numel() for prepared in self._layers))
+
     def export_sparse_model(self, model: nn.Module) -> Exported:
         """Choose the hard masks if they are not, bake them in, and make plain modules again."""
         self.fix_model_subnet(model)
@@ -193,7 +233,8 @@ class ProbMaskPruneScheduler(BaseScheduler):
     def state_dict(self) -> dict[str, Any]:
         """Return the masks, temperatures and the state of the random numbers, which draw the masks to come."""
         taus = {p.name: float(fake.tau) for p, fake in self._probabilistic()}
-        state = {**super().state_dict(), "tau": taus, "rng": torch.get_rng_state()}
+        rate = self._subnet.sparsity if self._layers else 0.0
+        state = {**super().state_dict(), "tau": taus, "sparsity": rate, "rng": torch.get_rng_state()}
         device = self._layers[0].weight.device if self._layers else torch.device("cpu")
         if device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state(device)
@@ -204,12 +245,19 @@ class ProbMaskPruneScheduler(BaseScheduler):
         super().load_state_dict(state)
         for prepared, fake in self._probabilistic():
             fake.tau.fill_(state["tau"][prepared.name])
+        self._subnet.sparsity = check_sparsity(float(state["sparsity"]))
+        self._refresh()
         torch.set_rng_state(state["rng"].cpu())
         if "cuda_rng" in state:
             torch.cuda.set_rng_state(state["cuda_rng"].cpu(), self._layers[0].weight.device)
 
     def _probabilistic(self) -> list[tuple[PreparedLayer, ProbMaskFakeSparse]]:
         return [(p, p.fake) for p in self._layers if isinstance(p.fake, ProbMaskFakeSparse)]
+
+    def _refresh(self) -> None:
+        """Choose the masks again where the model is in evaluation already."""
+        if any(not fake.training for _, fake in self._probabilistic()):
+            self._subnet.choose()
 
     def _require_grad(self, model: nn.Module, parameters: Iterable[Tensor], *, needed: bool) -> None:
         self._check_prepared(model)
