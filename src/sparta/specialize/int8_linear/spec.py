@@ -119,6 +119,7 @@ def requantization(
 
     Examples
     --------
+    >>> import torch
     >>> requantization(torch.tensor([0.5, 0.25]), 2.0, output_scale=4.0)[0].tolist()
     [0.25, 0.125]
     """
@@ -129,6 +130,7 @@ def requantization(
 def requantized(sums: Tensor, spec: KernelSpec, multiplier: Tensor, offset: Tensor | None) -> Tensor:
     """Return exact sums (M, N), the input's zero point taken off, as the spec's output: the reference of all kernels.
 
+    >>> import torch
     >>> spec = int8_linear_spec(TeSA.dense((2, 4)), 1, output_format="int8", output_zero_point=1)
     >>> requantized(torch.tensor([[5, -900]]), spec, torch.tensor([0.5, 1.0]), None).tolist()
     [[3, -128]]

@@ -74,6 +74,7 @@ def table_key(spec: KernelSpec) -> str:
 
     The epilogue does not count: it costs every candidate the same.
 
+    >>> from sparta.tesa.attribute import TeSA
     >>> table_key(KernelSpec("linear", {"weight": TeSA.dense((700, 700), format="fp32")}))
     'linear weight=1024x1024:fp32'
     """
