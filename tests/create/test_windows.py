@@ -28,10 +28,10 @@ def walk(entry, epochs):
     NOTES.clear()
     model = CNN()
     run = Run(model, SGD(model.parameters(), lr=0.1))
-    entry.begin(run)
+    entry.call_initialize(run)
     for epoch in epochs:
         run.epoch = epoch
-        entry.fire(run)
+        entry.update_if_due(run)
     return list(NOTES)
 
 
@@ -82,7 +82,7 @@ def test_fractional_frequencies_never_drift(steps_per_epoch, frequency, start):
 def test_updating_before_initializing_is_an_error():
     model = CNN()
     with pytest.raises(ValueRangeError, match="before it was initialized"):
-        Recorder().fire(Run(model, SGD(model.parameters(), lr=0.1)))
+        Recorder().update_if_due(Run(model, SGD(model.parameters(), lr=0.1)))
 
 
 @pytest.mark.parametrize(

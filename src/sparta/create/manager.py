@@ -207,7 +207,7 @@ class Manager:
         begun: list[Modifier] = []
         try:
             for entry in self.iter_modifiers():
-                entry.begin(run)
+                entry.call_initialize(run)
                 begun.append(entry)
         except BaseException:
             listener.stop()
@@ -221,7 +221,7 @@ class Manager:
         run = self.run
         run.epoch, run.step = self._clock.epoch, self._clock.step
         for entry in self.iter_modifiers():
-            entry.fire(run)
+            entry.update_if_due(run)
         for entry in self.iter_modifiers():
             entry.before_step(run)
 
@@ -239,7 +239,7 @@ class Manager:
         """Do what is due when training ends, without waiting for a step that will not come."""
         for entry in self.iter_modifiers():
             if entry.end_pending(self.run.epoch):
-                entry.fire(self.run)
+                entry.update_if_due(self.run)
 
     def loss_update(self, loss: Tensor, *, inputs: Any = None, outputs: Any = None) -> Tensor:
         """Return the loss to train with, as the distillation modifiers that are active make it.
@@ -270,7 +270,7 @@ class Manager:
         if self.epoch < last <= self.epoch + 1 + _SLACK:
             run.epoch = float(last)
             for entry in self.iter_modifiers():
-                entry.fire(run)
+                entry.update_if_due(run)
         self._fire_ends()
         self._warn_of_rest()
         self._warn_of_idle(at_end=True)
@@ -294,9 +294,9 @@ class Manager:
         run = Run(model, optimizer, epoch=math.inf, log=self.log, **extras)
         ordered = [entry for entry in self.iter_modifiers() if entry.kind in _CHANGES_MODEL]
         for entry in ordered:
-            entry.begin(run)
+            entry.call_initialize(run)
         for entry in ordered:
-            entry.fire(run)
+            entry.update_if_due(run)
         self._run = run
         self._finished = self.spec()
         for entry in ordered:
@@ -365,7 +365,7 @@ class Manager:
             "version": _VERSION,
             "step": self.step,
             "steps_per_epoch": self.steps_per_epoch,
-            "modifiers": {self._key(place): entry.saved() for place, entry in enumerate(self.modifiers)},
+            "modifiers": {self._key(place): entry.full_state() for place, entry in enumerate(self.modifiers)},
             "generator": run.generator.get_state(),
         }
 
@@ -395,7 +395,7 @@ class Manager:
         for entry in self.iter_modifiers():
             place = next(place for place, other in enumerate(self.modifiers) if other is entry)
             try:
-                entry.restore(run, state["modifiers"][self._key(place)])
+                entry.load_full_state(run, state["modifiers"][self._key(place)])
             except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 if isinstance(error, SpartaError):
                     raise

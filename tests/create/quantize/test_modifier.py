@@ -162,8 +162,8 @@ def test_a_model_that_is_quantized_already_is_taken_as_it_is():
     quantize.prepare(model, "tensorrt")
     entry = Quantization(start_epoch=0)
     run = Run(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    entry.begin(run)
-    entry.fire(run)
+    entry.call_initialize(run)
+    entry.update_if_due(run)
     assert model[0].scheme == quantize.PRESETS["tensorrt"]
 
 

@@ -2,21 +2,22 @@
 
 A recipe is a list of modifiers; the manager calls each at its moments of every optimizer step. A modifier's *fields*
 say what it does and never change, everything it learns lives in private attributes and is in its state, and a
-:class:`Run` is all of the outside world it may see and touch.
+:class:`Run` is all of the outside world it may see and touch. Subclasses write what happens (`initialize`, `update`,
+`state_dict`, `load_state_dict`); the manager calls the methods around it that keep track of the window
+(`call_initialize`, `update_if_due`, `full_state`, `load_full_state`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
 
-import torch
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, field_validator
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from pydantic import ConfigDict, PrivateAttr, ValidationError
+from torch import Tensor
 
+from sparta.create.modifiers.run import Run
+from sparta.create.modifiers.window import Window
 from sparta.errors import NameNotFoundError, SpartaError, ValueRangeError, did_you_mean, message
 from sparta.tesa.spec import Spec
 
@@ -24,68 +25,11 @@ __all__ = ["KINDS", "Modifier", "Run", "modifier", "modifier_named", "modifier_n
 
 KINDS = ("epoch", "learning_rate", "pruning", "quantization", "distillation", "structured", "training")
 
-_SLACK = 1e-6  # of an epoch: far below one step, far above the rounding of a sum of floats
 _REGISTRY: dict[str, type[Modifier]] = {}
 _M = TypeVar("_M", bound="type[Modifier]")
 
 
-def _log_nothing(_: dict[str, float]) -> None:
-    """Throw a record away."""
-
-
-@dataclass
-class Run:
-    """What a modifier may see and touch of a training run.
-
-    Parameters
-    ----------
-    model, optimizer
-        The user's own, as they were handed over; the model may be wrapped (DDP, FSDP2, `torch.compile`).
-    steps_per_epoch
-        Optimizer steps of an epoch.
-    epoch, step
-        The time: ``step`` optimizer steps were taken, which is ``epoch`` epochs.
-    log
-        Takes a record: numbers by name.
-    teacher
-        For distillation: a module, ``"self"``, or None when there is none.
-    loss_closure
-        Called without arguments, it returns the loss of one fresh batch; for second-order pruning.
-    data
-        Batches, each ``(inputs, targets)``, for modifiers that need data outside the training loop.
-    generator
-        Seeded; the only source of chance.
-    include, ignore
-        Names, globs or ``re:`` patterns that limit what ``__ALL_PRUNABLE__`` means.
-    scaler, accumulation_steps
-        What the script's loss is multiplied by before ``backward``: the scale of a gradient scaler, and one over the
-        number of batches whose gradients are summed.
-
-    Examples
-    --------
-    >>> model = nn.Linear(2, 2)
-    >>> run = Run(model, torch.optim.SGD(model.parameters(), lr=0.1), steps_per_epoch=4)
-    >>> run.epoch, run.step
-    (0.0, 0)
-    """
-
-    model: nn.Module
-    optimizer: Optimizer
-    steps_per_epoch: int = 1
-    epoch: float = 0.0
-    step: int = 0
-    log: Callable[[dict[str, float]], None] = _log_nothing
-    teacher: nn.Module | Literal["self"] | None = None
-    loss_closure: Callable[[], Tensor] | None = None
-    data: Iterable[Any] | None = None
-    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
-    include: Sequence[str] | str | None = None
-    ignore: Sequence[str] | str | None = None
-    scaler: Any = None
-    accumulation_steps: int = 1
-
-
-class Modifier(BaseModel):
+class Modifier(Window):
     """One entry of a recipe.
 
     A new modifier is one subclass with fields, a `kind`, the methods of the life cycle that it needs, and the
@@ -115,17 +59,7 @@ class Modifier(BaseModel):
     )
 
     kind: ClassVar[str] = "training"
-    epoch_fields: ClassVar[tuple[str, ...]] = ("start_epoch", "end_epoch")
-    """Fields that are moments in time, which :meth:`shifted` moves."""
-
-    start_epoch: float = -1.0
-    end_epoch: float = -1.0
-    update_frequency: float = -1.0
-
     _initialized: bool = PrivateAttr(default=False)
-    _started: bool = PrivateAttr(default=False)
-    _ended: bool = PrivateAttr(default=False)
-    _last_update: float = PrivateAttr(default=-1.0)
 
     def __init__(self, **fields: Any) -> None:
         for name in fields:
@@ -143,37 +77,7 @@ class Modifier(BaseModel):
         except ValidationError as error:
             raise ValueRangeError(_first_problem(error, type(self).label())) from error
 
-    @field_validator("update_frequency")
-    @classmethod
-    def _check_frequency(cls, value: float) -> float:
-        if value != -1 and not value > 0:
-            raise ValueError(message(f"update_frequency is {value}", "a number of epochs above 0, or -1: every step"))
-        return value
-
-    def _check_window(self) -> None:
-        for name in ("start_epoch", "end_epoch"):
-            value = getattr(self, name)
-            if value < 0 and value != -1:
-                raise ValueRangeError(message(f"{name} of {self.name} is {value}", "0 or more, or -1"))
-        if 0 <= self.end_epoch < self.start_epoch:
-            raise ValueRangeError(
-                message(
-                    f"{self.name} starts at epoch {self.start_epoch} and ends at {self.end_epoch}",
-                    "an end that is not before the start, or -1 for no end",
-                )
-            )
-
     # ------------------------------------------------------------------ identity
-
-    @classmethod
-    def label(cls) -> str:
-        """Return the name it has in a recipe: that of the class, without ``Modifier``."""
-        return cls.__name__.removesuffix("Modifier")
-
-    @property
-    def name(self) -> str:
-        """The name it has in a recipe."""
-        return type(self).label()
 
     def fields(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, as plain values: what a recipe would say."""
@@ -184,34 +88,6 @@ class Modifier(BaseModel):
         return isinstance(other, Modifier) and type(self) is type(other) and self.model_dump() == other.model_dump()
 
     __hash__ = None  # type: ignore[assignment]  # fields can be assigned
-
-    # ------------------------------------------------------------------ the window
-
-    def start_pending(self, epoch: float) -> bool:
-        """Whether it has not begun and is due to at `epoch`."""
-        return not self._started and epoch >= self.start_epoch - _SLACK
-
-    def end_pending(self, epoch: float) -> bool:
-        """Whether it has begun, not ended, and is due to end at `epoch`."""
-        return self._started and not self._ended and 0 <= self.end_epoch <= epoch + _SLACK
-
-    def update_ready(self, epoch: float) -> bool:
-        """Whether something is due at `epoch`: its start, its end, or a regular update in between."""
-        if self.start_pending(epoch) or self.end_pending(epoch):
-            return True
-        if not self._started or self._ended:
-            return False
-        if self.update_frequency < 0:
-            return True
-        return self._updates_by(epoch) > self._updates_by(self._last_update)
-
-    def active(self, epoch: float) -> bool:
-        """Whether `epoch` lies in the window, the end left out."""
-        return epoch >= self.start_epoch - _SLACK and (self.end_epoch < 0 or epoch < self.end_epoch - _SLACK)
-
-    def _updates_by(self, epoch: float) -> int:
-        """Count the regular updates due from the start until `epoch`."""
-        return math.floor((epoch - max(0.0, self.start_epoch) + _SLACK) / self.update_frequency)
 
     # ------------------------------------------------------------------ the life cycle: what subclasses write
 
@@ -254,22 +130,7 @@ class Modifier(BaseModel):
         if state:
             raise ValueRangeError(message(f"a state for {self.name}, which has none", "an empty state"))
 
-    # ------------------------------------------------------------------ what it says about time
-
-    def epochs(self) -> tuple[float, float]:
-        """Return the first and the last epoch at which something happens; -1 where there is none."""
-        return self.start_epoch, self.end_epoch
-
-    def shifted(self, epochs: float) -> Self:
-        """Return the same modifier `epochs` later; what begins "at once" begins then."""
-        moved: dict[str, Any] = {}
-        for name in self.epoch_fields:
-            value = getattr(self, name)
-            if value is not None and value >= 0:
-                moved[name] = value + epochs
-        if self.start_epoch < 0 and epochs > 0:
-            moved["start_epoch"] = epochs
-        return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **moved})
+    # ------------------------------------------------------------------ what it says beforehand
 
     def planned(self, epoch: float) -> dict[str, float]:  # noqa: ARG002
         """Return the scheduled values at `epoch`, such as ``learning_rate`` or ``sparsity``; for plots and dry runs."""
@@ -281,12 +142,12 @@ class Modifier(BaseModel):
 
     # ------------------------------------------------------------------ what the manager calls
 
-    def begin(self, run: Run) -> None:
-        """Call :meth:`initialize`, once."""
+    def call_initialize(self, run: Run) -> None:
+        """Call :meth:`initialize`, and note that it was."""
         self.initialize(run)
         self._initialized = True
 
-    def fire(self, run: Run) -> bool:
+    def update_if_due(self, run: Run) -> bool:
         """Call :meth:`update` if the window has an event now, and update its bookkeeping; returns whether it had.
 
         Where a window begins and ends at one moment, both events happen, in this order.
@@ -305,13 +166,13 @@ class Modifier(BaseModel):
             fired = True
         return fired
 
-    def saved(self) -> dict[str, Any]:
+    def full_state(self) -> dict[str, Any]:
         """Return the window's bookkeeping and :meth:`state_dict`."""
         window = {"started": self._started, "ended": self._ended, "last_update": self._last_update}
         return {"window": window, "own": self.state_dict()}
 
-    def restore(self, run: Run, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`saved` returned, after :meth:`begin`."""
+    def load_full_state(self, run: Run, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`full_state` returned, after :meth:`call_initialize`."""
         missing = {"window", "own"} - state.keys()
         if missing:
             raise ValueRangeError(message(f"a state of {self.name} without {sorted(missing)}", "what it saved"))

@@ -41,7 +41,7 @@ class DistillationModifier(Modifier):
     >>> model, teacher = nn.Linear(4, 3), nn.Linear(4, 3)
     >>> run = Run(model, torch.optim.SGD(model.parameters(), lr=0.1), teacher=teacher)
     >>> entry = DistillationModifier(hardness=0.5, temperature=2.0)
-    >>> entry.begin(run)
+    >>> entry.call_initialize(run)
     >>> loss = model(torch.randn(8, 4)).square().mean()
     >>> bool(entry.loss(run, loss, None, None) != loss)
     True
