@@ -200,7 +200,7 @@ def test_a_subclass_is_not_swapped():
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: SparseConv2d(nn.Conv1d(2, 2, 1), torch.ones(2, 2, 1)), ValueRangeError, "Conv2d"),
+        (lambda: SparseConv2d(nn.Conv1d(2, 2, 1), torch.ones(2, 2, 1)), SpartaError, "Conv2d"),
         (lambda: SparseConv2d(nn.LazyConv2d(2, 1), torch.ones(2, 2, 1, 1)), ValueRangeError, "with weights"),
         (lambda: SparseConv2d(nn.Conv2d(2, 2, 3), torch.ones(2, 2, 1, 1)), ShapeError, "weight_mask of shape"),
         (lambda: SparseConv2d(nn.Conv2d(2, 2, 1), torch.full((2, 2, 1, 1), 0.5)), ValueRangeError, "0 and 1|neither"),

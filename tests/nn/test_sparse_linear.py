@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import sparta
-from sparta.errors import ShapeError, ValueRangeError
+from sparta.errors import ShapeError, SpartaError, ValueRangeError
 from sparta.nn import SparseLinear, build, tune
 from sparta.testing import block_mask, check, linear_reference
 
@@ -251,7 +251,7 @@ def test_backward_kernels_give_the_same_gradients(mask):
         (lambda m: SparseLinear(nn.Linear(K, N), weight_mask=m, input_mask=m), ValueRangeError, "exactly one"),
         (lambda m: SparseLinear(nn.Linear(K, N), weight_mask=m.t()), ShapeError, "weight_mask of shape"),
         (lambda m: SparseLinear(nn.Linear(K, N), weight_mask=m * 0.5), ValueRangeError, "0 and 1|neither"),
-        (lambda m: SparseLinear(nn.Conv1d(1, 1, 1), weight_mask=m), ValueRangeError, "Linear"),
+        (lambda m: SparseLinear(nn.Conv1d(1, 1, 1), weight_mask=m), SpartaError, "Linear"),
         (lambda m: made(m).tune(inputs=(torch.randn(3, K + 1),)), ShapeError, "example input"),
         (lambda m: made(m).tune(inputs=(1, 2)), ValueRangeError, "tuple of 1"),
         (lambda m: made(m).build(torch.randn(3, K), {"_name": "dense", "x": 1}), ValueRangeError, "search space"),

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparta.errors import ShapeError, ValueRangeError
+from sparta.errors import ShapeError, SpartaError, ValueRangeError
 from sparta.nn import SparseBatchMatMul
 from sparta.specialize.tuning.store import TuningStore
 from sparta.tesa.attribute import TeSA
@@ -261,7 +261,7 @@ MASK = torch.ones(4, 6, dtype=torch.bool)
     [
         (SparseBatchMatMul, ValueRangeError, "exactly one"),
         (lambda: SparseBatchMatMul(A_mask=MASK, C_mask=MASK), ValueRangeError, "exactly one"),
-        (lambda: SparseBatchMatMul(A_mask=[[1]]), ValueRangeError, "A_mask of type list"),
+        (lambda: SparseBatchMatMul(A_mask=[[1]]), SpartaError, "A_mask"),
         (lambda: SparseBatchMatMul(A_mask=MASK * 0.5), ValueRangeError, "other than 0 and 1"),
         (lambda: SparseBatchMatMul(A_mask=MASK[0]), ShapeError, "A_mask of shape"),
         (lambda: SparseBatchMatMul(A_mask=MASK)(MASK.float(), torch.ones(6, 2)), ShapeError, "kept blocks"),
