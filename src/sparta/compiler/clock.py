@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparta.measure.timing import compare
-from sparta.specialize.tuning.significance import Pairs
+from sparta.specialize.tuning.significance import LEAST_GAIN, Pairs
 
 __all__ = ["Call", "Measure", "Ratio", "Rounds", "interleaved", "machine_load", "ratio_of"]
 
@@ -59,7 +59,7 @@ class Ratio:
     @property
     def sure(self) -> bool:
         """Whether it is faster beyond doubt: by 3 %, and at the lower end of the interval as well."""
-        return self.value >= 1.03 and self.low > 1.0
+        return self.value >= LEAST_GAIN and self.low > 1.0
 
 
 @dataclass(frozen=True)

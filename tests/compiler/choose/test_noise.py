@@ -23,6 +23,11 @@ def bimodal(share, slow=600.0, seed=0):
     return lambda _round, _place: slow if chance.random() < share else 1.0
 
 
+def in_turns(number, place):
+    """Noise that hits every other call: two that are alike are never seen alike, and no number of rounds settles it."""
+    return 4.0 if (number + place) % 2 else 1.0
+
+
 def model_and_input():
     torch.manual_seed(0)
     return nets.pruned(nets.Mlp()), torch.randn(6, 32)
@@ -68,12 +73,12 @@ def test_two_modes_of_a_busy_machine_give_no_impossible_ratio(share):
             claimed += 1
             assert ratio == pytest.approx(10 / 8, rel=0.2)
             assert outcome.whole.bound is None or outcome.whole.bound == pytest.approx(10 / 7, rel=0.2)
-    assert claimed < 60  # there was noise
+    assert claimed > 0
 
 
 def test_what_is_unstable_is_neither_claimed_nor_stored_and_the_original_graph_runs(own_stores):
     model, x = model_and_input()
-    report = compiled(model, x, Clock(plain_cost(sparse=9.9), bimodal(0.5), rounds=5)).report
+    report = compiled(model, x, Clock(plain_cost(sparse=9.9), in_turns)).report
     assert report.speedup is None
     assert report.amdahl_bound is None
     assert not report.plan.whole.milliseconds

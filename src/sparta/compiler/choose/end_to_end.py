@@ -28,7 +28,8 @@ from sparta.compiler.variant import GIVEN, ORIGINAL, Base, Variant
 __all__ = ["Contest", "Outcome"]
 
 _INDUCTOR_SECONDS = 0.1  # for a call of the graph, about, before one was compiled here
-_TRIES = 2  # more, where timing is unstable
+_TRIES, _BRIEF_TRIES = 2, 8  # more, where timing is unstable; the latter where each takes little
+_BRIEF_SECONDS = 0.3
 _AGREES = 2.0  # the factor within which a fresh time of the model as given must agree with the stored one
 
 
@@ -200,8 +201,9 @@ class Contest:
         if len(close) > 1 and self.timer.affords(2 + len(close)):
             rounds.append(self.timer.rounds({key: calls[key] for key in (GIVEN, ORIGINAL, *close)}, 2 * ROUNDS))
             best, doubt = self._verdict(rounds[-1])
-        for _ in range(_TRIES):
-            again = {key: calls[key] for key in rounds[-1].samples if key in calls}
+        again = {key: calls[key] for key in rounds[-1].samples if key in calls}
+        brief = 2 * ROUNDS * len(again) * self.timer.call_seconds < _BRIEF_SECONDS
+        for _ in range(_BRIEF_TRIES if brief else _TRIES):
             if not doubt or not self.timer.affords(len(again)):
                 break
             rounds.append(rounds[-1].joined(self.timer.rounds(again, 2 * ROUNDS)))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from sparta.compiler.clock import Ratio, Rounds, machine_load, ratio_of
 from sparta.compiler.run.host import Host
 from sparta.compiler.variant import GIVEN, ORIGINAL, Base, Variant
+from sparta.specialize.tuning.significance import LEAST_GAIN
 
 __all__ = [
     "LAYERS",
@@ -57,9 +58,14 @@ def fastest(rounds: Rounds, *, given: bool = True) -> Variant:
 
 
 def surest(rounds: Rounds) -> Variant:
-    """Return what runs where timing is unstable: the fastest that is faster than the original graph beyond doubt."""
+    """Return what runs where timing is unstable: the fastest that is faster than the original graph beyond doubt.
+
+    Where none is, the sparse graph runs eagerly if most rounds are for it, because its layers have won one by one.
+    """
     sure = [each for each in rivals(rounds) if rounds.ratio(ORIGINAL, each).sure]
-    return max(sure, key=lambda each: rounds.ratio(ORIGINAL, each).value, default=ORIGINAL)
+    likely = [each for each in rivals(rounds) if each.kernels and each.host is Host.EAGER]
+    likely = [each for each in likely if rounds.ratio(ORIGINAL, each).value >= LEAST_GAIN]
+    return max(sure or likely, key=lambda each: rounds.ratio(ORIGINAL, each).value, default=ORIGINAL)
 
 
 def close_ones(rounds: Rounds) -> list[Variant]:
