@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from sparta.create import initialize
 from sparta.create.integrations.lightning import lightning_callback
 from sparta.create.integrations.transformers import trainer_callback
-from sparta.create.state_file import load_state, save_state
+from sparta.create.loop.state_file import load_state, save_state
 from sparta.errors import FileFormatError, MissingPackageError, ValueRangeError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those packages' own

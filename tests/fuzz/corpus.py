@@ -9,9 +9,9 @@ import sparta
 from compiler import nets
 from compiler.conftest import forcing
 from sparta.compiler.exchange.interface import write_exchange
+from sparta.create.loop.state_file import save_state
 from sparta.create.manager import Manager
 from sparta.create.recipe import Recipe
-from sparta.create.state_file import save_state
 from sparta.specialize.implement import implement_named
 from sparta.specialize.linear.spec import linear_spec
 from sparta.specialize.tuning.store import Entry, TuningStore, key_of

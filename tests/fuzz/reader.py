@@ -116,7 +116,7 @@ def read_state(path):
     import torch
 
     from fuzz.corpus import attached_manager
-    from sparta.create.state_file import load_state
+    from sparta.create.loop.state_file import load_state
 
     state = load_state(path)
     manager, model, optimizer = attached_manager()

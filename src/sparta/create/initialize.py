@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sparta.create.clock import optimizer_steps
-from sparta.create.logs import Logger
+from sparta.create.loop.clock import optimizer_steps
+from sparta.create.loop.logs import Logger
+from sparta.create.loop.scaler import check_scaler
 from sparta.create.manager import Manager
 from sparta.create.modifiers.base import Modifier
 from sparta.create.recipe.recipe import Recipe
-from sparta.create.scaler import check_scaler
 from sparta.create.template import as_switch, recipe_for
 from sparta.errors import ValueRangeError, message
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sparta.create.clock import Clock
-from sparta.create.logs import Logger, send
+from sparta.create.loop.clock import Clock
+from sparta.create.loop.logs import Logger, send
+from sparta.create.loop.optimizer import StepListener, bare_optimizer
 from sparta.create.modifiers.base import KINDS, Modifier, Run
-from sparta.create.optimizer import StepListener, bare_optimizer
 from sparta.errors import SpartaError, ValueRangeError, message
 from sparta.tesa.spec import Spec
 

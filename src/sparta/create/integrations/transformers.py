@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparta.create.initialize import initialize
 from sparta.create.integrations import with_epochs
-from sparta.create.state_file import load_state, save_state
+from sparta.create.loop.state_file import load_state, save_state
 from sparta.errors import MissingPackageError, ValueRangeError, message
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ import torch
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor
 
+from sparta.create.loop.scaler import step_is_skipped
 from sparta.create.modifiers.base import Run, modifier
 from sparta.create.modifiers.masked import MaskedModifier
 from sparta.create.modifiers.parameters import fresh_gradients, gradient_of, layers_for
-from sparta.create.scaler import step_is_skipped
 from sparta.errors import ValueRangeError, message
 from sparta.sparsify import Global, Layer, Magnitude, Movement, Schedule, Score, Uniform, along_inputs, make_masks
 from sparta.sparsify.masks import OptimizerState, Pruned

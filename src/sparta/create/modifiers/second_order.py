@@ -15,11 +15,11 @@ import torch
 from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor
 
+from sparta.create.loop.scaler import step_is_skipped
 from sparta.create.modifiers.base import Run, modifier
 from sparta.create.modifiers.fisher import BlockFisher, Curvature, GradientFisher
 from sparta.create.modifiers.parameters import fresh_gradients, gradient_of, refuse_shards
 from sparta.create.modifiers.pruning import GradualPruning
-from sparta.create.scaler import step_is_skipped
 from sparta.errors import ValueRangeError, message
 from sparta.sparsify.shards import local
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from sparta.create.scaler import step_is_skipped
+from sparta.create.loop.scaler import step_is_skipped
 from sparta.errors import ValueRangeError, message
 
 __all__ = ["StepListener", "bare_optimizer"]
