@@ -26,6 +26,7 @@ from sparta.scheduler.permutation import kept_magnitude, search_permutation
 from sparta.scheduler.prepared import refuse_prepared
 from sparta.scheduler.registry import register_scheduler
 from sparta.sparsify import Layer, Masks, find_layers
+from sparta.sparsify.layers import without_frozen
 from sparta.sparsify.shards import local, own_part, shards_of, summed, whole
 from sparta.spelling import also
 
@@ -100,7 +101,7 @@ class AmpereScheduler:
         if self.setup.fuse_bn:
             fuse_batch_norms(model, self.setup.leaf_module)
         self._all = find_layers(model)
-        chosen = [layer for layer in self._all if self._is_eligible(layer)]
+        chosen = [layer for layer in without_frozen(self._all) if self._is_eligible(layer)]
         if not chosen:
             raise ValueRangeError(
                 message(

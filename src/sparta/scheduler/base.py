@@ -25,6 +25,7 @@ from sparta.scheduler.generators import MaskGenerator, NormalMaskGenerator
 from sparta.scheduler.prepared import PreparedLayer, excluded, plain_copy, prepare, refuse_prepared, reshard, restore
 from sparta.scheduler.registry import register_scheduler
 from sparta.sparsify import erk_densities, find_layers
+from sparta.sparsify.layers import without_frozen
 from sparta.spelling import also
 from sparta.tesa import names
 from sparta.tesa.attribute import TeSA
@@ -128,6 +129,8 @@ class BaseScheduler:
         if unmatched:
             text = f"no layer's name contains {', '.join(map(repr, unmatched))}"
             warnings.warn(message(text, fix="check no_prune_keyword"), stacklevel=2)
+        trained = {layer.name for layer in without_frozen(layers)}
+        left_out |= {layer.name for layer in layers} - trained
         self._layers = prepare(model, self.setup.fake_sparse, lambda layer: layer.name in left_out)
         for fake in self._fakes().values():
             fake.begin(self.setup.mask_generator)

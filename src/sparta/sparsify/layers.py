@@ -6,6 +6,7 @@ once, and the names are those without what `torch.compile`, DDP, FSDP or checkpo
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from sparta.errors import NameNotFoundError, ShapeError, message
 from sparta.tesa import names
 from sparta.tesa.patterns import Pattern
 
-__all__ = ["Layer", "along_inputs", "find_layers"]
+__all__ = ["Layer", "along_inputs", "find_layers", "without_frozen"]
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _PRUNABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED, nn.MultiheadAttention)
@@ -99,6 +100,24 @@ def find_layers(
             )
         )
     return list(distinct.values())
+
+
+def without_frozen(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers that train, with a warning that names the others; all of them where none trains.
+
+    A frozen layer could not recover from being pruned.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).requires_grad_(False)
+    >>> [layer.name for layer in without_frozen(find_layers(model))]
+    ['0.weight', '1.weight']
+    """
+    trained = [layer for layer in layers if layer.parameter.requires_grad]
+    frozen = [layer.name for layer in layers if not layer.parameter.requires_grad]
+    if not trained or not frozen:
+        return list(layers)
+    text = f"{', '.join(frozen[:5])}{' ...' if len(frozen) > 5 else ''}: frozen, and left out of pruning"
+    warnings.warn(message(text, fix="name them to prune them all the same"), stacklevel=3)
+    return trained
 
 
 def along_inputs(pattern: Pattern, layer: Layer) -> Pattern:

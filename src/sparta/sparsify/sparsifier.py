@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from sparta.errors import ValueRangeError, message
 from sparta.sparsify.allocation import Allocation, Uniform
-from sparta.sparsify.layers import along_inputs, find_layers
+from sparta.sparsify.layers import along_inputs, find_layers, without_frozen
 from sparta.sparsify.masks import Gradients, Masks, OptimizerState, Pruned
 from sparta.sparsify.project import make_masks
 from sparta.sparsify.schedule import Schedule
@@ -42,7 +42,8 @@ class Sparsifier:
     allocation
         How much per layer; uniform by default.
     include, ignore
-        Names of parameters, globs or ``re:`` patterns; see :func:`~sparta.sparsify.layers.find_layers`.
+        Names of parameters, globs or ``re:`` patterns; see :func:`~sparta.sparsify.layers.find_layers`. Frozen layers
+        are left out unless `include` names them.
     gradients, pruned, optimizer_state
         What becomes of pruned weights; see :class:`~sparta.sparsify.masks.Masks`.
 
@@ -79,7 +80,8 @@ class Sparsifier:
         self.score = make_score(score)
         self.pattern = as_pattern(pattern)
         self.allocation = allocation or Uniform()
-        self.layers = find_layers(model, include, ignore)
+        found = find_layers(model, include, ignore)
+        self.layers = without_frozen(found) if include is None else found
         for layer in self.layers:
             along_inputs(self.pattern, layer)
         self.position = 0

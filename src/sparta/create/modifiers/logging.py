@@ -31,7 +31,7 @@ class SparsificationLoggingModifier(Modifier):
 
     def initialize(self, run: Run) -> None:
         """Find the layers."""
-        self._layers = layers_for(run, self.params)
+        self._layers = layers_for(run, self.params, with_frozen=True)
 
     def update(self, run: Run) -> None:
         """Measure and log."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from sparta.create.modifiers.base import Run
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.sparsify import Layer, find_layers
+from sparta.sparsify.layers import without_frozen
 from sparta.tesa import names
 
 __all__ = ["ALL", "ALL_PRUNABLE", "fresh_gradients", "gradient_of", "layers_for", "parameters_for", "refuse_shards"]
@@ -25,11 +26,12 @@ ALL = "__ALL__"
 ALL_PRUNABLE = "__ALL_PRUNABLE__"
 
 
-def layers_for(run: Run, params: Sequence[str] | str) -> list[Layer]:
+def layers_for(run: Run, params: Sequence[str] | str, *, with_frozen: bool = False) -> list[Layer]:
     """Return the layers that `params` names, in the model's order.
 
     ``__ALL_PRUNABLE__`` are the weights of linear, convolution and attention layers within ``run.include``; whatever
-    ``run.ignore`` names is left out in any case.
+    ``run.ignore`` names is left out in any case. Of layers that nobody named, frozen ones are left out, with a warning,
+    unless `with_frozen` is true.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     >>> run = Run(model, torch.optim.SGD(model.parameters(), lr=0.1), ignore="2.*")
@@ -44,6 +46,8 @@ def layers_for(run: Run, params: Sequence[str] | str) -> list[Layer]:
     for entry in entries:
         if entry == ALL_PRUNABLE:
             found = find_layers(run.model, run.include)
+            if run.include is None and not with_frozen:
+                found = without_frozen(found)
         else:
             found = find_layers(run.model, "*" if entry == ALL else entry)
         chosen |= {id(layer.parameter): layer for layer in found}
@@ -64,7 +68,7 @@ def parameters_for(run: Run, params: Sequence[str] | str) -> dict[str, nn.Parame
         if entry == ALL:
             found = list(known)
         elif entry == ALL_PRUNABLE:
-            wanted = {id(layer.parameter) for layer in layers_for(run, ALL_PRUNABLE)}
+            wanted = {id(layer.parameter) for layer in layers_for(run, ALL_PRUNABLE, with_frozen=True)}
             found = [name for name, parameter in known.items() if id(parameter) in wanted]
         else:
             found = names.resolve(entry, known)
