@@ -11,7 +11,7 @@ import sparta
 
 SOURCE = Path(sparta.__file__).parent
 # Knows nothing above itself; everyone may use it.
-GROUND = {"aten", "batch_norms", "errors", "files", "modules", "spelling", "tables", "version"}
+GROUND = {"arguments", "aten", "batch_norms", "errors", "files", "modules", "spelling", "tables", "version"}
 
 MAY_USE = {
     "tesa": set(),
@@ -19,6 +19,7 @@ MAY_USE = {
     "testing": {"tesa", "measure"},
     "common": set(),
     "sparsify": {"tesa"},
+    "oneshot": {"tesa", "sparsify", "measure"},
     "scheduler": {"tesa", "sparsify"},
     "create": {"tesa", "sparsify"},
     "propagation": {"tesa"},

@@ -11,15 +11,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sparta import errors
-from sparta.tesa.attribute import TeSA
-from sparta.tesa.patterns import NM, VNM, Block, Channel, Pattern, Unstructured, detect
-from sparta.tesa.spec import Spec
+from sparta.tesa import NM, VNM, Block, Channel, Pattern, Spec, TeSA, Unstructured, detect
 from sparta.version import __version__
 
 if TYPE_CHECKING:
-    from sparta import compiler, create, measure, nn, propagation, scheduler, sparsify, specialize, tesa, testing
+    from sparta import (
+        compiler,
+        create,
+        measure,
+        nn,
+        oneshot,
+        propagation,
+        scheduler,
+        sparsify,
+        specialize,
+        tesa,
+        testing,
+    )
     from sparta.compiler import compile_model as compile  # noqa: A004 - as torch.compile
     from sparta.compiler import load
+    from sparta.oneshot import prune
     from sparta.propagation.api import compact, propagate
     from sparta.propagation.structured import prune_structured
     from sparta.scheduler import build_sparse_scheduler
@@ -44,8 +55,10 @@ __all__ = [
     "load",
     "measure",
     "nn",
+    "oneshot",
     "propagate",
     "propagation",
+    "prune",
     "prune_structured",
     "scheduler",
     "sparsify",
@@ -55,7 +68,19 @@ __all__ = [
 ]
 
 _SUBPACKAGES = frozenset(
-    {"compiler", "create", "measure", "nn", "propagation", "scheduler", "sparsify", "specialize", "tesa", "testing"}
+    {
+        "compiler",
+        "create",
+        "measure",
+        "nn",
+        "oneshot",
+        "propagation",
+        "scheduler",
+        "sparsify",
+        "specialize",
+        "tesa",
+        "testing",
+    }
 )
 _FUNCTIONS = {
     "build_sparse_scheduler": ("sparta.scheduler", "build_sparse_scheduler"),
@@ -63,6 +88,7 @@ _FUNCTIONS = {
     "compile": ("sparta.compiler", "compile_model"),
     "load": ("sparta.compiler", "load"),
     "propagate": ("sparta.propagation", "propagate"),
+    "prune": ("sparta.oneshot", "prune"),
     "prune_structured": ("sparta.propagation", "prune_structured"),
 }
 

@@ -12,6 +12,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "ArgumentError",
     "CheckError",
     "FileFormatError",
     "MissingPackageError",
@@ -27,6 +28,10 @@ __all__ = [
 
 class SpartaError(Exception):
     """Base of every error this package raises on purpose."""
+
+
+class ArgumentError(SpartaError, TypeError):
+    """An argument is of another type than the function takes."""
 
 
 class ValueRangeError(SpartaError, ValueError):

@@ -5,6 +5,7 @@
 Every decision is measured, and the dense original is always among what is measured.
 """
 
+from sparta.arguments import front_door
 from sparta.compiler.api import compile_model
 from sparta.compiler.api import compile_model as compile  # noqa: A004 - `sparta.compile` is its public name
 from sparta.compiler.artifact import load
@@ -25,3 +26,5 @@ __all__ = [
     "compile_model",
     "load",
 ]
+
+front_door(globals(), ["compile", "compile_model", "load"])

@@ -4,6 +4,7 @@ A recipe (a list of modifiers with windows of epochs) is made from a few argumen
 own steps. :func:`initialize` returns your optimizer (or your gradient scaler); train as before.
 """
 
+from sparta.arguments import front_door
 from sparta.create.initialize import initialize
 from sparta.create.manager import Manager
 from sparta.create.modifiers import Modifier, Run, modifier, modifier_named, modifier_names
@@ -23,3 +24,9 @@ __all__ = [
     "modifier_names",
     "recipe_for",
 ]
+
+front_door(
+    globals(),
+    [name for name in __all__ if name not in ("Modifier", "RecipeVariables", "modifier")],
+    ["Recipe.from_yaml"],
+)

@@ -7,6 +7,7 @@ Its function :func:`propagate` is also ``sparta.propagate``.
 
 from __future__ import annotations
 
+from sparta.arguments import front_door
 from sparta.propagation.api import compact, propagate
 from sparta.propagation.capture import Captured, CaptureError, capture
 from sparta.propagation.compact import CompactModel, Origin
@@ -27,3 +28,5 @@ __all__ = [
     "prune_structured",
     "rule",
 ]
+
+front_door(globals(), [name for name in __all__ if name != "rule"])

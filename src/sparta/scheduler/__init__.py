@@ -5,6 +5,7 @@ and `export_sparse_model` are then all that a training loop calls. Everything is
 every scheduler's state can be saved and resumed exactly.
 """
 
+from sparta.arguments import front_door
 from sparta.scheduler.admm import ADMMScheduler
 from sparta.scheduler.ampere import AmpereScheduler
 from sparta.scheduler.base import BaseScheduler, Exported, Setup, STRScheduler
@@ -57,3 +58,5 @@ __all__ = [
     "register_scheduler",
     "search_permutation",
 ]
+
+front_door(globals(), [name for name in __all__ if not name.startswith(("DEVICES", "register_"))])

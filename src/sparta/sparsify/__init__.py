@@ -5,6 +5,7 @@ layer) × a *schedule* (when). Schedulers and recipes are built on the same part
 replaceable, and together they are :class:`Sparsifier`.
 """
 
+from sparta.arguments import front_door
 from sparta.sparsify.activations import ActivationWeighted
 from sparta.sparsify.allocation import (
     ERK,
@@ -53,3 +54,5 @@ __all__ = [
     "make_score",
     "measure_sensitivity",
 ]
+
+front_door(globals(), __all__, ["Sparsifier.load_state_dict", "Masks.load_state_dict"])

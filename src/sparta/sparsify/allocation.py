@@ -204,6 +204,10 @@ def erk_densities(
     >>> [round(1 - d, 6) for d in erk_densities([(16, 3, 3, 3), (32, 4, 3, 3), (10, 32)], 0.5)]
     [0.454118, 0.656095, 0.0]
     """
+    if not 0 <= sparsity <= 1 or not math.isfinite(power):
+        raise ValueRangeError(message(f"sparsity {sparsity} and power {power}", "a sparsity in [0, 1], a finite power"))
+    if any(size < 0 for shape in shapes for size in shape):
+        raise ShapeError(message(f"shapes {list(map(tuple, shapes))}", "sizes of at least 0"))
     sizes = [math.prod(shape) for shape in shapes]
     dims = [shape if include_kernel else shape[:2] for shape in shapes]
     odds = [(sum(shape) / math.prod(shape)) ** power if math.prod(shape) else 0.0 for shape in dims]

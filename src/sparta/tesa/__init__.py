@@ -5,6 +5,7 @@ The first room of the house; it knows none of the others. `grid` stores attribut
 irregular TeSA into a sum of regular ones, and `spec` holds the TeSAs of a whole model.
 """
 
+from sparta.arguments import front_door
 from sparta.tesa.algebra import conflicts, join, meet
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.bits import BitFormat, bit_format
@@ -71,3 +72,14 @@ __all__ = [
     "roundings",
     "split_bits",
 ]
+
+front_door(
+    globals(),
+    __all__,
+    [
+        *(f"Spec.{name}" for name in ("from_zeros", "from_pattern", "load", "save", "apply", "check")),
+        *(f"TeSA.{name}" for name in ("from_mask", "from_pattern", "constant", "dense")),
+        "Pattern.project",
+        "Pattern.validate",
+    ],
+)

@@ -12,6 +12,8 @@ __all__ = ["as_mask"]
 
 def as_mask(mask: Tensor) -> Tensor:
     """Return `mask` as bool; refuses numbers other than 0 and 1, which mean that weights were passed by mistake."""
+    if mask.is_meta:
+        raise ValueRangeError(message("a mask on the device 'meta'", "a mask with values", "make it on the CPU"))
     if mask.dtype is torch.bool:
         return mask
     if not bool(((mask == 0) | (mask == 1)).all()):

@@ -5,6 +5,7 @@ Make a mask with :func:`block_mask`, compute the truth with a ``*_reference``, c
 everywhere.
 """
 
+from sparta.arguments import front_door
 from sparta.measure.capabilities import Backend, Environment, environment
 from sparta.measure.checks import Agreement, check, tolerance
 from sparta.measure.references import (
@@ -45,3 +46,5 @@ __all__ = [
     "sparse_softmax_forward_reference",
     "tolerance",
 ]
+
+front_door(globals(), __all__)
