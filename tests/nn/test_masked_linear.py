@@ -12,6 +12,7 @@ from sparta.errors import ShapeError
 from sparta.nn import SparseBatchMatMul, SparseLinear, build, tune
 from sparta.nn.tuning import operators_of
 from sparta.specialize.implement import supported
+from sparta.tesa.attribute import TeSA
 from sparta.testing import block_mask, check, linear_reference, matmul_reference
 
 M, K, N = 40, 48, 36
@@ -246,3 +247,11 @@ def test_inputs_that_the_mask_is_not_for_are_refused(which, shape, tile):
         layer(torch.randn(shape))
     with pytest.raises(ShapeError, match="input of shape"):
         layer.tune(inputs=(torch.randn(shape),))
+
+
+@pytest.mark.parametrize("which", WHICH)
+def test_a_tesa_is_a_mask_too(which):
+    _, mask = made(which, tile=None)
+    dense, x = nn.Linear(K, N), torch.randn(M, K)
+    by_mask, by_tesa = (SparseLinear(dense, **{which: given}) for given in (mask, TeSA.from_mask(mask)))
+    assert torch.equal(by_mask(x), by_tesa(x))

@@ -43,8 +43,8 @@ class SparseLinear(PackedIndex, WeightOperator):
     raw_module
         The dense layer; its parameters are shared, and pruned weights are set to zero in place.
     input_mask, weight_mask, output_mask
-        Exactly one of them: a bool or 0/1 mask of shape (M, K), (N, K) or (M, N). A TeSA is taken for the weight too.
-        Input and output masks apply to the last two dims of the input or output; any leading dims share them.
+        Exactly one of them, best by name: a bool or 0/1 mask, or a TeSA, of shape (M, K), (N, K) or (M, N). Input and
+        output masks apply to the last two dims of the input or output; any leading dims share them.
 
     Examples
     --------
@@ -65,9 +65,9 @@ class SparseLinear(PackedIndex, WeightOperator):
     def __init__(
         self,
         raw_module: nn.Linear,
-        input_mask: Tensor | None = None,
+        input_mask: Tensor | TeSA | None = None,
         weight_mask: Tensor | TeSA | None = None,
-        output_mask: Tensor | None = None,
+        output_mask: Tensor | TeSA | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(raw_module, nn.Linear):
@@ -82,9 +82,9 @@ class SparseLinear(PackedIndex, WeightOperator):
 
     def update_mask(
         self,
-        input_mask: Tensor | None = None,
+        input_mask: Tensor | TeSA | None = None,
         weight_mask: Tensor | TeSA | None = None,
-        output_mask: Tensor | None = None,
+        output_mask: Tensor | TeSA | None = None,
     ) -> None:
         """Take another mask; the parameters stay the same tensors with the same values where they stay live.
 
