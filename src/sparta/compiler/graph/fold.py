@@ -91,10 +91,11 @@ def _fold_one(graph: fx.Graph, tensors: dict[str, Tensor], layer: fx.Node, norm:
         return False
     if parts["mean"] is None or parts["var"] is None:
         return False
-    values = {key: None if part is None else tensors[str(part.target)] for key, part in parts.items()}
-    factor, shift = scale_and_shift(values["mean"], values["var"], norm["eps"], values["scale"], values["shift"])
+    values = {key: tensors[str(part.target)] for key, part in parts.items() if part is not None}
+    scale, shift = values.get("scale"), values.get("shift")
+    factor, shift = scale_and_shift(values["mean"], values["var"], norm["eps"], scale, shift)
     name = str(parts["weight"].target)
-    weight, bias = tensors[name], values["bias"]
+    weight, bias = tensors[name], values.get("bias")
     new_weight = free_name(tensors, f"{name}_folded")
     tensors[new_weight] = (weight.double() * factor.reshape(-1, *[1] * (weight.dim() - 1))).to(weight.dtype)
     new_bias = free_name(tensors, name.removesuffix("weight") + "bias_folded")

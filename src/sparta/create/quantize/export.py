@@ -223,7 +223,9 @@ def load_exported(path: str | os.PathLike[str], model: nn.Module) -> Exported:
         for name in contents.folded:
             replace_module(plain, name, nn.Identity())
         weights = {
-            name: IntegerWeight(*(tensors[f"{name}::{part}"] for part in _PARTS), entry.axis, entry.args)
+            name: IntegerWeight(
+                **{part: tensors[f"{name}::{part}"] for part in _PARTS}, axis=entry.axis, args=entry.args
+            )
             for name, entry in contents.weights.items()
         }
         floats = {key.removesuffix("::float"): t for key, t in tensors.items() if key.endswith("::float")}

@@ -274,8 +274,9 @@ def as_pattern(given: Pattern | str) -> Pattern:
     """
     if isinstance(given, Pattern):
         return given
-    if isinstance(given, str):
-        return parse_pattern(given)
+    text: object = given
+    if isinstance(text, str):
+        return parse_pattern(text)
     forms = ", ".join(repr(pattern.example) for pattern in _REGISTRY.values())
     raise ValueRangeError(message(f"the pattern is {given!r}", f"a Pattern, or a text such as {forms}"))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import prod
 
 import torch
@@ -167,7 +166,7 @@ class GroupQuota(Pattern):
 
     def along(self, axis: int) -> Pattern:
         """Return the pattern turned to `axis`, unless it was given another one than the usual 1."""
-        return replace(self, axis=axis) if self.axis == 1 else self
+        return type(self)(**{**self.params, "axis": axis}) if self.axis == 1 else self
 
     def rows_per_unit(self, shape: Sequence[int]) -> int | None:
         """Return 1, or None when groups run along the rows."""
