@@ -185,14 +185,15 @@ def test_a_claim_above_the_roof_is_measured_again(machine, problem, tmp_path, mo
     assert store.get(problem.spec) == choice.entry
 
 
-def test_a_claim_above_the_roof_that_the_quietest_calls_deny_is_no_fact(machine, problem, tmp_path):
+def test_a_claim_above_the_roof_is_corrected_by_the_quickest_calls(machine, problem, tmp_path):
     """Dense waits for busy threads in seven of ten calls, as long as it is looked at."""
     rng = np.random.default_rng(0)
-    machine(QUIET, (1.6,), dense=lambda: DENSE_MILLISECONDS * (100 if rng.random() < 0.7 else 1))
+    machine(QUIET, (1.6,), dense=lambda: DENSE_MILLISECONDS * (70 if rng.random() < 0.7 else 1))
+    assert roof(problem.spec) < 70
     store = TuningStore(tmp_path)
     choice = tune_kernel(problem, algo="grid", max_seconds=None, store=store)
-    assert (choice.implement, choice.reason) == ("candidate", "faster than dense, timing unstable")
-    assert len(store) == 0
+    assert choice.implement == "candidate"
+    assert choice.entry.speedup == pytest.approx(1.6, rel=0.2)
 
 
 def test_a_true_gain_above_the_roof_is_believed_after_a_second_look(machine, problem, tmp_path):
@@ -206,7 +207,7 @@ def test_a_true_gain_above_the_roof_is_believed_after_a_second_look(machine, pro
 
 def test_what_stays_unstable_is_neither_told_nor_stored(machine, problem, tmp_path, monkeypatch):
     machine(QUIET, (3.0,))
-    spread = Pairs(tuple((float(n % 5 + 1), 1.0) for n in range(9)))
+    spread = Pairs(tuple((1.5 * (n % 5) + 1, 1.0 if n % 2 else 0.7) for n in range(9)))
     assert spread.won
     assert not spread.stable
     monkeypatch.setattr(significance, "confirm", lambda *_, **__: spread)
@@ -215,7 +216,8 @@ def test_what_stays_unstable_is_neither_told_nor_stored(machine, problem, tmp_pa
     assert (choice.implement, choice.reason) == ("candidate", "faster than dense, timing unstable")
     assert choice.entry is None
     assert len(store) == 0
-    lost = Pairs(tuple((float(n % 5 + 1), 3.0) for n in range(9)))
+    lost = Pairs(tuple((float(n % 5 + 1), 3.0 if n % 2 else 1.0) for n in range(10)))
+    assert not lost.won
     monkeypatch.setattr(significance, "confirm", lambda *_, **__: lost)
     choice = tune_kernel(problem, algo="grid", max_seconds=None, store=store)
     assert (choice.implement, choice.reason) == ("dense", "dense: timing unstable")
@@ -223,14 +225,15 @@ def test_what_stays_unstable_is_neither_told_nor_stored(machine, problem, tmp_pa
     assert len(store) == 0
 
 
-def test_two_measurements_that_disagree_are_unstable(monkeypatch):
-    found = iter([Pairs(((155.0, 1.0),) * 20), Pairs(((80.0, 1.0),) * 20)])
-    monkeypatch.setattr(significance, "confirm", lambda *_, **__: next(found))
+def test_quickest_calls_that_disagree_are_unstable(monkeypatch):
+    quarrel = Pairs(tuple((155.0 if n % 2 else 80.0, 1.0) for n in range(20)))
+    monkeypatch.setattr(significance, "confirm", lambda *_, **__: quarrel)
     assert not settled(torch.zeros, torch.zeros, roof=60.0).stable
-    found = iter([Pairs(((155.0, 1.0),) * 20), Pairs(((2.0, 1.0),) * 20)])
-    verdict = settled(torch.zeros, torch.zeros, roof=60.0)
-    assert verdict.stable
-    assert verdict.pairs.gain == 2.0
+    monkeypatch.setattr(significance, "confirm", lambda *_, **__: Pairs(((155.0, 1.0),) * 20))
+    assert settled(torch.zeros, torch.zeros, roof=60.0).stable
+    few = Pairs(((155.0, 1.0),) * 3)
+    monkeypatch.setattr(significance, "confirm", lambda *_, **__: few)
+    assert not settled(torch.zeros, torch.zeros, roof=60.0).stable
 
 
 # ---------------------------------------------------------------------- what is stored

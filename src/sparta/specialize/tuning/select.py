@@ -397,14 +397,14 @@ def _confirmed(
                 verdict = settled(rivals.dense, candidate, deadline - perf_counter(), roof(spec))
             except (SpartaError, RuntimeError):
                 continue  # it worked once, and is not to be relied on
-            pairs, stable = verdict.pairs, stable and verdict.stable
-            dense_time = pairs.dense_milliseconds / rivals.calls
-            best = best or f"({trial.params['_name']}) reached {pairs.gain:.2f}x"
-            hurried |= not pairs.decided and perf_counter() >= deadline
-            if pairs.won and verdict.stable:
-                entry = Entry(trial.params["_name"], _params(trial), dense_time / pairs.gain, dense_time, _size(spec))
-                return Choice(entry.implement, entry.params, f"{pairs.gain:.2f}x dense", entry, refused, result)
-            if pairs.won:
+            stable, gain = stable and verdict.stable, verdict.gain
+            dense_time = verdict.dense_milliseconds / rivals.calls
+            best = best or f"({trial.params['_name']}) reached {gain:.2f}x"
+            hurried |= not verdict.decided and perf_counter() >= deadline
+            if verdict.won and verdict.stable:
+                entry = Entry(trial.params["_name"], _params(trial), dense_time / gain, dense_time, _size(spec))
+                return Choice(entry.implement, entry.params, f"{gain:.2f}x dense", entry, refused, result)
+            if verdict.won:
                 doubtful = doubtful or _unstable(trial, result, refused)
     except KeyboardInterrupt:
         return _unconfirmed(hopeful[0], replace(result, interrupted=True), refused)

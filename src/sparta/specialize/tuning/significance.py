@@ -4,7 +4,7 @@ The tuner asks this last, of the winners of a search, because the best of many t
 the best few are put in order once more (:func:`ranked`), and then the first must beat dense (:func:`confirm`). A busy
 machine slows both calls of a pair alike, so the ratio is taken pair by pair and the median of the ratios is what
 counts; where it is near the threshold, more pairs are taken. A gain that is spread too wide, or larger than the saved
-work allows, is measured again, and is a fact only if both measurements agree (:func:`settled`).
+work allows, is measured again, and the quickest calls must bear it out (:func:`settled`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _BATCH_SECONDS, _BATCH_PAIRS = 0.05, 50
 _FEWEST_PAIRS, _MOST_BATCHES = 7, 8
 # Calls so long that a batch is one pair of them average the noise themselves: three that all say so are enough.
 _FEWEST_LONG_PAIRS, _FAR_ABOVE, _FAR_BELOW = 3, 1.5, 0.9
-_WIDEST = 1.5  # how far the ends of an interval, or two measurements of one gain, may lie apart
+_WIDEST = 1.5  # how far the ends of an interval may lie apart
+_ALIKE, _CLEARLY_FASTER = 1.25, 1.1  # of gains by the quickest calls
 _RANKING_SECONDS, _RANKING_ROUNDS = 0.15, 50
 _DENSE, _CANDIDATE = "dense", "candidate"
 
@@ -52,12 +53,6 @@ class Pairs:
     def gain(self) -> float:
         """How many times faster than dense the candidate is: the median of the ratios of the pairs."""
         return statistics.median(self._ratios)
-
-    @property
-    def quietest_gain(self) -> float:
-        """The same by the shortest call of either, which met the least of a busy machine."""
-        dense, other = (min(times) for times in zip(*self.milliseconds, strict=True))
-        return dense / other if dense > 0 and other > 0 else 1.0
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -90,6 +85,21 @@ class Pairs:
         """Whether the ratios agree so well that the gain may be called a fact."""
         low, high = self.interval
         return high <= _WIDEST * low
+
+    @property
+    def quiet(self) -> tuple[float, float]:
+        """Milliseconds of dense and of the candidate when the machine did little else: of the quickest tenth of calls.
+
+        Medians of a busy machine tell how it shares its processors; its quickest calls are those it left alone.
+        """
+        dense, other = (sorted(times)[len(self.milliseconds) // 10] for times in zip(*self.milliseconds, strict=True))
+        return dense, other
+
+    @property
+    def quiet_gain(self) -> float:
+        """The gain by those times."""
+        dense, other = self.quiet
+        return dense / other if dense > 0 and other > 0 else 1.0
 
     @property
     def _ratios(self) -> list[float]:
@@ -145,10 +155,30 @@ def confirm(
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was measured of a candidate, and whether measuring it again would say the same."""
+    """What is known of a candidate in the end.
 
-    pairs: Pairs
+    Attributes
+    ----------
+    gain, dense_milliseconds
+        How many times faster than dense it is, and how long dense takes.
+    won
+        Whether it may run instead of dense.
+    decided
+        Whether there was enough to tell.
+    stable
+        Whether measuring again would say the same: only then is the gain a fact.
+    """
+
+    gain: float
+    dense_milliseconds: float
+    won: bool
+    decided: bool
     stable: bool
+
+    @staticmethod
+    def of(pairs: Pairs, *, stable: bool) -> Verdict:
+        """Return what paired ratios say."""
+        return Verdict(pairs.gain, pairs.dense_milliseconds, pairs.won, pairs.decided, stable)
 
 
 def settled(
@@ -156,26 +186,32 @@ def settled(
 ) -> Verdict:
     """Time a candidate and dense as :func:`confirm` does, and once more where the outcome is hard to believe.
 
-    That is where the ratios are spread wide, and where the gain is above `roof`. The verdict is stable if the second
-    measurement is, and a gain that is still above the roof only if the first one and the quietest calls say the same.
+    That is where the ratios are spread wide, and where the gain is above `roof`. If the second look is no better, the
+    quickest calls decide, provided that those of either half of it say the same and leave no doubt which is faster.
 
     Examples
     --------
     >>> import torch
     >>> x = torch.rand(64, 64)
-    >>> settled(lambda: x @ x @ x @ x @ x, lambda: x @ x).pairs.won
+    >>> settled(lambda: x @ x @ x @ x @ x, lambda: x @ x).won
     True
     """
     deadline = perf_counter() + max_seconds
     first = confirm(dense, candidate, max_seconds)
     if first.stable and (first.gain <= roof or not first.won):
-        return Verdict(first, stable=True)
+        return Verdict.of(first, stable=True)
     if perf_counter() >= deadline:
-        return Verdict(first, stable=False)
+        return Verdict.of(first, stable=False)
     second = confirm(dense, candidate, deadline - perf_counter(), thorough=True)
-    gains = (first.gain, second.gain, second.quietest_gain)
-    alike = max(gains) <= _WIDEST * min(gains)
-    return Verdict(second, stable=second.stable and (second.gain <= roof or alike))
+    if second.stable and second.gain <= roof:
+        return Verdict.of(second, stable=True)
+    if len(second.milliseconds) < _FEWEST_PAIRS:
+        return Verdict.of(second, stable=False)
+    gains = [Pairs(second.milliseconds[half::2]).quiet_gain for half in range(2)]
+    clear = min(gains) >= _CLEARLY_FASTER or max(gains) <= LOWEST_GAIN
+    if not clear or max(gains) > _ALIKE * min(gains):
+        return Verdict.of(second, stable=False)
+    return Verdict(second.quiet_gain, second.quiet[0], min(gains) >= _CLEARLY_FASTER, decided=True, stable=True)
 
 
 def ranked(dense: Callable[[], Tensor], candidates: Sequence[Callable[[], Tensor]], max_seconds: float) -> list[int]:
