@@ -20,6 +20,7 @@ from sparta.tesa.patterns import NM, VNM, Block, Channel, Pattern, Unstructured
 __all__ = ["Layout", "Problem", "Solution", "Units"]
 
 DAMPING = 0.01  # of the mean of the Gram matrix's diagonal, added to it
+DEAD = 1e-8  # the same for inputs that are always zero
 
 
 @dataclass(frozen=True)
@@ -154,12 +155,14 @@ class Problem:
 
     @cached_property
     def hessian(self) -> Tensor:
-        """The Gram matrix in float64, damped so that it can be inverted."""
+        """The Gram matrix in float64, damped so that it can be inverted.
+
+        An input that is always zero gets next to nothing, so that its weights cost least and go first.
+        """
         gram = self._known.double()
-        mean = gram.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny)
-        return gram + (DAMPING * mean)[:, None, None] * torch.eye(
-            gram.shape[-1], dtype=torch.float64, device=gram.device
-        )
+        diagonal = gram.diagonal(dim1=1, dim2=2)
+        mean = diagonal.mean(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        return gram + torch.diag_embed(torch.where(diagonal > 0, DAMPING, DEAD) * mean)
 
     def loss(self, weight: Tensor) -> float:
         """Return ``‖X Wᵀ - X W'ᵀ‖²`` of other weights (of ``‖W - W'‖²`` without data)."""

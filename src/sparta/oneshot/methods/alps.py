@@ -1,7 +1,8 @@
 """ALPS: the support is found by ADMM with the pattern's exact projection, the values by conjugate gradients.
 
 The Gram matrix, scaled to a unit diagonal, is decomposed once; after that an iteration is two matrix products and one
-projection, and only the projection knows the pattern. The penalty grows until the support stands still.
+projection, and only the projection knows the pattern. The penalty grows until the support stands still. The support
+that it started from, the largest scaled weights, is fitted too, and the better of the two is taken.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def alps(problem: Problem) -> Solution:
     values, vectors = values.to(dtype).unsqueeze(1), vectors.to(dtype)
     scaled = problem.weight * scale.to(dtype)
     aim = ((scaled @ vectors) * values) @ vectors.transpose(1, 2)
-    mask = problem.select(scaled.square())
+    mask = first = problem.select(scaled.square())
     projected, dual, penalty, last = scaled * mask, torch.zeros_like(scaled), _START, mask
     kept = max(1, int(mask.sum()))
     for iteration in range(1, _MOST + 1):
@@ -43,4 +44,11 @@ def alps(problem: Problem) -> Solution:
         if not changed:
             break
         penalty *= next(factor for share, factor in _GROWTH if changed >= share * kept)
-    return Solution(mask, refit(problem, mask, projected / scale.to(dtype)))
+    found = Solution(mask, refit(problem, mask, projected / scale.to(dtype)))
+    start = Solution(first, refit(problem, first, problem.weight))
+    return min((found, start), key=lambda solution: _cost(problem, solution))
+
+
+def _cost(problem: Problem, solution: Solution) -> float:
+    change = (solution.weight - problem.weight).double()
+    return float(((change @ problem.hessian) * change).sum())
