@@ -61,7 +61,7 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     device
         The device to compile for; None stays where the model is.
     tune
-        ``"quick"`` times a few candidates a layer, ``"full"`` many, and `torch.compile` as a host for the rest;
+        ``"quick"`` times a few candidates per layer, ``"full"`` many, and `torch.compile` as a host for the rest;
         ``"off"`` measures nothing and takes what earlier runs stored, else dense.
     dynamic_shapes
         Dims that may change their size, as in :func:`torch.export.export`.

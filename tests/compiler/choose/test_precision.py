@@ -115,7 +115,7 @@ def test_neighbours_hand_over_integers(tmp_path):
     assert loss_of(fast, model, x) < 0.05
     fast.save(tmp_path / "model.sparta")
     assert torch.equal(sparta.load(tmp_path / "model.sparta")(x), fast(x))
-    # Measured anew, a layer is measured on its own.
+    # Measured again, a layer is measured on its own.
     module = fast.kernels["a.weight_kernel"]
     spec = next(iter(module.choices.values()))[0]
     problem = module.fused.lowering.problem(spec, module.weight(), x, module.bias, None)

@@ -2,7 +2,7 @@
 
 A sub-graph starts at a layer with fixed weights and takes in what follows it as far as a kernel's epilogue reaches: an
 activation and then a residual, or a residual and then a ReLU. Fusing is decided here and only here; the specialiser
-gets one kernel spec a sub-graph and may not look further.
+gets one kernel spec per sub-graph and may not look further.
 """
 
 from __future__ import annotations

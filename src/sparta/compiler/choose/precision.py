@@ -104,7 +104,7 @@ def _scales(program: Program, subgraph: SubGraph, known: TeSA) -> Tensor:
     origin = program.origins.get(subgraph.anchor.weight)
     scales = known.scale.dense() if origin is None else origin.take(known.scale.dense())
     if scales.shape != subgraph.weight.shape or bool((scales != scales[:, :1]).any()):
-        raise ValueRangeError(message("an int8 weight with several scales in a row", "one scale a row, or one"))
+        raise ValueRangeError(message("an int8 weight with several scales in a row", "one scale per row, or one"))
     return scales[:, 0].contiguous()
 
 

@@ -56,7 +56,7 @@ _FRESH = frozenset(
 def with_fast_paths(module: fx.GraphModule) -> Callable[..., Any]:
     """Return a function of flat inputs that computes what a graph module does.
 
-    It holds the module's tensors as they are now: make it anew when they are replaced by others.
+    It holds the module's tensors as they are now: make it again when they are replaced by others.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")

@@ -2,7 +2,7 @@
 
 A :class:`KernelModule` stands in the compiled graph where the calls of a sub-graph stood. Its state is the live values
 of the weight (nothing is stored for pruned ones) and the bias; the kernels' own layouts are derived from it whenever it
-changes. Whatever happens to the module (another device, another dtype, a state dict of other values), it packs anew,
+changes. Whatever happens to the module (another device, another dtype, a state dict of other values), it packs again,
 and where a chosen kernel does not fit any more, dense runs and says so.
 """
 
@@ -188,7 +188,7 @@ class KernelModule(nn.Module):
                 message(
                     f"{prefix}live of {given.numel()} values",
                     f"{self.live.numel()}, as the mask that was compiled has",
-                    "compile a model with another mask anew",
+                    "compile the model with the other mask again",
                 )
             )
         super()._load_from_state_dict(state_dict, prefix, *args)

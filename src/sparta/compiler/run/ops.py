@@ -119,7 +119,7 @@ def _experts_kernel(
 
 
 def without_operators(graph: fx.Graph) -> None:
-    """Put PyTorch's own calls in the places of these ops, for whoever runs a graph without Python.
+    """Put PyTorch's own calls in the places of these ops, for programs that run a graph without Python.
 
     Raises :class:`ValueRangeError` for a mixture of experts, which has no such form.
     """
