@@ -207,7 +207,7 @@ def tune_kernel(
                 raise PrunedTrial(f"wrong result: {rivals.fault}")
             return 1.0
         functions = {DENSE: rivals.dense, "candidate": rivals.candidate(config, kernel)}
-        return 1.0 / pairs_of(compare(functions, warmup=2, iters=50, max_seconds=_QUICK_SECONDS)).gain
+        return 1.0 / pairs_of(compare(functions, warmup=2, iters=50, max_seconds=_QUICK_SECONDS)).likely_gain
 
     starting = _starting_points(problem.spec)
     result = search(

@@ -102,6 +102,11 @@ class Pairs:
         return dense / other if dense > 0 and other > 0 else 1.0
 
     @property
+    def likely_gain(self) -> float:
+        """The gain by the paired ratios where they agree, else by the quickest calls; it puts candidates in order."""
+        return self.gain if self.stable else self.quiet_gain
+
+    @property
     def _ratios(self) -> list[float]:
         # A clock that is too coarse for a call says 0: nothing is known of such a pair.
         return [dense / other if dense > 0 and other > 0 else 1.0 for dense, other in self.milliseconds]
@@ -234,5 +239,5 @@ def ranked(dense: Callable[[], Tensor], candidates: Sequence[Callable[[], Tensor
     functions = {_DENSE: dense} | {str(number): candidates[number] for number in order}
     seconds = min(_RANKING_SECONDS, max_seconds)
     times = compare(functions, warmup=1, iters=_RANKING_ROUNDS, max_seconds=seconds)
-    gains = [Pairs(tuple(zip(times[_DENSE].samples, times[str(n)].samples, strict=True))).gain for n in order]
+    gains = [Pairs(tuple(zip(times[_DENSE].samples, times[str(n)].samples, strict=True))).likely_gain for n in order]
     return sorted(order, key=lambda number: -gains[number])
