@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
 
+import sparta
 from sparta.errors import ValueRangeError
 from sparta.modules import member, replace_module, set_member, unwrapped
 
@@ -48,3 +49,11 @@ def test_a_model_with_a_child_named_module_is_not_a_wrapper():
     model = nn.Module()
     model.module = nn.Linear(2, 2)
     assert unwrapped(model) is model
+
+
+def test_a_wrapped_model_is_compiled_as_the_model_inside():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+    x = torch.randn(2, 8)
+    fast = sparta.compile(AveragedModel(nn.DataParallel(model)).eval(), x, tune="off")
+    assert {name.split(".")[0] for name, _ in fast.graph.named_buffers()} == {"0"}
+    torch.testing.assert_close(fast(x), model(x))

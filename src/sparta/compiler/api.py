@@ -23,6 +23,7 @@ from sparta.compiler.session import Session, Tune, shown
 from sparta.compiler.settle import decided, verified
 from sparta.errors import ValueRangeError, message
 from sparta.measure.untouched import Trace, untouched
+from sparta.modules import unwrapped
 from sparta.propagation.capture import call_arguments
 from sparta.spelling import also
 from sparta.tesa.spec import Spec
@@ -97,10 +98,10 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     (torch.Size([16, 8]), True)
     """
     session = Session(tune=tune, budget_s=budget_s, show=shown(progress))
-    given = getattr(model, "_orig_mod", model)
-    competes = inductor if inductor is not None else (tune == "full" or given is not model)
-    if not isinstance(given, nn.Module):
-        raise ValueRangeError(message(f"a {type(given).__name__}", "a torch.nn.Module"))
+    if not isinstance(model, nn.Module):
+        raise ValueRangeError(message(f"a {type(model).__name__}", "a torch.nn.Module"))
+    given = unwrapped(model)
+    competes = inductor if inductor is not None else (tune == "full" or hasattr(model, "_orig_mod"))
     given, (example_inputs, *more_inputs) = _moved(given, [example_inputs, *more_inputs], device, dtype)
     return compile_in(
         session,
