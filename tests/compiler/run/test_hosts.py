@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 import sparta
 from compiler import nets
 from compiler.clocks import Clock, compiled
+from sparta.compiler.api import compile_in
 from sparta.compiler.choose import judge
 from sparta.compiler.clock import Rounds
 from sparta.compiler.graph.signature import builder
@@ -178,3 +179,21 @@ def test_the_short_way_into_a_model_gives_what_the_long_way_gives():
         fast.load_state_dict({name: t * 0 for name, t in fast.state_dict().items()})
         assert not fast(x, y)["both"][0].any()
     assert not fast(x, y)["both"][1].requires_grad
+
+
+def test_replayed_variants_compete_where_the_session_says_so(forced, own_stores):
+    def cost(key):
+        return {Host.GRAPH: 3.0}.get(getattr(key, "host", None), 10.0) if getattr(key, "kernels", ()) else 10.0
+
+    clock = Clock(cost)
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    first, again = (compile_in(Session(measure=clock, in_graphs=True), model, [x]) for _ in range(2))
+    for fast in (first, again):
+        whole = fast.report.plan.whole
+        assert whole.host is Host.GRAPH
+        assert whole.chosen == "sparse, graph"
+        assert whole.ratio == pytest.approx(10 / 3)
+        torch.testing.assert_close(fast(x), model(x).detach(), rtol=1e-4, atol=1e-5)
+    assert again.report.plan.whole.reason.startswith("remembered: sparse, graph")
+    asked = {str(key) for keys, _ in clock.asked for key in keys}
+    assert {"original graph, graph", "sparse, graph"} <= asked
