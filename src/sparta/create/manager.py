@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from sparta.create.loop.clock import Clock
+from sparta.create.loop.follow import Follower
 from sparta.create.loop.logs import Logger, send
 from sparta.create.loop.optimizer import StepListener, bare_optimizer
 from sparta.create.modifiers.base import KINDS, Modifier, Run
+from sparta.create.modifiers.masked import MaskedModifier
 from sparta.errors import SpartaError, ValueRangeError, message
 from sparta.tesa.spec import Spec
 
@@ -70,6 +72,7 @@ class Manager:
         self._listener: StepListener | None = None
         self._finished: Spec | None = None
         self._asked: set[int] = set()
+        self._followers: list[Follower] = []
         self.loggers: list[Logger] = []
 
     # ------------------------------------------------------------------ what is in it
@@ -257,6 +260,23 @@ class Manager:
                 loss = entry.loss(run, loss, inputs, outputs)
         return loss
 
+    def follow(self, copy: nn.Module) -> None:
+        """Let a copy of the model have its zeros: an :class:`torch.optim.swa_utils.AveragedModel`, say.
+
+        The present masks are on the copy whenever it computes or is saved, and for good after :meth:`finalize`.
+        """
+        masked = [entry for entry in self.modifiers if isinstance(entry, MaskedModifier)]
+        shapes = {name: layer.shape for entry in masked for name, layer in entry.masks.layers.items()}
+
+        def present() -> dict[str, Tensor]:
+            found: dict[str, Tensor] = {}
+            for entry in masked:
+                for name, kept in entry.held_masks().items():
+                    found[name] = found[name] & kept if name in found else kept
+            return found
+
+        self._followers.append(Follower(copy, present, shapes))
+
     def finalize(self) -> None:
         """End the run: do what is due at its end, zero what is pruned, take all hooks away.
 
@@ -277,6 +297,8 @@ class Manager:
         self._listener.stop()
         self._listener = None
         self._finished = self.spec()
+        for follower in self._followers:
+            follower.stop()
         for entry in self.iter_modifiers():
             entry.finalize(run)
 

@@ -142,9 +142,17 @@ class MaskedModifier(Modifier):
             self.masks.apply()
         self.masks.detach()
 
+    @property
+    def _holds(self) -> bool:
+        return self._started and (self.leave_enabled or not self._ended)
+
+    def held_masks(self) -> dict[str, Tensor]:
+        """Return the masks that hold now, by name (True: kept); none before it has begun or after it let go."""
+        return self.masks.to_dict() if self._holds else {}
+
     def spec(self, run: Run) -> Spec | None:  # noqa: ARG002
         """Return the masks, once it has begun; not of masks that were let go."""
-        return self.masks.spec() if self._started and (self.leave_enabled or not self._ended) else None
+        return self.masks.spec() if self._holds else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks, packed."""

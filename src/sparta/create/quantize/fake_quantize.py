@@ -1,9 +1,9 @@
 """The quantizer: watches the range of a tensor and rounds it to the integer grid of that range, still as floats.
 
-One small module does it for weights and activations alike; its range lives in buffers that never enter a state dict, so
-a model has the same keys before and after quantization. Everything is computed in float32 and without a host-device
-wait, whatever dtype or autocast context the tensor comes from, and gradients pass straight through wherever a value
-lies inside the range.
+One small module does it for weights and activations alike. Its range is no buffer, so a model has the same parameters,
+buffers and keys before and after quantization, and an average of its weights goes on. Everything is computed in float32
+and without a host-device wait, whatever dtype or autocast context the tensor comes from, and gradients pass straight
+through wherever a value lies inside the range.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def grid_of_range(low: Tensor, high: Tensor, args: QuantizationArgs) -> tuple[Te
     Parameters
     ----------
     low, high
-        The range, one value or one a channel. A range that is not known (infinite) or empty gets the scale 1.
+        The range, one value or one per channel. A range that is not known (infinite) or empty gets the scale 1.
 
     Examples
     --------
@@ -113,9 +113,6 @@ class Quantizer(nn.Module):
     tensor([-1.,  0.,  0.,  1.])
     """
 
-    low: Tensor
-    high: Tensor
-
     def __init__(
         self,
         args: QuantizationArgs,
@@ -131,8 +128,8 @@ class Quantizer(nn.Module):
         self.calibrated = False
         self.watch_always = False
         shape = () if axis is None else (channels,)
-        self.register_buffer("low", torch.full(shape, torch.inf, device=device), persistent=False)
-        self.register_buffer("high", torch.full(shape, -torch.inf, device=device), persistent=False)
+        self.low = torch.full(shape, torch.inf, device=device)
+        self.high = torch.full(shape, -torch.inf, device=device)
 
     def forward(self, values: Tensor) -> Tensor:
         """Return `values`, of any shape, rounded; the range moves first if it is being watched.
@@ -182,7 +179,6 @@ class Quantizer(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's
         """Follow the model to its device, but stay float32: a moving average in half precision stands still."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, buffer in list(self._buffers.items()):
-            if buffer is not None and buffer.dtype != torch.float32:
-                self._buffers[name] = buffer.float()
+        self.low = self.low.to(fn(self.low).device)
+        self.high = self.high.to(fn(self.high).device)
         return self
