@@ -21,7 +21,7 @@ from sparta.propagation import probing
 from sparta.propagation.capture import Captured
 from sparta.propagation.constants import Known, any_over, nothing
 from sparta.propagation.op import Op, dtype_of, dynamic_dims, is_tensor, place, shape_of, tensor_inputs
-from sparta.propagation.registry import rule_for
+from sparta.propagation.registry import is_ruled_by_pieces, rule_for
 from sparta.tesa.attribute import CONSTANT, DEAD, LIVE, TeSA
 from sparta.tesa.bits import ANY, BitFormat, bit_format
 from sparta.tesa.grid import Grid
@@ -269,7 +269,7 @@ def _needs(facts: Facts, node: fx.Node) -> list[fx.Node]:
         return []
     found = set()
     for user in node.users:
-        split = user.target in _PIECES
+        split = is_ruled_by_pieces(user.target)
         for reader in user.users if split else [user]:
             rule = rule_for("needs", reader.target) if reader.op == "call_function" else None
             found.add(rule(Op(reader, facts), node) if rule is not None else None)
@@ -339,7 +339,7 @@ def _seen_inputs(facts: Facts, node: fx.Node) -> list[tuple[fx.Node, Any]]:
     if str(node.target) == "_guards_fn" or node.target is _aten.sym_size.int or node.target is _ASSERT:
         return []  # these look at shapes only
     value = node.meta.get("val")
-    if isinstance(value, list | tuple) and node.target in _PIECES:
+    if isinstance(value, list | tuple) and is_ruled_by_pieces(node.target):
         return []  # each `getitem` of a split speaks for itself
     if not is_tensor(node) or _writes(node):
         return [(n, None) for n in inputs]
@@ -373,14 +373,6 @@ def _observe(facts: Facts, node: fx.Node, seen: Grid | None, by: fx.Node) -> boo
     return not new.same_as(old)
 
 
-_PIECES = frozenset(
-    {
-        *(_aten.split.Tensor, _aten.split.sizes, _aten.split_with_sizes.default, _aten.chunk.default),
-        _aten.unbind.int,
-        *(_aten.topk.default, _aten.sort.default, _aten.sort.stable, _aten.max.dim, _aten.min.dim),
-        *(_aten.kthvalue.default, _aten.median.dim, _aten.cummax.default, _aten.cummin.default),
-    }
-)
 _ASSERT = _aten._assert_tensor_metadata.default
 
 

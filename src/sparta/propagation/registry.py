@@ -15,7 +15,7 @@ import torch
 
 from sparta.errors import ValueRangeError, message
 
-__all__ = ["Direction", "is_pointwise", "rule", "rule_for"]
+__all__ = ["Direction", "is_pointwise", "is_ruled_by_pieces", "rule", "rule_for", "ruled_by_pieces"]
 
 Direction = Literal["constants", "observed", "axes", "rewrite", "bits", "needs"]
 _DIRECTIONS = ("constants", "observed", "axes", "rewrite", "bits", "needs")
@@ -33,6 +33,7 @@ _POINTWISE_TOO = frozenset(
 )
 
 _rules: dict[str, dict[object, Callable[..., Any]]] = {direction: {} for direction in _DIRECTIONS}
+_in_pieces: set[object] = set()
 
 
 def rule(direction: Direction, *ops: object) -> Callable[[_Function], _Function]:
@@ -82,6 +83,17 @@ def rule_for(direction: Direction, op: object) -> Callable[..., Any] | None:
     if found is None and is_pointwise(op):
         found = _rules[direction].get("pointwise")
     return found
+
+
+def ruled_by_pieces(*ops: object) -> tuple[object, ...]:
+    """Note that ops with several outputs, such as splits, leave it to the rules of each output; returns the ops."""
+    _in_pieces.update(ops)
+    return ops
+
+
+def is_ruled_by_pieces(op: object) -> bool:
+    """Whether the rules of each output (``operator.getitem``) speak for an op."""
+    return op in _in_pieces
 
 
 def is_pointwise(op: object) -> bool:

@@ -121,7 +121,7 @@ class PruningReport:
         }
 
     def table(self) -> str:
-        """Return a row an axis, and the change of the function."""
+        """Return one row per axis, and the change of the function."""
         rows: list[list[object]] = [
             [slot.name, slot.kind, f"{slot.before} → {slot.after}", len(slot.tensors)] for slot in self.slots
         ]

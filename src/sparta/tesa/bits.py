@@ -141,7 +141,7 @@ def format_of_bits(bits: int) -> BitFormat:
 
 
 def parameter_grid(shape: tuple[int, ...], given: float | Tensor, group: int | Sequence[int] | None, what: str) -> Grid:
-    """Return the grid of a quantisation parameter given as a number, one a channel, or one a group."""
+    """Return the grid of a quantisation parameter given as a number, one per channel, or one per group."""
     cells = torch.as_tensor(given, dtype=torch.float64).detach().cpu()
     if cells.dim() == 0:
         return Grid.uniform(shape, cells.item(), torch.float64)

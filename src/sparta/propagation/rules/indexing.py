@@ -15,7 +15,7 @@ from sparta.propagation.axes import Axes
 from sparta.propagation.constants import Known, any_over, spread, unbroadcast
 from sparta.propagation.edit import Edit
 from sparta.propagation.op import Op, dynamic_dims, is_tensor, shape_of
-from sparta.propagation.registry import rule
+from sparta.propagation.registry import rule, ruled_by_pieces
 from sparta.tesa.grid import Grid
 
 __all__ = ["LINES", "line_axes", "line_observed", "line_of"]
@@ -312,7 +312,7 @@ def put_axes(op: Op, axes: Axes) -> None:
 
 # ---------------------------------------------------------------------- sort, top-k, largest along a dim
 
-LINES = (
+LINES = ruled_by_pieces(
     *(_aten.topk.default, _aten.sort.default, _aten.sort.stable, _aten.max.dim, _aten.min.dim),
     *(_aten.kthvalue.default, _aten.median.dim, _aten.cummax.default, _aten.cummin.default),
 )

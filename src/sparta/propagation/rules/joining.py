@@ -16,7 +16,7 @@ from sparta.propagation.axes import Axes
 from sparta.propagation.constants import Known, spread
 from sparta.propagation.edit import Edit
 from sparta.propagation.op import Op, dynamic_dims, shape_of, tensor_inputs
-from sparta.propagation.registry import rule
+from sparta.propagation.registry import rule, ruled_by_pieces
 from sparta.propagation.rules.indexing import line_axes, line_observed, line_of
 from sparta.propagation.rules.slicing import others_equal, stretch, take_known
 from sparta.tesa.grid import Grid
@@ -25,6 +25,12 @@ __all__: list[str] = []
 
 _aten = torch.ops.aten
 _Seen = list[tuple[fx.Node, Grid]]
+
+
+_SPLITS = ruled_by_pieces(
+    *(_aten.split.Tensor, _aten.split.sizes, _aten.split_with_sizes.default, _aten.chunk.default),
+    _aten.unbind.int,
+)
 
 
 def _parts(op: Op) -> tuple[list[fx.Node], int]:
@@ -108,12 +114,6 @@ def _piece(op: Op) -> tuple[fx.Node, int, int, Op] | None:
     if dim in dynamic_dims(source) or not all(isinstance(s, int) for s in sizes):
         return None
     return source, dim, sum(sizes[:number]), whole
-
-
-_SPLITS = (
-    *(_aten.split.Tensor, _aten.split.sizes, _aten.split_with_sizes.default, _aten.chunk.default),
-    _aten.unbind.int,
-)
 
 
 def _piece_index(op: Op, found: tuple[fx.Node, int, int, Op]) -> Tensor:
