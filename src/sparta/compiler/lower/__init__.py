@@ -8,15 +8,21 @@ from sparta.compiler.lower.linear import LinearLowering
 from sparta.compiler.lower.quantized_linear import QuantizedLinearLowering
 from sparta.errors import NameNotFoundError, did_you_mean
 
-__all__ = ["LOWERINGS", "Anchor", "Lowering", "lowering_of"]
+__all__ = ["LOWERINGS", "Anchor", "Lowering", "lowering_of", "register_lowering"]
 
-LOWERINGS: tuple[Lowering, ...] = (
+LOWERINGS: list[Lowering] = [
     LinearLowering(),
     ConvLowering("conv2d"),
     ConvLowering("conv1d"),
     QuantizedLinearLowering(),
-)
+]
 """What is recognised in a graph, in this order."""
+
+
+def register_lowering(lowering: Lowering) -> Lowering:
+    """Add a lowering; of several for one operation, the last says how its kernels are called."""
+    LOWERINGS.append(lowering)
+    return lowering
 
 
 def lowering_of(op: str) -> Lowering:
