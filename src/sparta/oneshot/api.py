@@ -247,8 +247,8 @@ class _Run:
         target.parameter.copy_(target.seen(problem.layout.to_weight(solution.weight)))
         mask = target.seen(problem.layout.to_weight(solution.mask))
         density = float(mask.double().mean())
-        error = problem.relative_error(_matrix(target))
-        log = LayerLog(target.name, str(problem.pattern), density, problem.relative_error(plain), error, 0.0)
+        reached = problem.relative_error(_matrix(target))
+        log = LayerLog(target.name, str(problem.pattern), density, problem.relative_error(plain), reached, 0.0)
         return mask, log
 
     def _problem(self, target: Target, gram: Tensor | None, weight: Tensor) -> Problem:

@@ -6,7 +6,7 @@ the sizes of their weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
 from sparta.oneshot.targets import Target
@@ -16,7 +16,13 @@ from sparta.tesa.patterns import Pattern, as_pattern
 
 __all__ = ["counts_of", "patterns_of"]
 
-_ALLOCATIONS = {"uniform": Uniform, "global": Global, "erk": ERK, "lamp": lamp, "energy": Energy}
+_ALLOCATIONS: dict[str, Callable[[], Allocation]] = {
+    "uniform": Uniform,
+    "global": Global,
+    "erk": ERK,
+    "lamp": lamp,
+    "energy": Energy,
+}
 
 
 def patterns_of(targets: Sequence[Target], pattern: Pattern | str | Mapping[str, Pattern | str]) -> dict[str, Pattern]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from typing import Any
 
 from sparta.errors import MissingPackageError, message
@@ -66,12 +67,12 @@ class PruneLog:
     def to_dataframe(self) -> Any:
         """Return a pandas DataFrame with one row per layer."""
         try:
-            import pandas as pd
+            pandas = import_module("pandas")
         except ImportError as error:
             raise MissingPackageError(
                 message("pandas is not installed", fix="install pandas, or use `to_dict`")
             ) from error
-        return pd.DataFrame([asdict(layer) for layer in self.layers])
+        return pandas.DataFrame([asdict(layer) for layer in self.layers])
 
     def __str__(self) -> str:
         rows = [

@@ -36,7 +36,9 @@ class Checkpoint:
 
     def save(self, stage: int, targets: Sequence[Target], masks: Mapping[str, Tensor], logs: list[LayerLog]) -> None:
         """Store a finished stage, atomically."""
-        tensors = {f"{target.name}::weight": target.parameter for target in targets if target.name in masks}
+        tensors: dict[str, Tensor] = {
+            f"{target.name}::weight": target.parameter for target in targets if target.name in masks
+        }
         tensors |= {f"{name}::mask": mask for name, mask in masks.items()}
         payload = {"question": self.question, "logs": [asdict(log) for log in logs]}
         save_tensors(self._file(stage), _KIND, _VERSION, tensors, payload)

@@ -40,10 +40,10 @@ def obc(problem: Problem) -> Solution:
             traces.append(_trace(rows, inverse.clone(), units))
     removed = _shares([[cost for _, cost in trace] for trace in traces], problem.count)
     mask = torch.ones_like(problem.weight, dtype=torch.bool)
-    for (group, rows), trace, count in zip(bands, traces, removed, strict=True):
+    for (group, band), trace, count in zip(bands, traces, removed, strict=True):
         gone = torch.zeros(units.count, dtype=torch.bool, device=mask.device)
         gone[[unit for unit, _ in trace[:count]]] = True
-        mask[group, rows] = ~gone[units.column_unit]
+        mask[group, band] = ~gone[units.column_unit]
     return Solution(mask, exact_fit(problem, mask))
 
 

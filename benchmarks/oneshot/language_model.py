@@ -1,0 +1,136 @@
+"""What does one-shot pruning cost a language model? Perplexity on held-out text, by pattern and method.
+
+Run with ``python benchmarks/oneshot/language_model.py --weights FOLDER --text CALIBRATION.txt HELD_OUT.txt``. The
+folder holds a causal language model that transformers can load: a saved one, or one ``.gguf`` file (SmolLM2-135M is
+what the stored results are of). Calibration and held-out text must be different books. Every run starts from the same
+dense weights, and the zeros of the pruned model are checked against the spec.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import platform
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import sparta
+from record import save
+from sparta.tables import table
+
+PATTERNS: dict[str, tuple[str, float | None]] = {
+    "unstructured 50 %": ("unstructured", 0.5),
+    "2:4": ("2:4", None),
+    "4x1 50 %": ("4x1", 0.5),
+    "unstructured 70 %": ("unstructured", 0.7),
+}
+METHODS = ("magnitude", "wanda", "sparsegpt", "alps", "alps+block")
+
+
+def load(folder: Path) -> tuple[nn.Module, Any]:
+    """Return the model in float32 and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    packed = sorted(folder.glob("*.gguf"))
+    extra = {"gguf_file": packed[0].name} if packed else {}
+    tokenizer = AutoTokenizer.from_pretrained(folder, **extra)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **extra)
+    return model.eval(), tokenizer
+
+
+def batches(tokenizer: Any, path: Path, tokens: int, context: int) -> list[dict[str, Tensor]]:
+    """Return the middle of a book as batches of one sequence each."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    middle = text[len(text) // 4 :][: tokens * 8]
+    ids = torch.tensor(tokenizer(middle)["input_ids"])
+    count = min(tokens, len(ids)) // context
+    return [{"input_ids": part.unsqueeze(0), "use_cache": False} for part in ids[: count * context].split(context)]
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, held_out: list[dict[str, Tensor]]) -> float:
+    """Return the perplexity of the model on sequences, each read from its start."""
+    total, count = 0.0, 0
+    for batch in held_out:
+        logits = model(**batch).logits[0, :-1].float()
+        aim = batch["input_ids"][0, 1:]
+        total += float(nn.functional.cross_entropy(logits, aim, reduction="sum"))
+        count += len(aim)
+    return math.exp(total / count)
+
+
+def pruned(
+    dense: nn.Module, calibration: list[dict[str, Tensor]], held_out: list[dict[str, Tensor]], name: str, method: str
+) -> dict[str, Any]:
+    """Prune a copy of the model and return what it cost."""
+    model = copy.deepcopy(dense)
+    pattern, sparsity = PATTERNS[name]
+    start = time.perf_counter()
+    spec, log = sparta.prune(
+        model,
+        calibration,
+        pattern,
+        sparsity,
+        method=method.removesuffix("+block"),
+        refine="block" if method.endswith("+block") else None,
+    )
+    seconds = time.perf_counter() - start
+    spec.check(model)
+    errors = [layer.error for layer in log if layer.error is not None]
+    return {
+        "pattern": name,
+        "method": method,
+        "perplexity": perplexity(model, held_out),
+        "density": spec.density,
+        "layer_error": sum(errors) / len(errors),
+        "seconds": seconds,
+    }
+
+
+def main() -> None:
+    """Prune by every method in every pattern that was asked for, and store what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--text", type=Path, nargs=2, required=True, metavar=("CALIBRATION", "HELD_OUT"))
+    parser.add_argument("--calibration-tokens", type=int, default=16384)
+    parser.add_argument("--held-out-tokens", type=int, default=16384)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--results", type=Path, help="folder of the results; the repository's by default")
+    given = parser.parse_args()
+    model, tokenizer = load(given.weights)
+    calibration = batches(tokenizer, given.text[0], given.calibration_tokens, given.context)
+    held_out = batches(tokenizer, given.text[1], given.held_out_tokens, given.context)
+    results: dict[str, Any] = {
+        "perplexity_dense": perplexity(model, held_out),
+        "calibration_tokens": len(calibration) * given.context,
+        "held_out_tokens": len(held_out) * given.context,
+        "runs": [],
+    }
+    print(f"dense {results['perplexity_dense']:.2f}", flush=True)
+    for name in given.patterns:
+        for method in given.methods:
+            results["runs"].append(pruned(model, calibration, held_out, name, method))
+            print(results["runs"][-1], flush=True)
+            results["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+            save("oneshot_language_model", f"{platform.machine()} CPU", results, given.results)
+    rows = [
+        [r["pattern"], r["method"], f"{r['perplexity']:.1f}", f"{r['layer_error']:.3f}", f"{r['density']:.3f}",
+         f"{r['seconds']:.0f}"] for r in results["runs"]
+    ]  # fmt: skip
+    read = f"{results['calibration_tokens']} tokens read, {results['held_out_tokens']} held out"
+    title = f"dense {results['perplexity_dense']:.1f}; {read}; {results['peak_mib']} MiB"
+    print(table(["pattern", "method", "perplexity", "layer error", "density", "s"], rows, title))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,554 @@
+"""`sparta.prune` on whole models: order, structure, allocation, refinement, resume, and what can go wrong."""
+
+import copy
+import math
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import sparta
+from sparta.errors import (
+    ArgumentError,
+    FileFormatError,
+    MissingPackageError,
+    NameNotFoundError,
+    ShapeError,
+    ValueRangeError,
+)
+from sparta.oneshot import Problem, prune
+from sparta.oneshot.calibrate import Grams
+from sparta.oneshot.methods import alps, magnitude, sparsegpt
+from sparta.oneshot.stages import find_chain, order
+from sparta.oneshot.targets import Target, find_targets
+from sparta.tesa.patterns import NM, Unstructured
+
+
+class Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        return self.o(torch.softmax(q @ k.transpose(1, 2) / q.shape[-1] ** 0.5, -1) @ v)
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x, scale=1.0):
+        x = x + scale * self.attention(self.norm(x))
+        return (x + self.down(torch.relu(self.up(self.norm2(x)))),)
+
+
+class Model(nn.Module):
+    """A small language model: embedding, blocks that give tuples, a tied head."""
+
+    def __init__(self, width=16, layers=2, words=20):
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.enter = nn.Linear(width, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.lm_head = nn.Linear(width, words, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, tokens, scale=1.0):
+        x = self.enter(self.embed(tokens))
+        for layer in self.layers:
+            x = layer(x, scale=scale)[0]
+        return self.lm_head(x)
+
+
+class Loose(nn.Module):
+    """No chain: two branches over one input."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.unused = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.c(torch.relu(self.a(x)) + torch.tanh(self.b(x)))
+
+
+def tokens(batches=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 20, (4, 9), generator=generator) for _ in range(batches)]
+
+
+def make(kind=Model, seed=0):
+    torch.manual_seed(seed)
+    return kind()
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+# ---------------------------------------------------------------- what is pruned
+
+
+def test_heads_and_tied_embeddings_are_left_out_unless_named():
+    model = make()
+    found = [target.name for target in find_targets(model)]
+    assert "lm_head.weight" not in found
+    assert found[0] == "enter.weight"
+    assert [t.name for t in find_targets(model, include="lm_head.weight")] == ["lm_head.weight"]
+    spec, _ = prune(model, tokens(), "2:4", ignore="layers.0.*")
+    assert min(spec) == "enter.weight"
+    assert not any(name.startswith("layers.0") for name in spec)
+    spec.check(model)
+
+
+def test_the_pruned_model_obeys_the_spec_and_other_weights_are_untouched():
+    model, dense = make(), make()
+    spec, log = prune(model, tokens(), "2:4")
+    spec.check(model)
+    for tesa in spec.values():
+        NM(2, 4).validate(tesa.mask())
+    assert {layer.density for layer in log} == {0.5}
+    pruned = set(spec)
+    for (name, a), (_, b) in zip(model.named_parameters(), dense.named_parameters(), strict=True):
+        assert torch.equal(a, b) != (name in pruned)
+    assert sparta.prune is prune
+
+
+def test_alps_is_the_default_with_data_and_magnitude_without():
+    model, dense = make(), make()
+    _, log = prune(model, None, "unstructured", 0.5)
+    assert log.method == "magnitude"
+    expected = sparta.Spec.from_pattern(dense, "unstructured", 0.5, ignore="lm_head.weight")
+    expected.apply(dense)
+    assert same(model, dense)
+    assert prune(make(), tokens(), "unstructured", 0.5)[1].method == "alps"
+
+
+def test_modes_and_settings_of_the_model_come_back():
+    model = make().train()
+    model.layers[0].eval()
+    prune(model, tokens(), "2:4", method="wanda")
+    assert model.training
+    assert not model.layers[0].training
+    assert all(p.requires_grad for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+# ---------------------------------------------------------------- order of calibration
+
+
+def test_blocks_are_found_and_layers_before_and_after_them_too():
+    model = make()
+    targets = find_targets(model)
+    chain = find_chain(model, targets, tokens()[0])
+    assert chain.names == ["layers.0", "layers.1"]
+    stages, unused = order(model, targets, tokens()[0], chain)
+    assert [stage.name for stage in stages] == ["enter", "layers.0", "layers.1"]
+    assert [len(stage.targets) for stage in stages] == [1, 6, 6]
+    assert not unused
+
+
+def test_each_layer_is_calibrated_with_all_before_it_pruned():
+    """The whole run again, by hand: block by block, each with the inputs that the pruned model gives it."""
+    model, by_hand = make(), make()
+    data = tokens()
+    prune(model, data, "2:4", method="sparsegpt")
+    by_hand.eval()
+    for names in (["enter"], *([f"layers.{i}.{n}" for n in PARTS] for i in range(2))):
+        targets = [t for t in find_targets(by_hand) if t.name.removesuffix(".weight") in names]
+        grams = Grams(targets)
+        with torch.no_grad():
+            for batch in data:
+                with grams.watch():
+                    by_hand(batch)
+            for target in targets:
+                problem = Problem.of(target.parameter, grams[target.name], NM(2, 4))
+                target.parameter.copy_(sparsegpt(problem).weight[0])
+    for (name, a), (_, b) in zip(model.named_parameters(), by_hand.named_parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5), name
+
+
+PARTS = ["attention.q", "attention.k", "attention.v", "attention.o", "up", "down"]
+
+
+def test_layers_with_one_input_share_one_gram_matrix():
+    model = make()
+    grams = Grams(find_targets(model))
+    for batch in tokens():
+        with grams.watch():
+            model(batch)
+    q, k, v, o = (grams.sums[f"layers.0.attention.{n}.weight"] for n in "qkvo")
+    assert q is k
+    assert k is v
+    assert q is not o
+
+
+def test_a_gram_matrix_is_the_sum_over_all_batches():
+    torch.manual_seed(0)
+    linear = nn.Linear(6, 3).double()
+    data = [torch.randn(2, 5, 6, dtype=torch.float64) for _ in range(3)]
+    grams = Grams(find_targets(linear))
+    for x in data:
+        with grams.watch():
+            linear(x)
+    rows = torch.cat(data).reshape(-1, 6)
+    assert torch.allclose(grams["weight"][0], rows.T @ rows)
+
+
+def test_a_model_without_blocks_is_pruned_by_whole_passes():
+    model = make(Loose)
+    data = [torch.randn(32, 8) for _ in range(2)]
+    assert find_chain(model, find_targets(model), data[0]) is None
+    spec, log = prune(model, data, "2:4")
+    spec.check(model)
+    assert set(spec) == {"a.weight", "b.weight", "c.weight"}
+    assert log["unused.weight"].density == 1
+    assert "never called" in log["unused.weight"].note
+    assert "never called" in str(log)
+
+
+def test_whole_passes_give_what_blocks_give():
+    """A Sequential is a chain; the same layers called by hand are none, and the result is the same."""
+
+    class ByHand(nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.a, self.b, self.c = layers
+
+        def forward(self, x):
+            return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 4)]
+    chain = nn.Sequential(copy.deepcopy(layers[0]), nn.ReLU(), copy.deepcopy(layers[1]), nn.ReLU(inplace=True),
+                          copy.deepcopy(layers[2]))  # fmt: skip
+    loose = ByHand(layers)
+    data = [torch.randn(40, 8) for _ in range(2)]
+    prune(chain, data, "2:4")
+    prune(loose, data, "2:4")
+    for a, b in zip((chain[0], chain[2], chain[4]), (loose.a, loose.b, loose.c), strict=True):
+        assert torch.allclose(a.weight, b.weight, atol=1e-5)
+
+
+class Shift(nn.Module):
+    """Changes its input in place when it is told to."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+
+    def forward(self, x):
+        return x.add_(1) if self.in_place else x + 1
+
+
+def test_blocks_that_work_in_place_are_run_twice_on_the_same_inputs():
+    results = []
+    for in_place in (False, True):
+        torch.manual_seed(0)
+        first = nn.Sequential(Shift(in_place), nn.Linear(8, 8))
+        model = nn.Sequential(nn.Linear(8, 8), first, nn.Linear(8, 4))
+        prune(model, [torch.randn(32, 8) for _ in range(2)], "2:4", refine="block")
+        results.append(model)
+    assert same(*results)
+
+
+def test_blocks_that_take_more_arguments_get_them():
+    a, b = make(), make()
+    prune(a, [{"tokens": t, "scale": 0.0} for t in tokens()], "2:4", method="sparsegpt", include="layers.*.up.weight")
+    prune(b, [(t, 0.0) for t in tokens()], "2:4", method="sparsegpt", include="layers.*.up.weight")
+    assert same(a, b)
+    c = make()
+    prune(c, tokens(), "2:4", method="sparsegpt", include="layers.*.up.weight")
+    assert not same(a, c)
+
+
+# ---------------------------------------------------------------- kinds of layers
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        lambda: nn.Conv2d(4, 6, 3, padding=1),
+        lambda: nn.Conv2d(4, 6, (2, 3), stride=(2, 1), dilation=(1, 2)),
+        lambda: nn.Conv2d(4, 6, 3, padding="same", padding_mode="circular"),
+        lambda: nn.Conv2d(4, 8, 3, groups=2, bias=False),
+        lambda: nn.Conv1d(4, 6, 3, padding=2),
+        lambda: nn.Conv1d(8, 8, 5, groups=8),
+    ],
+)
+def test_unfolded_inputs_times_the_matrix_are_the_convolution(conv):
+    torch.manual_seed(0)
+    module = conv().double()
+    x = torch.randn(2, module.in_channels, *([9, 8][: module.weight.dim() - 2]), dtype=torch.float64)
+    (target,) = find_targets(module)
+    rows = target.rows(x)
+    matrix = target.layout.to_matrix(target.parameter)
+    product = torch.cat([r @ m.T for r, m in zip(rows, matrix, strict=True)], 1)
+    expected = module(x) if module.bias is None else module(x) - module.bias.view(-1, *[1] * (x.dim() - 2))
+    expected = expected.movedim(1, -1).reshape(-1, module.out_channels)
+    assert torch.allclose(product, expected)
+
+
+def test_a_convolution_is_pruned_like_the_linear_layer_of_its_unfolded_input():
+    torch.manual_seed(0)
+    conv = nn.Conv2d(4, 6, 3).double()
+    x = torch.randn(3, 4, 8, 8, dtype=torch.float64)
+    (target,) = find_targets(conv)
+    linear = nn.Linear(36, 6, bias=False).double()
+    linear.weight.data.copy_(target.layout.to_matrix(conv.weight.detach())[0])
+    rows = target.rows(x)[0]
+    for method in ("wanda", "sparsegpt", "alps"):
+        a, b = copy.deepcopy(conv), copy.deepcopy(linear)
+        prune(a, [x], "2:4", method=method)
+        prune(b, [rows], "2:4", method=method)
+        assert torch.allclose(target.layout.to_matrix(a.weight)[0], b.weight)
+
+
+class Conv1D(nn.Module):
+    """A linear layer that stores its weight as inputs × outputs."""
+
+    def __init__(self, outputs, inputs):
+        super().__init__()
+        self.nf = outputs
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+@pytest.mark.parametrize(("pattern", "sparsity"), [("2:4", None), ("4x1", 0.5), ("unstructured", 0.6)])
+def test_a_stored_transposed_layer_is_pruned_like_a_linear_layer(pattern, sparsity):
+    torch.manual_seed(0)
+    stored, linear = Conv1D(8, 12), nn.Linear(12, 8)
+    linear.weight.data.copy_(stored.weight.data.t())
+    x = torch.randn(64, 12)
+    spec, log = prune(stored, [x], pattern, sparsity)
+    prune(linear, [x], pattern, sparsity)
+    assert torch.equal(stored.weight.t(), linear.weight)
+    spec.check(stored)
+    assert log["weight"].error < log["weight"].error_before
+
+
+def test_low_precision_weights_are_solved_in_float32_and_stay_low_precision():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8)).bfloat16()
+    spec, log = prune(model, [torch.randn(64, 16, dtype=torch.bfloat16)], "2:4")
+    assert model[0].weight.dtype == torch.bfloat16
+    spec.check(model)
+    assert all(layer.error < layer.error_before for layer in log)
+
+
+# ---------------------------------------------------------------- log, allocation, refinement, resume
+
+
+def test_errors_in_the_log_are_those_of_the_outputs():
+    torch.manual_seed(0)
+    linear = nn.Linear(16, 8, bias=False).double()
+    x = torch.randn(100, 16, dtype=torch.float64) @ torch.randn(16, 16, dtype=torch.float64)
+    linear.requires_grad_(False)
+    before = linear(x)
+    plain = copy.deepcopy(linear)
+    sparta.Spec.from_pattern(plain, "2:4").apply(plain)
+    _, log = prune(linear, [x[:50], x[50:]], "2:4")
+    entry = log["weight"]
+    assert math.isclose(entry.error, float((linear(x) - before).norm() / before.norm()), rel_tol=1e-9)
+    assert math.isclose(entry.error_before, float((plain(x) - before).norm() / before.norm()), rel_tol=1e-9)
+    assert entry.error < entry.error_before
+
+
+def test_the_log_is_a_table_a_dict_and_a_frame(monkeypatch):
+    _, log = prune(make(), tokens(), "2:4", method="wanda")
+    text = str(log)
+    assert "layers.0.attention.q.weight" in text
+    assert "error (wanda)" in text
+    found = log.to_dict()
+    assert len(found["layers"]) == len(log) == 13
+    assert found["layers"][0]["density"] == 0.5
+    assert log.seconds > 0
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MissingPackageError, match="to_dict"):
+        log.to_dataframe()
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "global", "erk", "lamp", sparta.sparsify.Global(max_sparsity=0.8)])
+def test_allocations_meet_the_whole_budget(allocation):
+    model = make()
+    for index, linear in enumerate(m for m in model.modules() if isinstance(m, nn.Linear)):
+        linear.weight.data *= 1 + index % 3
+    spec, log = prune(model, tokens(), "unstructured", 0.6, allocation=allocation, method="wanda")
+    assert math.isclose(spec.density, 0.4, abs_tol=2e-3)
+    assert (len({round(layer.density, 2) for layer in log}) == 1) == (allocation == "uniform")
+
+
+def test_patterns_by_layer():
+    model = make()
+    spec, _ = prune(model, tokens(), {"layers.*.attention.*": "2:4", "layers.*.up.weight": "4x1"}, 0.5)
+    assert set(spec) == {t.name for t in find_targets(model) if "attention" in t.name or ".up." in t.name}
+    NM(2, 4).validate(spec["layers.0.attention.q.weight"].mask())
+    sparta.Block(4, 1).validate(spec["layers.1.up.weight"].mask())
+    spec.check(model)
+
+
+def test_refining_a_block_brings_its_output_nearer_and_holds_the_masks():
+    plain, refined, dense = make(), make(), make()
+    data = tokens(4)
+    prune(plain, data, "2:4", method="wanda")
+    spec, log = prune(refined, data, "2:4", method="wanda", refine="block")
+    spec.check(refined)
+    assert log.method == "wanda+block"
+    with torch.no_grad():
+        far, near = (sum(float((m(x) - dense(x)).square().sum()) for x in data) for m in (plain, refined))
+    assert near < far
+    assert all(p.grad is None and p.requires_grad for p in refined.parameters())
+
+
+def test_a_killed_run_goes_on_exactly(tmp_path):
+    data = tokens()
+    whole = make()
+    spec, log = prune(whole, data, "2:4")
+
+    class KilledError(Exception):
+        pass
+
+    def kill(number, total, name):
+        assert total == 3
+        if number == 2:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        prune(make(), data, "2:4", progress=kill, checkpoint=tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    resumed = make()
+    again, logged = prune(resumed, data, "2:4", checkpoint=tmp_path)
+    assert same(whole, resumed)
+    assert again == spec
+    assert [entry.error for entry in logged] == [entry.error for entry in log]
+    finished = make()
+    assert prune(finished, data, "2:4", checkpoint=tmp_path)[0] == spec
+    assert same(whole, finished)
+
+
+@pytest.mark.parametrize("change", ["data", "model", "method", "pattern"])
+def test_the_checkpoint_of_another_run_is_refused(tmp_path, change):
+    prune(make(), tokens(), "2:4", checkpoint=tmp_path)
+    with pytest.raises(FileFormatError, match="another run"):
+        prune(
+            make(seed=int(change == "model")),
+            tokens(seed=int(change == "data")),
+            "1:4" if change == "pattern" else "2:4",
+            method="wanda" if change == "method" else "auto",
+            checkpoint=tmp_path,
+        )
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    prune(make(), tokens(), "2:4", method="wanda", checkpoint=tmp_path)
+    file = min(tmp_path.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(FileFormatError, match="damaged"):
+        prune(make(), tokens(), "2:4", method="wanda", checkpoint=tmp_path)
+
+
+@pytest.mark.parametrize("method", ["alps", "sparsegpt", "swaps"])
+def test_two_runs_are_equal(method):
+    a, b = make(), make()
+    assert prune(a, tokens(), "2:4", method=method)[0] == prune(b, tokens(), "2:4", method=method)[0]
+    assert same(a, b)
+
+
+def test_the_output_of_the_model_is_nearer_to_the_dense_one_than_by_magnitude():
+    dense, plain, pruned = make(), make(), make()
+    prune(plain, None, "unstructured", 0.6)
+    prune(pruned, tokens(6), "unstructured", 0.6)
+    x = tokens(1, seed=5)[0]
+    with torch.no_grad():
+        assert (pruned(x) - dense(x)).norm() < (plain(x) - dense(x)).norm()
+
+
+# ---------------------------------------------------------------- what can go wrong
+
+
+def test_data_that_is_no_batches():
+    with pytest.raises(ValueRangeError, match="no batch"):
+        prune(make(), [], "2:4")
+    spent = iter(tokens())
+    list(spent)
+    with pytest.raises(ValueRangeError, match="used before"):
+        prune(make(), spent, "2:4")
+    with pytest.raises(ArgumentError, match="list with the batch"):
+        prune(make(), tokens()[0], "2:4")
+    with pytest.raises(ArgumentError):
+        prune(make(), 5, "2:4")
+
+
+def test_batches_that_the_model_does_not_take():
+    with pytest.raises(ValueRangeError, match=r"batch 0 .*tuple of 3"):
+        prune(make(), [(tokens()[0], 1.0, 2)], "2:4")
+    with pytest.raises(ValueRangeError, match=r"batch 1 .*dict of words"):
+        prune(make(), [tokens()[0], {"words": tokens()[0]}], "2:4")
+    with pytest.raises(ArgumentError, match="batch 0 is a str"):
+        prune(make(), ["text"], "2:4")
+
+
+def test_activations_that_are_not_finite_name_the_layer():
+    model = make()
+    model.layers[1].norm.weight.data[0] = math.nan
+    with pytest.raises(ValueRangeError, match=r"layers\.1\.attention\.q\.weight"):
+        prune(model, tokens(), "2:4")
+
+
+def test_a_pattern_that_does_not_fit_names_the_layer_before_anything_runs():
+    model, dense = make(), make()
+    with pytest.raises(ShapeError, match=r"enter\.weight"):
+        prune(model, tokens(), "32x1", 0.5)
+    assert same(model, dense)
+
+
+def test_names_that_are_unknown():
+    for arguments in ({"method": "alsp"}, {"allocation": "unifrom"}, {"refine": "blok"}, {"ignore": "layer.*"}):
+        with pytest.raises(NameNotFoundError):
+            prune(make(), tokens(), "2:4", **arguments)
+    with pytest.raises(NameNotFoundError, match="no weight to prune"):
+        prune(nn.LayerNorm(4), None)
+
+
+def test_methods_that_need_data_and_sparsities_that_do_not_fit():
+    with pytest.raises(ValueRangeError, match="without data"):
+        prune(make(), None, method="wanda")
+    with pytest.raises(ValueRangeError, match="without data"):
+        prune(make(), None, refine="block")
+    with pytest.raises(ValueRangeError, match="no sparsity"):
+        prune(make(), None, "4x1")
+    with pytest.raises(ValueRangeError):
+        prune(make(), None, "2:4", 0.9)
+    with pytest.raises(ValueRangeError, match="allocation"):
+        prune(make(), None, "2:4", allocation="erk")
+    with pytest.raises(ValueRangeError, match="chain of blocks"):
+        prune(make(Loose), [torch.randn(4, 8)], refine="block")
+
+
+def test_methods_name_the_layer_they_cannot_prune():
+    with pytest.raises(sparta.errors.PatternError, match=r"enter\.weight: method 'obc'"):
+        prune(make(), tokens(), "4:1:4", method="obc")
+
+
+def test_errors_after_refinement_are_never_above_those_of_magnitude():
+    for seed in range(3):
+        torch.manual_seed(seed)
+        weight, x = torch.randn(12, 16).double(), torch.randn(80, 16).double() @ torch.randn(16, 16).double()
+        problem = Problem.of(weight, x.T @ x, Unstructured(), 0.5)
+        assert problem.loss(alps(problem).weight) <= problem.loss(magnitude(problem).weight)
+
+
+def test_a_target_says_what_it_was_called_with():
+    target = Target("a.weight", nn.Linear(2, 2), nn.Linear(2, 2).weight)
+    with pytest.raises(ShapeError, match=r"a\.weight was called with"):
+        target.inputs((), {"x": 3})
