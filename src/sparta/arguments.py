@@ -18,6 +18,7 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from sparta.errors import ArgumentError, SpartaError, message
@@ -97,9 +98,19 @@ def _unfit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
             continue
         if value is not parameter.default and not matches(value, hints.get(name, Any)):
             return f"{_shown(value)} for {name}", _text(hints[name])
+        if isinstance(value, str) and torch.device in typing.get_args(hints.get(name)) and not _is_device(value):
+            return f"{_shown(value)} for {name}", "a device such as 'cpu' or 'cuda:0'"
         if _is_unusable(value):
             return f"{_shown(value)} for {name}", "real numbers that are there, and fit 64 bits"
     return None
+
+
+def _is_device(text: str) -> bool:
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _is_unusable(value: object) -> bool:

@@ -25,6 +25,8 @@ _SHAPES: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 - 0.5 * math.cos(math.pi * progress),
 }
 
+_MOST_LEVELS = 1_000_000
+
 
 def level_starts(total: int, levels: int) -> list[int]:
     """Return where each of `levels` equal parts of `total` positions starts.
@@ -32,6 +34,8 @@ def level_starts(total: int, levels: int) -> list[int]:
     >>> level_starts(10, 4)
     [0, 2, 5, 7]
     """
+    if not 0 <= levels <= _MOST_LEVELS:
+        raise ValueRangeError(message(f"{levels} levels", f"0 to {_MOST_LEVELS:,}"))
     return [place * total // levels for place in range(levels)]
 
 
