@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from sparta.errors import NameNotFoundError, ShapeError, message
 from sparta.tesa import names
 from sparta.tesa.patterns import Pattern
+from sparta.tesa.prunable import embedded, input_axis, is_prunable
 
 __all__ = ["Layer", "along_inputs", "find_layers", "without_frozen"]
-
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_PRUNABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED, nn.MultiheadAttention)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +33,7 @@ class Layer:
     module, attribute
         Where it lives: ``getattr(module, attribute)``.
     input_axis
-        The axis of the input channels: 1, or 0 in a transposed convolution.
+        The axis of the input channels: 1, or 0 in a transposed convolution and in the linear layer of GPT-2.
     """
 
     name: str
@@ -66,7 +64,8 @@ def find_layers(
     ----------
     include
         Names of parameters, globs, or ``re:`` patterns. By default the weights of linear, convolution (also
-        transposed) and attention layers; an embedding or any other parameter is pruned when it is named here.
+        transposed) and attention layers that no embedding shares; an embedding, a head tied to it or any other
+        parameter is pruned when it is named here.
     ignore
         The same, for what is left out. A name that matches nothing is an error.
 
@@ -80,12 +79,13 @@ def find_layers(
     """
     every: dict[str, Layer] = {}
     usual: list[str] = []
+    shared = embedded(model)
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             full = f"{path}.{attribute}" if path else attribute
-            axis = 0 if isinstance(module, _TRANSPOSED) else min(1, parameter.dim() - 1)
+            axis = min(input_axis(module), parameter.dim() - 1)
             every[full] = Layer(names.canonical(full), parameter, module, attribute, axis)
-            if isinstance(module, _PRUNABLE) and attribute.endswith("weight") and parameter.dim() >= 2:
+            if is_prunable(module, attribute, parameter) and id(parameter) not in shared:
                 usual.append(full)
     chosen = names.select(usual if include is None else every, include, ignore)
     distinct: dict[int, Layer] = {}
@@ -95,7 +95,7 @@ def find_layers(
         raise NameNotFoundError(
             message(
                 "the model has no parameter to prune",
-                "linear, convolution or attention layers, or what `include` names",
+                "linear, convolution or attention layers that no embedding shares, or what `include` names",
                 "name the parameters in `include`",
             )
         )
@@ -121,7 +121,7 @@ def without_frozen(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def along_inputs(pattern: Pattern, layer: Layer) -> Pattern:
-    """Return `pattern` as it lies on `layer`: N:M turned to the axis of the input channels, and its shape checked.
+    """Return `pattern` as it lies on `layer`, its shape checked: N:M and blocks turned to the input channels.
 
     >>> from sparta.tesa.patterns import NM
     >>> layer, = find_layers(nn.ConvTranspose1d(8, 4, 3))

@@ -20,14 +20,12 @@ from sparta.tables import table
 from sparta.tesa import names
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.patterns import Pattern, as_pattern
+from sparta.tesa.prunable import prunable
 from sparta.tesa.state import from_state, to_state
 
 __all__ = ["Spec", "prunable"]
 
 _KIND, _VERSION = "spec", 1
-
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_PRUNABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED, nn.MultiheadAttention)
 
 
 class Spec(Mapping[str, TeSA]):
@@ -111,8 +109,9 @@ class Spec(Mapping[str, TeSA]):
         sparsity
             Fraction of each weight to prune; N:M patterns have one of their own, and any other is an error.
         include, ignore
-            Names, globs or ``re:`` patterns. By default the weights of linear, convolution and attention layers.
-            N:M goes along input channels, also in transposed convolutions, whose first dim they are.
+            Names, globs or ``re:`` patterns. By default the weights of linear, convolution and attention layers that
+            no embedding shares. N:M goes along input channels, also in transposed convolutions, whose first dim they
+            are.
         """
         pattern = as_pattern(pattern)
         sparsity = pattern.final_sparsity(sparsity)
@@ -285,21 +284,6 @@ class Spec(Mapping[str, TeSA]):
         if pattern not in self._tesas:
             raise NameNotFoundError(message(f"{pattern!r} is a pattern", fix="use `spec.select` for several tensors"))
         return self._tesas[pattern]
-
-
-def prunable(model: nn.Module) -> dict[str, int]:
-    """Return the weights of a model that are pruned by default, each with the axis of its input channels.
-
-    >>> prunable(nn.Sequential(nn.Linear(4, 2), nn.ConvTranspose1d(2, 3, 1), nn.LayerNorm(3)))
-    {'0.weight': 1, '1.weight': 0}
-    """
-    found: dict[str, int] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, _PRUNABLE):
-            for name, parameter in module.named_parameters(path, recurse=False):
-                if name.endswith("weight") and parameter.dim() >= 2:
-                    found[name] = 0 if isinstance(module, _TRANSPOSED) else 1
-    return found
 
 
 def _zeros_in(tensor: Tensor) -> TeSA | None:

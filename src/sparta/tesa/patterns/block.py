@@ -77,6 +77,10 @@ class Block(Pattern):
                 )
             )
 
+    def along(self, axis: int) -> Pattern:
+        """Return the block for a weight whose input channels lie along `axis`: the other way round where it is 0."""
+        return Block(self.w, self.h) if axis == 0 and self.axes == (0, 1) else self
+
     @property
     def _rule(self) -> str:
         return "blocks that are kept whole or pruned whole"
