@@ -13,6 +13,7 @@ import torch
 
 import sparta
 from compiler import nets
+from compiler.clocks import Clock, compiled, plain_cost
 from sparta.specialize.implement import implement_named
 from sparta.specialize.tuning.select import Choice
 from sparta.specialize.tuning.store import Entry, TuningStore
@@ -123,14 +124,14 @@ def test_inductor_that_fails_leaves_eager(own_stores, monkeypatch):
     assert "no working compiler" in str(fast.report)
 
 
-def test_a_damaged_memory_is_forgotten(own_stores):
+def test_a_damaged_memory_is_forgotten(forced, own_stores):
     model, x = nets.pruned(nets.Mlp(), sparsity=0.5), torch.randn(6, 32)
-    sparta.compile(model, x, budget_s=20)
+    compiled(model, x, Clock(plain_cost()))
     files = list(own_stores[0].glob("*.json"))
     assert files
     for file in files:
         file.write_text("{")
-    fast = sparta.compile(model, x, budget_s=20)
+    fast = compiled(model, x, Clock(plain_cost()))
     assert fast.report.totals.first_compile_seconds is None
     agree(fast, model, x)
 
