@@ -1,8 +1,4 @@
-"""The house rules of CONTRIBUTING that a machine can check: sizes, opening sentences, and words that the text avoids.
-
-What does not keep a rule yet stands in a list of its own here, and the list only shrinks: an entry that is no longer
-needed fails too.
-"""
+"""The house rules of CONTRIBUTING that a machine can check: sizes, opening sentences, and words that the text avoids."""
 
 import ast
 import io
@@ -26,17 +22,6 @@ FOREIGN = re.compile(
     r"|\b(?:this|a previous|an earlier|the last) session\b|\bsub-?agents?\b",
     re.IGNORECASE,
 )
-
-LONG_FILES = set()
-LONG_FUNCTIONS = set()
-WITH_BANNED_PHRASES = {
-    "src/sparta/compiler/choose/end_to_end.py",
-    "src/sparta/compiler/choose/layers.py",
-    "src/sparta/compiler/run/compiled_model.py",
-    "src/sparta/compiler/run/eager.py",
-    "src/sparta/compiler/run/kernel_module.py",
-    "src/sparta/compiler/run/ops.py",
-}
 
 
 def relative(path):
@@ -71,12 +56,12 @@ def long_functions(text):
 
 def test_files_are_short():
     long = {relative(path) for path in SOURCES if len(path.read_text().splitlines()) > LINES_OF_A_FILE}
-    assert long == LONG_FILES
+    assert not long
 
 
 def test_functions_are_short():
     long = {f"{relative(path)}::{name}" for path in SOURCES for name in long_functions(path.read_text())}
-    assert long == LONG_FUNCTIONS
+    assert not long
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
@@ -86,7 +71,7 @@ def test_modules_open_with_what_they_are(path):
 
 def test_the_text_avoids_phrases_that_readers_stumble_over():
     found = {relative(path) for path in [*SOURCES, *PAGES] if BANNED.search(path.read_text())}
-    assert found == WITH_BANNED_PHRASES
+    assert not found
 
 
 def test_the_rule_on_any_is_switched_off_once():
