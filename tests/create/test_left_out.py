@@ -65,3 +65,21 @@ def test_frozen_layers_are_left_out_of_sparsifiers_and_schedulers():
     scheduler.update_sparsity_per_layer(model, 0.5)
     assert bool((model.conv1.weight != 0).all())
     assert not bool((model.conv2.weight != 0).all())
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_stem_that_is_too_small_for_a_targets_blocks_stays_dense(channels):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(channels, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 4))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"0\.weight"):
+        manager, _ = initialize(
+            model, optimizer, 4, quantization=False, recipe_variables={"target": "vnni", "num_epochs": 2}
+        )
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(torch.randn(2, channels, 5, 5)).square().mean().backward()
+        optimizer.step()
+    manager.finalize()
+    assert bool((model[0].weight != 0).all())
+    assert manager.spec().density == pytest.approx(0.2, abs=0.01)

@@ -116,7 +116,8 @@ def recipe_for(
     _warn_without_effect(kind, lr, given, quantize=quantize, distil=distil)
     if model is not None and kind not in {"constant", "none"}:
         pattern = pattern_of(_mask_type(kind, given))
-        for layer in find_layers(model, include, ignore):
+        found = find_layers(model, include, ignore)
+        for layer in found if given.target is None else ():  # a target's pattern leaves out what is too small
             along_inputs(pattern, layer)
     merged = {name: value for values, _ in parts for name, value in values.items()}
     entries = tuple(make_entry(name, fields) for _, made in parts for name, fields in made.items())

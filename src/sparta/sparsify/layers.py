@@ -17,7 +17,7 @@ from sparta.tesa import names
 from sparta.tesa.patterns import Pattern
 from sparta.tesa.prunable import embedded, input_axis, is_prunable
 
-__all__ = ["Layer", "along_inputs", "find_layers", "without_frozen"]
+__all__ = ["Layer", "along_inputs", "find_layers", "without_frozen", "without_misfits"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +118,29 @@ def without_frozen(layers: Sequence[Layer]) -> list[Layer]:
     text = f"{', '.join(frozen[:5])}{' ...' if len(frozen) > 5 else ''}: frozen, and left out of pruning"
     warnings.warn(message(text, fix="name them to prune them all the same"), stacklevel=3)
     return trained
+
+
+def without_misfits(layers: Sequence[Layer], pattern: Pattern) -> list[Layer]:
+    """Return the layers that `pattern` fits, with a warning that names the others; an error where it fits none.
+
+    >>> from sparta.tesa.patterns import Block
+    >>> [layer.name for layer in without_misfits(find_layers(nn.Linear(8, 4)), Block(1, 4))]
+    ['weight']
+    """
+    fitting, small = [], []
+    for layer in layers:
+        try:
+            along_inputs(pattern, layer)
+        except ShapeError:
+            small.append(layer.name)
+        else:
+            fitting.append(layer)
+    if not fitting and layers:
+        along_inputs(pattern, layers[0])
+    if small:
+        text = f"{', '.join(small[:5])}{' ...' if len(small) > 5 else ''}: too small for {pattern}, and left dense"
+        warnings.warn(message(text, fix="name the layers to prune to say so"), stacklevel=3)
+    return fitting
 
 
 def along_inputs(pattern: Pattern, layer: Layer) -> Pattern:

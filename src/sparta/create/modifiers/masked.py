@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from sparta.create.modifiers.base import Modifier, Run
 from sparta.create.modifiers.parameters import ALL_PRUNABLE, layers_for
 from sparta.errors import ValueRangeError, message
-from sparta.sparsify import Layer, Masks, along_inputs
+from sparta.sparsify import Layer, Masks
 from sparta.sparsify.masks import Gradients, OptimizerState, Pruned, zero_moments
 from sparta.tesa.patterns import Block, Channel, Pattern, parse_pattern
 from sparta.tesa.spec import Spec
@@ -108,13 +108,11 @@ class MaskedModifier(Modifier):
 
     def chosen_layers(self, run: Run) -> list[Layer]:
         """Return the layers to prune."""
-        return layers_for(run, self.params)
+        return layers_for(run, self.params, self.pattern)
 
     def initialize(self, run: Run) -> None:
         """Find the layers, check the pattern on each, and hang the masks on the optimizer."""
         self._layers = self.chosen_layers(run)
-        for layer in self._layers:
-            along_inputs(self.pattern, layer)
         self._masks = Masks(
             self._layers,
             gradients=self._gradients,

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from sparta.create.modifiers.base import Run
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.sparsify import Layer, find_layers
-from sparta.sparsify.layers import without_frozen
+from sparta.sparsify.layers import along_inputs, without_frozen, without_misfits
 from sparta.tesa import names
+from sparta.tesa.patterns import Pattern
 
 __all__ = ["ALL", "ALL_PRUNABLE", "fresh_gradients", "gradient_of", "layers_for", "parameters_for", "refuse_shards"]
 
@@ -26,12 +27,14 @@ ALL = "__ALL__"
 ALL_PRUNABLE = "__ALL_PRUNABLE__"
 
 
-def layers_for(run: Run, params: Sequence[str] | str, *, with_frozen: bool = False) -> list[Layer]:
+def layers_for(
+    run: Run, params: Sequence[str] | str, pattern: Pattern | None = None, *, with_frozen: bool = False
+) -> list[Layer]:
     """Return the layers that `params` names, in the model's order.
 
     ``__ALL_PRUNABLE__`` are the weights of linear, convolution and attention layers within ``run.include``; whatever
     ``run.ignore`` names is left out in any case. Of layers that nobody named, frozen ones are left out, with a warning,
-    unless `with_frozen` is true.
+    unless `with_frozen` is true, and so are those that are too small for `pattern`; a named one is an error then.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     >>> run = Run(model, torch.optim.SGD(model.parameters(), lr=0.1), ignore="2.*")
@@ -45,9 +48,11 @@ def layers_for(run: Run, params: Sequence[str] | str, *, with_frozen: bool = Fal
     chosen: dict[int, Layer] = {}
     for entry in entries:
         if entry == ALL_PRUNABLE:
-            found = find_layers(run.model, run.include)
+            found = [layer for layer in find_layers(run.model, run.include) if id(layer.parameter) not in ignored]
             if run.include is None and not with_frozen:
                 found = without_frozen(found)
+            if run.include is None and pattern is not None:
+                found = without_misfits(found, pattern)
         else:
             found = find_layers(run.model, "*" if entry == ALL else entry)
         chosen |= {id(layer.parameter): layer for layer in found}
@@ -57,6 +62,8 @@ def layers_for(run: Run, params: Sequence[str] | str, *, with_frozen: bool = Fal
         raise ValueRangeError(
             message(f"params {entries} leave nothing to prune once `ignore` is left out", "one layer or more")
         )
+    for layer in kept if pattern is not None else ():
+        along_inputs(pattern, layer)
     return sorted(kept, key=lambda layer: order[id(layer.parameter)])
 
 

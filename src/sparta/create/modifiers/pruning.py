@@ -106,8 +106,8 @@ class GradualPruning(MaskedModifier):
     def chosen_layers(self, run: Run) -> list[Layer]:
         """Return the layers to prune: those of `params`, or those that `final_sparsity` names."""
         if isinstance(self.final_sparsity, dict):
-            return layers_for(run, [name for entries in self.final_sparsity.values() for name in entries])
-        return layers_for(run, self.params)
+            return layers_for(run, [name for entries in self.final_sparsity.values() for name in entries], self.pattern)
+        return layers_for(run, self.params, self.pattern)
 
     def _find_targets(self, run: Run, layers: list[Layer]) -> dict[str, float | None]:
         if not isinstance(self.final_sparsity, dict):
