@@ -1,4 +1,4 @@
-"""The house rules of CONTRIBUTING that a machine can check: sizes, opening sentences, and words that the text avoids."""
+"""The house rules of CONTRIBUTING that a machine can check: sizes, opening sentences, words that the text avoids."""
 
 import ast
 import io
