@@ -183,7 +183,7 @@ _SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...]], bool]] = {
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotations that can be resolved; those that only a type checker knows are left out."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, text in inspect.get_annotations(function).items():
         try:
             alone = types.SimpleNamespace(__annotations__={name: text}, __globals__=_globals(function))
