@@ -12,7 +12,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 def test_the_release_is_named_alike_everywhere():
     version = PROJECT["project"]["version"]
-    heading = re.search(r"^## (\d+\.\d+\.\d+) \((\d{4}-\d{2}-\d{2})\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    heading = re.search(
+        r"^## (\d+\.\d+\.\d+) \((\d{4}-\d{2}-\d{2})\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert heading.groups() == (version, str(citation["date-released"]))
     assert citation["version"] == version
@@ -27,7 +29,7 @@ def test_the_workflow_runs_the_readme_command_on_every_supported_python():
 
 
 def test_workflows_ask_make_for_targets_that_there_are():
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for path in (ROOT / ".github" / "workflows").glob("*.yml"):
         for job in yaml.safe_load(path.read_text())["jobs"].values():
             commands = [step.get("run", "") for step in job["steps"]]
