@@ -147,16 +147,36 @@ class Masks:
         self._handles, self._optimizers = [], []
 
     @torch.no_grad()
-    def _enter_step(self, optimizer: Optimizer, *_: object) -> None:
+    def _enter_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.pruned == "train":
             self._restore()
         if self._before_step is not None:
             self._before_step(optimizer)
-        if self.gradients == "masked":
-            for name, zeros in self._zeros.items():
-                gradient = self.layers[name].parameter.grad
-                if gradient is not None:
-                    local(gradient).masked_fill_(zeros, 0)
+        if self.gradients == "dense":
+            return None
+        self._mask_gradients()
+        return self._with_masked_closure(args, kwargs)
+
+    def _mask_gradients(self) -> None:
+        for name, zeros in self._zeros.items():
+            gradient = self.layers[name].parameter.grad
+            if gradient is not None:
+                local(gradient).masked_fill_(zeros, 0)
+
+    def _with_masked_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments of a step with a closure whose gradients are masked each time: LBFGS calls it often."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            return None
+
+        def masked() -> Any:
+            loss = closure()
+            self._mask_gradients()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": masked}
+        return (args[0], masked, *args[2:]), kwargs
 
     def _leave_step(self, *_: object) -> None:
         if self.pruned == "train":
@@ -294,5 +314,7 @@ class Masks:
 
     def _zero_moments(self) -> None:
         for optimizer in self._optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                optimizer.state.clear()  # its directions mix all parameters: those of other masks lead astray
             for name, zeros in self._zeros.items():
                 zero_moments(optimizer, self.layers[name].parameter, zeros)
