@@ -93,7 +93,7 @@ def test_masks_obey_the_pattern_with_exact_counts(name, pattern, sparsity):
 
 
 def test_all_methods_are_registered():
-    assert method_names() == ["alps", "magnitude", "obc", "ria", "sparsegpt", "swaps", "wanda"]
+    assert {"alps", "magnitude", "obc", "ria", "sparsegpt", "swaps", "wanda"} <= set(method_names())
     with pytest.raises(NameNotFoundError, match="did you mean 'wanda'"):
         find_method("wanada")
 

@@ -123,7 +123,8 @@ def test_alps_is_the_default_with_data_and_magnitude_without():
     model, dense = make(), make()
     _, log = prune(model, None, "unstructured", 0.5)
     assert log.method == "magnitude"
-    expected = sparta.Spec.from_pattern(dense, "unstructured", 0.5, ignore="lm_head.weight")
+    names = [target.name for target in find_targets(dense)]
+    expected = sparta.Spec.from_pattern(dense, "unstructured", 0.5, include=names)
     expected.apply(dense)
     assert same(model, dense)
     assert prune(make(), tokens(), "unstructured", 0.5)[1].method == "alps"
@@ -198,6 +199,14 @@ def test_a_gram_matrix_is_the_sum_over_all_batches():
             linear(x)
     rows = torch.cat(data).reshape(-1, 6)
     assert torch.allclose(grams["weight"][0], rows.T @ rows)
+
+
+def test_what_the_gram_matrix_alone_gives_is_computed_once(monkeypatch):
+    calls = []
+    decompose = torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: calls.append(matrix.shape) or decompose(matrix))
+    prune(make(), tokens(), "2:4", include="layers.0.*")
+    assert len(calls) == 4  # q, k and v share one; o, up and down have one each
 
 
 def test_a_model_without_blocks_is_pruned_by_whole_passes():

@@ -144,6 +144,7 @@ class _Run:
     checkpoint: Checkpoint | None = None
     chain: Chain | None = None
     captured: bool = False
+    shared: dict[int, dict[str, Any]] = field(default_factory=dict)
     masks: dict[str, Tensor] = field(default_factory=dict)
     log: PruneLog = field(init=False)
 
@@ -183,6 +184,7 @@ class _Run:
 
     def _prune(self, stage: Stage) -> tuple[dict[str, Tensor], list[LayerLog]]:
         started = time.perf_counter()
+        self.shared.clear()  # of the stage before, whose matrices are gone
         grams, wanted = self._calibrate(stage, self.batches or [])
         dense = {target.name: target.parameter.detach().clone() for target in stage.targets if wanted is not None}
         calibrated = (time.perf_counter() - started) / len(stage.targets)
@@ -254,7 +256,9 @@ class _Run:
     def _problem(self, target: Target, gram: Tensor | None, weight: Tensor) -> Problem:
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         matrix = target.layout.to_matrix(target.seen(weight).to(dtype))
-        return Problem(matrix.clone(), gram, self.patterns[target.name], self.counts[target.name], target.layout)
+        shared = self.shared.setdefault(id(gram), {}) if gram is not None else {}
+        pattern, count = self.patterns[target.name], self.counts[target.name]
+        return Problem(matrix.clone(), gram, pattern, count, target.layout, shared)
 
 
 def _matrix(target: Target) -> Tensor:

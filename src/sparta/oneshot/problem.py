@@ -8,8 +8,10 @@ innermost columns, so that a linear layer, a convolution and a grouped convoluti
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from sparta.errors import ShapeError, message
 from sparta.tesa.patterns import NM, VNM, Block, Channel, Pattern, Unstructured
 
 __all__ = ["Layout", "Problem", "Solution", "Units"]
+
+_T = TypeVar("_T")
 
 DAMPING = 0.01  # of the mean of the Gram matrix's diagonal, added to it
 DEAD = 1e-8  # the same for inputs that are always zero
@@ -104,6 +108,8 @@ class Problem:
         As it lies on a weight of the layout's shape.
     count
         Units to prune; None is the pattern's own number (N:M).
+    shared
+        What methods computed from the Gram matrix alone, by name; layers with one matrix share it.
     """
 
     weight: Tensor
@@ -111,6 +117,7 @@ class Problem:
     pattern: Pattern
     count: int | None
     layout: Layout
+    shared: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -153,12 +160,22 @@ class Problem:
         """The norm of each column's input, ``(groups, 1, columns)``."""
         return self._known.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt().to(self.weight.dtype).unsqueeze(1)
 
-    @cached_property
+    def once(self, name: str, make: Callable[[], _T]) -> _T:
+        """Return what depends on the Gram matrix alone, computed by the first problem that asks for it."""
+        if name not in self.shared:
+            self.shared[name] = make()
+        found: _T = self.shared[name]
+        return found
+
+    @property
     def hessian(self) -> Tensor:
         """The Gram matrix in float64, damped so that it can be inverted.
 
         An input that is always zero gets next to nothing, so that its weights cost least and go first.
         """
+        return self.once("hessian", self._damped)
+
+    def _damped(self) -> Tensor:
         gram = self._known.double()
         diagonal = gram.diagonal(dim1=1, dim2=2)
         mean = diagonal.mean(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

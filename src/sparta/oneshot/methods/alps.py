@@ -24,7 +24,7 @@ def alps(problem: Problem) -> Solution:
     """Alternate between least squares and projection, then fit the values on the support."""
     dtype = problem.weight.dtype
     scale = problem.hessian.diagonal(dim1=1, dim2=2).sqrt().unsqueeze(1)
-    values, vectors = torch.linalg.eigh(problem.hessian / scale / scale.transpose(1, 2))
+    values, vectors = problem.once("eigen", lambda: torch.linalg.eigh(problem.hessian / scale / scale.transpose(1, 2)))
     values, vectors = values.to(dtype).unsqueeze(1), vectors.to(dtype)
     scaled = problem.weight * scale.to(dtype)
     aim = ((scaled @ vectors) * values) @ vectors.transpose(1, 2)

@@ -21,8 +21,8 @@ __all__ = ["sparsegpt"]
 @method("sparsegpt")
 def sparsegpt(problem: Problem) -> Solution:
     """Sweep over the columns with optimal updates of those that follow."""
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(problem.hessian))
-    factor = torch.linalg.cholesky(inverse, upper=True).to(problem.weight.dtype)
+    inverse = problem.once("inverse", lambda: torch.cholesky_inverse(torch.linalg.cholesky(problem.hessian)))
+    factor = problem.once("factor", lambda: torch.linalg.cholesky(inverse, upper=True)).to(problem.weight.dtype)
     blocks = problem.steps()
     weight = problem.weight.clone()
     mask = torch.ones_like(weight, dtype=torch.bool)
