@@ -22,7 +22,7 @@ def layer(experts, k, n, dtype, tokens, visits, tile=None, bias=True):
     spec = moe._spec(sample)
     assert TritonRagged().supports(spec)
     params = {"tile": str(tile)} if tile else TritonRagged().default(spec)
-    moe._hold(TritonRagged().build(spec, params))
+    moe._hold(TritonRagged().build(spec, params), None)
     return moe
 
 
@@ -70,7 +70,7 @@ def test_every_candidate_is_right(tokens):
     ids = torch.randint(0, 8, (tokens, 2), device="cuda")
     spec = moe._spec((x, ids))
     for tile in TritonRagged().space(spec)["tile"].domain.values:
-        moe._hold(TritonRagged().build(spec, {"tile": tile}))
+        moe._hold(TritonRagged().build(spec, {"tile": tile}), None)
         for parameter in moe.parameters():
             parameter.grad = None
         compare(moe, x, ids, None)
