@@ -41,7 +41,7 @@ class Manager:
     Parameters
     ----------
     modifiers
-        In the order of the recipe.
+        In the order of the recipe; or a :class:`~sparta.create.recipe.recipe.Recipe` that does not count in steps.
     recipe
         The recipe they come from, for printing and saving; made from the modifiers when it is not given.
 
@@ -61,7 +61,11 @@ class Manager:
     (2.0, 0.25)
     """
 
-    def __init__(self, modifiers: Sequence[Modifier], recipe: Recipe | None = None) -> None:
+    def __init__(self, modifiers: Sequence[Modifier] | Recipe, recipe: Recipe | None = None) -> None:
+        from sparta.create.recipe.recipe import Recipe as KnownRecipe
+
+        if isinstance(modifiers, KnownRecipe):
+            recipe, modifiers = recipe or modifiers, modifiers.modifiers()
         self.modifiers = list(modifiers)
         for entry in self.modifiers:
             if not isinstance(entry, Modifier):

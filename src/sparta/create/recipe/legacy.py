@@ -35,6 +35,7 @@ _DROPPED = {
     "grad_sampler_kwargs": "pass data= or loss_closure= to initialize for fresh gradients",
     "num_pages": "gradients lie where grads_device says",
     "available_devices": "gradients lie where grads_device says",
+    "available_gpus": "gradients lie where grads_device says",
 }
 
 
@@ -125,6 +126,7 @@ def _tagged_entry(item: Tagged, variables: Fields, outer: Fields) -> dict[str, F
         # what becomes another field must be known now; the others may stay expressions
         known = {key: _value(value, variables, outer) for key, value in fields.items() if key in OLD_ONLY}
         fields = quantization_fields(fields | known)
+    _lower_start(fields, item.tag, variables, outer)
     if name in {"LearningRate", "LearningRateFunction"}:
         fields = _rate_fields(fields)
     for key in ("params", "layers"):
@@ -133,6 +135,14 @@ def _tagged_entry(item: Tagged, variables: Fields, outer: Fields) -> dict[str, F
     if isinstance(fields.get("final_sparsity"), dict):
         fields["final_sparsity"] = {key: _anchored(names) for key, names in fields["final_sparsity"].items()}
     return {name: fields}
+
+
+def _lower_start(fields: Fields, tag: str, variables: Fields, outer: Fields) -> None:
+    """Lower an initial sparsity to the final one where it lies above it, with a warning."""
+    first, last = (_value(fields.get(key), variables, outer) for key in ("init_sparsity", "final_sparsity"))
+    if isinstance(first, int | float) and isinstance(last, int | float) and first > last:
+        warnings.warn(f"init_sparsity of {tag} is {first}, above final_sparsity: {last} is taken", stacklevel=2)
+        fields["init_sparsity"] = fields["final_sparsity"]
 
 
 def _value(value: Any, variables: Fields, outer: Fields) -> Any:

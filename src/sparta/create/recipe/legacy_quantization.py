@@ -8,6 +8,7 @@ dropped with a warning.
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -52,6 +53,7 @@ _PRESETS: dict[str, Fields] = {
     "W8A8": {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": {"num_bits": 8}},
     "W8A16": {"weights": {"num_bits": 8, "strategy": "channel"}},
 }
+_CLASS = re.compile(r"[A-Z]\w*")
 _ARGUMENTS_WITHOUT_EFFECT = {"observer", "observer_kwargs", "actorder", "block_structure", "scale_dtype", "zp_dtype"}
 
 
@@ -74,13 +76,7 @@ def quantization_fields(fields: Fields) -> Fields:
             raise ValueRangeError(
                 message(f"{key} of QuantizationModifier is {fields[key]!r}", "none", "say it in `scheme`")
             )
-    ignored = [
-        *listed(result.get("ignore"), "ignore"),
-        *listed(fields.get("exclude_module_types"), "exclude_module_types"),
-    ]
-    if "quantize_embeddings" in fields and not fields["quantize_embeddings"]:
-        ignored.append("Embedding")
-    result["ignore"] = [name for name in ignored if not _never_quantized(name)]
+    result |= _left_out(fields)
     if not result["ignore"]:
         del result["ignore"]
     if result.get("submodules") == [""]:  # the whole model
@@ -93,6 +89,19 @@ def quantization_fields(fields: Fields) -> Fields:
             raise ValueRangeError(message("a QuantizationModifier with `scheme` and with fields from before it", "one"))
         result["scheme"] = scheme
     return result
+
+
+def _left_out(fields: Fields) -> Fields:
+    """Return what is not quantized: names, and classes, which were left out wherever they were, if anywhere."""
+    ignored = [
+        *listed(fields.get("ignore"), "ignore"),
+        *listed(fields.get("exclude_module_types"), "exclude_module_types"),
+    ]
+    if "quantize_embeddings" in fields and not fields["quantize_embeddings"]:
+        ignored.append("Embedding")
+    ignored = [name for name in ignored if not _never_quantized(name)]
+    lenient = fields.get("strict") is None and any(_CLASS.fullmatch(name) for name in ignored)
+    return {"ignore": ignored} | ({"strict": False} if lenient else {})
 
 
 def _never_quantized(name: str) -> bool:
