@@ -299,12 +299,12 @@ class AmbaLevelPruneScheduler(BaseScheduler):
                 counts = Energy(share=self._shares()).counts(candidates, min(level, reachable))
             columns.append({c.name: count / max(1, c.units) for c, count in zip(candidates, counts, strict=True)})
             achieved.append(sum(counts) / max(1, total))
-            self._warn_of_gap(level, achieved[-1])
+            self._warn_of_gap(level, achieved[-1] if self.prun_algo == 1 else _share_of_pruned(candidates, counts))
         layers = {name: tuple(column[name] for column in columns) for name in sizes}
         return LevelTable(self.levels, tuple(achieved), layers, dict(sizes))
 
     def _warn_of_gap(self, level: float, achieved: float) -> None:
-        if self.prun_algo == 1 and level - achieved > self.sparse_rate_tolerance:
+        if level - achieved > self.sparse_rate_tolerance:
             text = f"level {level:.0%} comes to {achieved:.1%}: the layers that may be pruned have no room for more"
             warnings.warn(message(text, fix="leave fewer layers out, or lower the level"), stacklevel=5)
 
@@ -366,6 +366,12 @@ class AmbaLevelPruneScheduler(BaseScheduler):
                     message("the state restarts a learning rate", fix="call `set_lr_scheduler` before loading")
                 )
             self._restart.load_state_dict(state["lr"])
+
+
+def _share_of_pruned(candidates: Sequence[Candidate], counts: Sequence[int]) -> float:
+    """Return the pruned fraction of the layers that may be pruned at all; 1 where there is none."""
+    allowed = [(c.units, count) for c, count in zip(candidates, counts, strict=True) if c.limit > 0]
+    return sum(count for _, count in allowed) / max(1, sum(units for units, _ in allowed)) if allowed else 1.0
 
 
 def _checked_levels(percents: Sequence[float], total_iters: int) -> tuple[float, ...]:
