@@ -36,7 +36,7 @@ FORMS = {
     "cosine": lambda x: 0.01 + 0.09 * (1 + math.cos(math.pi * x)) / 2,
     "exponential": lambda x: 0.1 * 0.1**x,
     "constant": lambda x: 0.1,
-    "cyclic_linear": lambda x: 0.1 - 0.09 * (x * 4 % 1) if x < 1 else 0.01,
+    "cyclic_linear": lambda x: 0.1 - 0.09 * (x * 4 % 1) * STEPS / (STEPS - 1) if x < 1 else 0.01,
     "stepped": lambda x: 0.1 * 0.1 ** (min(3, math.floor(x * 4)) / 3),
 }
 

@@ -177,6 +177,7 @@ class LearningRateFunctionModifier(_Rate):
     start_epoch: float = 0.0
     end_epoch: float
     cycle_epochs: float = Field(default=1.0, gt=0)
+    _step: float = PrivateAttr(default=0.0)  # epochs of one step
     plateaus: int = Field(default=4, ge=2)
 
     @model_validator(mode="after")
@@ -189,12 +190,17 @@ class LearningRateFunctionModifier(_Rate):
             raise ValueError(message(f"end_epoch is {self.end_epoch}", "the epoch at which final_lr is reached"))
         return self
 
+    def initialize(self, run: Run) -> None:
+        """Learn how long a step is."""
+        super().initialize(run)
+        self._step = 1 / run.steps_per_epoch
+
     def rate_at(self, epoch: float) -> float:
         """Return the rate at `epoch`, held before the start and after the end."""
         start = max(0.0, self.start_epoch)
         length = self.end_epoch - start
         if self.lr_func == "cyclic_linear" and start < epoch < self.end_epoch:
-            progress = ((epoch - start) / self.cycle_epochs) % 1.0
+            progress = self._progress_in_cycle(epoch - start)
         else:
             progress = min(1.0, max(0.0, (epoch - start) / length)) if length > 0 else float(epoch >= start)
         if self.lr_func == "stepped":
@@ -202,6 +208,12 @@ class LearningRateFunctionModifier(_Rate):
             kind = "linear" if min(self.init_lr, self.final_lr) <= 0 else "exponential"
             return _FUNCTIONS[kind](level / (self.plateaus - 1), self.init_lr, self.final_lr)
         return _FUNCTIONS[self.lr_func](progress, self.init_lr, self.final_lr)
+
+    def _progress_in_cycle(self, elapsed: float) -> float:
+        """Return how far a cycle has come; 1, where `final_lr` is, at its last step, once the steps are known."""
+        inside = elapsed - self.cycle_epochs * math.floor(elapsed / self.cycle_epochs + 1e-9)
+        last = self.cycle_epochs - self._step
+        return min(1.0, max(0.0, inside) / last) if last > 1e-9 else 0.0
 
 
 _CLASSES: dict[str, tuple[str, ...]] = {
