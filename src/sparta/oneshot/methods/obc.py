@@ -10,6 +10,7 @@ import heapq
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sparta.errors import PatternError, message
 from sparta.oneshot.methods.base import method
@@ -17,6 +18,9 @@ from sparta.oneshot.methods.least_squares import exact_fit
 from sparta.oneshot.problem import Problem, Solution, Units
 
 __all__ = ["obc"]
+
+Trace = list[tuple[int, float]]
+_BUDGET = 2**24  # elements of the inverses that are held at once
 
 
 @method("obc")
@@ -31,13 +35,13 @@ def obc(problem: Problem) -> Solution:
                 "use method 'alps' or 'sparsegpt'",
             )
         )
-    bands, traces = [], []
+    bands: list[tuple[int, slice]] = []
+    traces: list[Trace] = []
     for group, hessian in enumerate(problem.hessian):
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-        for first in range(0, problem.weight.shape[1], units.height):
-            rows = problem.weight[group, first : first + units.height].double()
-            bands.append((group, slice(first, first + units.height)))
-            traces.append(_trace(rows, inverse.clone(), units))
+        rows = problem.weight[group].double()
+        bands += [(group, slice(first, first + units.height)) for first in range(0, len(rows), units.height)]
+        traces += _traces(rows, inverse, units)
     removed = _shares([[cost for _, cost in trace] for trace in traces], problem.count)
     mask = torch.ones_like(problem.weight, dtype=torch.bool)
     for (group, band), trace, count in zip(bands, traces, removed, strict=True):
@@ -47,46 +51,62 @@ def obc(problem: Problem) -> Solution:
     return Solution(mask, exact_fit(problem, mask))
 
 
-def _trace(rows: Tensor, inverse: Tensor, units: Units) -> list[tuple[int, float]]:
-    """Return the units of one band in the order of their removal, each with what its removal cost."""
-    rows = rows.clone()
-    columns = [(units.column_unit == unit).nonzero().flatten() for unit in range(units.count)]
-    left = set(range(units.count))
-    group_of = _groups(units, columns)
-    room = [group_of.count(group) - units.quota for group in range(max(group_of) + 1)] if group_of else []
-    trace: list[tuple[int, float]] = []
-    while left:
-        free = [unit for unit in sorted(left) if not group_of or room[group_of[unit]] > 0]
-        if not free:
-            break
-        costs = _costs(rows, inverse, [columns[unit] for unit in free])
-        best = int(costs.argmin())
-        unit, where = free[best], columns[free[best]]
+def _traces(rows: Tensor, inverse: Tensor, units: Units) -> list[Trace]:
+    """Return for each band its units in the order of their removal, each with what its removal cost."""
+    if units.count < rows.shape[1]:
+        return [_trace(band.clone(), inverse.clone(), units) for band in rows.split(units.height)]
+    bands = pad(rows, (0, 0, 0, -len(rows) % units.height)).view(-1, units.height, rows.shape[1])
+    at_once = max(1, _BUDGET // inverse.numel())
+    return [trace for some in bands.split(at_once) for trace in _column_traces(some.clone(), inverse, units)]
+
+
+def _column_traces(rows: Tensor, inverse: Tensor, units: Units) -> list[Trace]:
+    """Return the traces of several bands, ``(bands, height, columns)``, whose units are single columns."""
+    count, _, columns = rows.shape
+    inverses = inverse.expand(count, columns, columns).clone()
+    band = torch.arange(count, device=rows.device)
+    closed = torch.zeros(count, columns, dtype=torch.bool, device=rows.device)
+    groups = units.column_group if units.column_group is not None else torch.zeros_like(units.column_unit)
+    room = (torch.bincount(groups) - units.quota).clamp(min=0)
+    steps, room = int(room.sum()), room.repeat(count, 1)
+    order, costs = [], []
+    for _ in range(steps):
+        cost = rows.square().sum(1) / inverses.diagonal(dim1=1, dim2=2)
+        least, unit = cost.masked_fill(closed | (room[:, groups] == 0), torch.inf).min(1)
+        column = inverses[band, :, unit]
+        pivot = column[band, unit]
+        rows -= (rows[band, :, unit] / pivot.unsqueeze(1)).unsqueeze(2) * column.unsqueeze(1)
+        inverses -= column.unsqueeze(2) * (column / pivot.unsqueeze(1)).unsqueeze(1)
+        rows[band, :, unit] = 0
+        closed[band, unit] = True
+        room[band, groups[unit]] -= 1
+        order.append(unit)
+        costs.append(least)
+    if not order:
+        return [[] for _ in range(count)]
+    removed, paid = torch.stack(order, 1).tolist(), torch.stack(costs, 1).tolist()
+    return [list(zip(units_of, costs_of, strict=True)) for units_of, costs_of in zip(removed, paid, strict=True)]
+
+
+def _trace(rows: Tensor, inverse: Tensor, units: Units) -> Trace:
+    """Return the trace of one band whose units are several columns wide."""
+    columns = {unit: (units.column_unit == unit).nonzero().flatten() for unit in range(units.count)}
+    trace: Trace = []
+    while columns:
+        costs = {unit: _cost(rows, inverse, where) for unit, where in columns.items()}
+        unit = min(costs, key=lambda each: costs[each])
+        where = columns.pop(unit)
         solved = torch.linalg.solve(inverse[where][:, where], inverse[where])
         rows -= rows[:, where] @ solved
         inverse -= inverse[:, where] @ solved
         rows[:, where] = 0
-        trace.append((unit, float(costs[best])))
-        left.remove(unit)
-        if group_of:
-            room[group_of[unit]] -= 1
+        trace.append((unit, costs[unit]))
     return trace
 
 
-def _costs(rows: Tensor, inverse: Tensor, columns: list[Tensor]) -> Tensor:
-    """Return what the removal of each set of columns costs, summed over the rows."""
-    if all(len(where) == 1 for where in columns):
-        where = torch.cat(columns)
-        return rows[:, where].square().sum(0) / inverse[where, where]
-    return torch.stack(
-        [(rows[:, where] * torch.linalg.solve(inverse[where][:, where], rows[:, where].T).T).sum() for where in columns]
-    )
-
-
-def _groups(units: Units, columns: list[Tensor]) -> list[int]:
-    if units.column_group is None:
-        return []
-    return [int(units.column_group[where[0]]) for where in columns]
+def _cost(rows: Tensor, inverse: Tensor, where: Tensor) -> float:
+    """Return what the removal of some columns costs, summed over the rows."""
+    return float((rows[:, where] * torch.linalg.solve(inverse[where][:, where], rows[:, where].T).T).sum())
 
 
 def _shares(costs: list[list[float]], count: int | None) -> list[int]:
