@@ -13,18 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.modules import unwrapped
 from sparta.scheduler.export import export_onnx
-from sparta.scheduler.fake_sparse import FakeSparse, FakeSparseBase
+from sparta.scheduler.fake_sparse import FakeSparse, FakeSparseBase, STRFakeSparse
 from sparta.scheduler.fuse import fuse_batch_norms
 from sparta.scheduler.generators import MaskGenerator, NormalMaskGenerator
 from sparta.scheduler.prepared import PreparedLayer, excluded, plain_copy, prepare, refuse_prepared, reshard, restore
 from sparta.scheduler.registry import register_scheduler
-from sparta.sparsify import erk_densities, find_layers
+from sparta.sparsify import Schedule, erk_densities, find_layers
 from sparta.sparsify.layers import without_frozen
 from sparta.spelling import also
 from sparta.tesa import names
@@ -35,6 +36,7 @@ from sparta.tesa.spec import Spec
 
 __all__ = ["BaseScheduler", "Exported", "STRScheduler", "Setup", "check_iteration", "listed"]
 
+_LARGEST_SCORE, _HALVINGS = 20.0, 48  # the sigmoid of 20 is nearly 1; halvings until fp32 tells no difference
 _FLAGS = ("enabled", "is_set", "fixed")  # of fake sparsity: what a state must bring back
 
 
@@ -321,7 +323,64 @@ class BaseScheduler:
 
 @register_scheduler("STRScheduler")
 class STRScheduler(BaseScheduler):
-    """The base scheduler under the name that goes with STR; both export the soft-thresholded weight."""
+    """The base scheduler under the name that goes with STR, with a sparsity to aim at if one is given.
+
+    Without one, what is pruned depends on the first thresholds and on weight decay alone. With one, all thresholds move
+    together after each step until the network has the scheduled sparsity; what layers learn is how they differ.
+
+    Parameters
+    ----------
+    setup, no_prune_keyword, no_prune_layer
+        As of :class:`BaseScheduler`.
+    target_sparsity
+        Of all pruned layers together, at the end.
+    total_iterations
+        Training iterations; the sparsity rises over the first 60 percent of them.
+    """
+
+    def __init__(
+        self,
+        setup: Setup | None = None,
+        no_prune_keyword: str | Sequence[str] = "",
+        no_prune_layer: str | Sequence[str] = "",
+        target_sparsity: float | None = None,
+        total_iterations: int | None = None,
+    ) -> None:
+        super().__init__(setup, no_prune_keyword, no_prune_layer)
+        self.schedule: Schedule | None = None
+        if target_sparsity is not None:
+            if total_iterations is None or total_iterations < 1:
+                raise ValueRangeError(
+                    message(f"target_sparsity with total_iterations {total_iterations}", "1 or more iterations")
+                )
+            end = max(1, round(0.6 * total_iterations))
+            self.schedule = Schedule.cubic(check_sparsity(target_sparsity), end=end)
+
+    @torch.no_grad()
+    def prune_model(self, model: nn.Module, iteration: int) -> None:
+        """Move the thresholds to the sparsity that is scheduled after step `iteration` (from 0), if one is."""
+        super().prune_model(model, iteration)
+        if self.schedule is None:
+            return
+        layers = [(p.value.abs(), p.fake) for p in self._pruned() if isinstance(p.fake, STRFakeSparse)]
+        wanted = round(self.schedule.at(iteration) * sum(weight.numel() for weight, _ in layers))
+        starts = [float(fake.scores.detach()) for _, fake in layers]
+        low, high = -_LARGEST_SCORE - max(starts), _LARGEST_SCORE - min(starts)
+        for _ in range(_HALVINGS):
+            shift = (low + high) / 2
+            pruned = sum(int((weight <= torch.sigmoid(fake.scores + shift)).sum()) for weight, fake in layers)
+            low, high = (low, shift) if pruned >= wanted else (shift, high)
+        for _, fake in layers:
+            fake.scores.add_(high)
+
+    def export_sparse_model(self, model: nn.Module) -> Exported:
+        """Bake the soft-thresholded weights in; warns when the thresholds have pruned nothing."""
+        exported = super().export_sparse_model(model)
+        if exported.spec.density == 1.0:
+            text = "the learnt thresholds have pruned nothing"
+            fix = "give target_sparsity and total_iterations, or begin at sInit_value=-5 with weight decay"
+            warnings.warn(message(text, fix=fix), stacklevel=2)
+        return exported
 
 
 def listed(given: str | Sequence[str]) -> list[str]:
