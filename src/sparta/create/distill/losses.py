@@ -8,14 +8,26 @@ makes it a plain list of named tensors, the same for student and teacher.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_you_mean, message
 
-__all__ = ["feature_loss", "heads_of", "soft_target_gradient", "soft_target_loss"]
+__all__ = [
+    "OutputLoss",
+    "feature_loss",
+    "heads_of",
+    "kind_of_output",
+    "output_gradient",
+    "output_loss",
+    "soft_target_gradient",
+    "soft_target_loss",
+]
+
+OutputLoss = Literal["kl", "mse", "cosine"]
+_UNIT = 1e-3  # how far from 1 the length of a unit vector may be, also in half precision
 
 
 def heads_of(outputs: Any, keys: Sequence[str | int] | None = None) -> dict[str, Tensor]:
@@ -101,6 +113,53 @@ def soft_target_gradient(student: Tensor, teacher: Tensor, temperature: float) -
     _check_shapes(student, teacher)
     difference = torch.softmax(student.float() / temperature, -1) - torch.softmax(teacher.float() / temperature, -1)
     return difference * (temperature / _distributions(student))
+
+
+def kind_of_output(teacher: Tensor) -> OutputLoss:
+    """Return the loss that an output is compared by: distributions by KL, unit vectors by angle, single numbers by MSE.
+
+    The softmax of a unit vector is nearly even whatever the vector, so a divergence would hardly teach anything.
+
+    >>> kind_of_output(torch.tensor([[0.6, 0.8]])), kind_of_output(torch.tensor([[3.0, 1.0]]))
+    ('cosine', 'kl')
+    """
+    if teacher.shape[-1] == 1:
+        return "mse"
+    lengths = torch.linalg.vector_norm(teacher.detach().float(), dim=-1)
+    is_unit = lengths.numel() > 0 and bool(((lengths - 1).abs() < _UNIT).all())
+    return "cosine" if is_unit else "kl"
+
+
+def output_loss(kind: OutputLoss, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """Return the loss of one output: ``kl`` as :func:`soft_target_loss`, ``mse``, or ``cosine``, the mean of 1 - cos.
+
+    >>> output_loss("cosine", torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]]), 1.0).item()
+    1.0
+    """
+    if kind == "kl":
+        return soft_target_loss(student, teacher, temperature)
+    _check_shapes(student, teacher)
+    if kind == "mse":
+        return torch.nn.functional.mse_loss(student.float(), teacher.float())
+    return (1 - torch.nn.functional.cosine_similarity(student.float(), teacher.float(), dim=-1)).mean()
+
+
+def output_gradient(kind: OutputLoss, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """Return the gradient of :func:`output_loss` with respect to the student's output, as float32.
+
+    >>> output_gradient("mse", torch.zeros(1, 2), torch.tensor([[1.0, -1.0]]), 1.0)
+    tensor([[-1.,  1.]])
+    """
+    if kind == "kl":
+        return soft_target_gradient(student, teacher, temperature)
+    _check_shapes(student, teacher)
+    ours, theirs = student.float(), teacher.float()
+    if kind == "mse":
+        return 2 * (ours - theirs) / max(1, ours.numel())
+    length = torch.linalg.vector_norm(ours, dim=-1, keepdim=True).clamp(min=1e-8)
+    unit, goal = ours / length, torch.nn.functional.normalize(theirs, dim=-1)
+    cosine = (unit * goal).sum(-1, keepdim=True)
+    return (cosine * unit - goal) / length / _distributions(ours)
 
 
 def feature_loss(student: Tensor, teacher: Tensor, *, normalize: bool, epsilon: float) -> Tensor:

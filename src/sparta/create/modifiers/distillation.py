@@ -1,14 +1,15 @@
 """The modifier that lets a teacher's outputs share in the loss.
 
 ``loss = (1 - hardness) · task + hardness · KD``, where KD is the divergence of the student's softened outputs from the
-teacher's. The script stays as it is, because the blend happens in the gradient (:mod:`sparta.create.distill.capture`);
-``manager.loss_update`` returns the blended loss to callers that want to see it.
+teacher's, or, for embeddings and single numbers, their angle or their squared difference. The script stays as it is,
+because the blend happens in the gradient (:mod:`sparta.create.distill.capture`); ``manager.loss_update`` returns the
+blended loss to callers that want to see it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, PrivateAttr
@@ -23,7 +24,7 @@ from sparta.create.distill.in_run import (
     student_device,
     teacher_for,
 )
-from sparta.create.distill.losses import heads_of, soft_target_gradient, soft_target_loss
+from sparta.create.distill.losses import OutputLoss, heads_of, kind_of_output, output_gradient, output_loss
 from sparta.create.distill.teacher import Teacher, frozen_copy
 from sparta.create.modifiers.base import Modifier, Run, modifier
 from sparta.errors import ValueRangeError, message
@@ -51,6 +52,10 @@ class DistillationModifier(Modifier):
 
     hardness: float = Field(default=0.5, ge=0, le=1, description="The teacher's share of the loss, 0 to 1.")
     temperature: float = Field(default=2.0, gt=0, description="What logits are divided by before the softmax.")
+    distill_loss: Literal["auto", "kl", "mse", "cosine"] = Field(
+        default="auto",
+        description="What outputs are compared by; auto: unit vectors by cosine, single numbers by mse, others by kl.",
+    )
     distill_output_keys: list[str | int] | None = Field(
         default=None, description="Which outputs to distil; null: the logits, or every tensor that is not a scalar."
     )
@@ -62,6 +67,7 @@ class DistillationModifier(Modifier):
     _teacher: Teacher | None = PrivateAttr(default=None)
     _capture: Capture | None = PrivateAttr(default=None)
     _last_value: Tensor | None = PrivateAttr(default=None)
+    _kinds: dict[str, OutputLoss] = PrivateAttr(default_factory=dict)  # by output, seen once: looking waits for a GPU
 
     def initialize(self, run: Run) -> None:
         """Check the teacher and begin to watch the model's forward passes."""
@@ -96,7 +102,10 @@ class DistillationModifier(Modifier):
         args, kwargs = _as_call(inputs)
         student = heads_of(outputs, self.distill_output_keys)
         teacher = heads_of(self._asked(args, kwargs), self.distill_output_keys)
-        losses = [soft_target_loss(head, teacher[name], self.temperature) for name, head in student.items()]
+        losses = [
+            output_loss(self._loss_for(name, teacher[name]), head, teacher[name], self.temperature)
+            for name, head in student.items()
+        ]
         capture.used += 1
         return (1 - self.hardness) * loss + self.hardness * torch.stack(losses).mean()
 
@@ -125,6 +134,13 @@ class DistillationModifier(Modifier):
         """Take the copy of the student back."""
         if state["teacher"] is not None:
             self._teacher = copied_teacher_with(run, state["teacher"], self.teacher_input_keys)
+
+    def _loss_for(self, name: str, teacher: Tensor) -> OutputLoss:
+        if self.distill_loss != "auto":
+            return self.distill_loss
+        if name not in self._kinds:
+            self._kinds[name] = kind_of_output(teacher)
+        return self._kinds[name]
 
     def _watching(self) -> Capture:
         if self._capture is None:
@@ -161,8 +177,9 @@ class DistillationModifier(Modifier):
         values = []
         with torch.no_grad():
             for name, head in student.items():
-                targets[name] = Target(head, soft_target_gradient(head, teacher[name], self.temperature) * share)
-                values.append(soft_target_loss(head, teacher[name], self.temperature))
+                compared = self._loss_for(name, teacher[name]), head, teacher[name], self.temperature
+                targets[name] = Target(head, output_gradient(*compared) * share)
+                values.append(output_loss(*compared))
             value = torch.stack(values).mean()
         self._last_value = value
         return targets, value * self.hardness
