@@ -480,3 +480,13 @@ def test_pruned_weights_do_not_make_up_for_others(name):
         entry.masks.set({"weight": net.weight != 0})
         found.append(entry.scores(manager.run)["weight"])
     assert torch.allclose(found[0][:, there], found[1], rtol=1e-4)
+
+
+def test_the_last_dense_phase_can_be_twice_as_long():
+    def drawn(end):
+        entry = modifier_named("ACDCPruning")(
+            compression_sparsity=0.8, end_epoch=end, update_frequency=1, long_last_dense_phase=True
+        )
+        return "".join("C" if entry.is_compressed(epoch) else "D" for epoch in range(end + 1))
+
+    assert [drawn(end) for end in (1, 2, 3, 4, 5, 7)] == ["CC", "DCC", "DDCC", "DDCCC", "DCDDCC", "DCDCDDCC"]

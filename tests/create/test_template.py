@@ -353,3 +353,13 @@ def test_one_shot_applies_the_end_of_the_recipe():
         assert zeros > 0.75
         assert any("Quantized" in type(module).__mro__[1].__name__ for module in model.modules()) == quantization
         assert torch.isfinite(model(torch.randn(2, 4, 8, 8))).all()
+
+
+def test_acdc_begins_with_a_dense_warm_up_and_has_a_longer_last_dense_phase():
+    for epochs, warm_up, drawn in ((20, 1, "DDCDDCCC"), (100, 9, "")):
+        prune = named(recipe_for("acdc", variables={"num_epochs": epochs}))["ACDCPruning"]
+        assert prune.start_epoch == warm_up
+        assert prune.long_last_dense_phase
+        if drawn:
+            assert "".join("C" if prune.is_compressed(epoch) else "D" for epoch in range(8)) == drawn
+    assert named(recipe_for("acdc", variables={"num_epochs": 3}))["ACDCPruning"].start_epoch == 0

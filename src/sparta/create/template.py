@@ -182,6 +182,8 @@ def _pruning(kind: str, given: RecipeVariables, *, quantize: bool) -> _Part:
         active = f"max(min(1, {active}), floor({active}))"
         frequency = "${max(min(1, num_pruning_active_epochs), floor(num_pruning_active_epochs / 8))}"
     variables: dict[str, Any] = {"num_pruning_active_epochs": f"${{{active}}}"}
+    if kind == "acdc":
+        variables["num_dense_warmup_epochs"] = f"${{floor({until} / 10)}}"
     if quantize:
         variables["num_pruning_finetuning_epochs"] = "${num_epochs - num_qat_epochs - num_pruning_active_epochs}"
     variables |= {
@@ -190,7 +192,7 @@ def _pruning(kind: str, given: RecipeVariables, *, quantize: bool) -> _Part:
         "mask_type": _mask_type(kind, given),
     }
     fields: dict[str, Any] = {
-        "start_epoch": 0.0,
+        "start_epoch": "${num_dense_warmup_epochs}" if kind == "acdc" else 0.0,
         "end_epoch": "${num_pruning_active_epochs}",
         "update_frequency": "${pruning_update_frequency}",
         "params": _ALL,
@@ -213,7 +215,10 @@ def _method(kind: str, given: RecipeVariables) -> tuple[str, dict[str, Any]]:
         "obs": ("OBSPruning", {**gradual, **ranked}),
         "mfac": ("MFACPruning", {**gradual, **ranked}),
         "structured": ("StructuredPruning", gradual),
-        "acdc": ("ACDCPruning", {"compression_sparsity": "${pruning_final_sparsity}", **ranked}),
+        "acdc": (
+            "ACDCPruning",
+            {"compression_sparsity": "${pruning_final_sparsity}", "long_last_dense_phase": True, **ranked},
+        ),
         "rigl": ("RigLPruning", {"final_sparsity": "${pruning_final_sparsity}"}),
         "topkast": (
             "TopKASTPruning",

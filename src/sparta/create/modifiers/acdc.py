@@ -33,6 +33,8 @@ class ACDCPruningModifier(MaskedModifier):
         Length of a phase in epochs; fractions are fine.
     momentum_buffer_reset
         Whether the optimizer forgets its moments when a dense phase begins.
+    long_last_dense_phase
+        Whether the last dense phase is twice as long as the others, as in the paper (Peste et al., 2021).
     layer_floor
         Least density of a layer under a global threshold; by default a tenth of that of all.
 
@@ -49,6 +51,7 @@ class ACDCPruningModifier(MaskedModifier):
     update_frequency: float
     global_sparsity: bool = True
     momentum_buffer_reset: bool = True
+    long_last_dense_phase: bool = False
     layer_floor: float | None = Field(default=None, ge=0, lt=1)
 
     @model_validator(mode="after")
@@ -62,8 +65,13 @@ class ACDCPruningModifier(MaskedModifier):
     def is_compressed(self, epoch: float) -> bool:
         """Return whether the phase at `epoch` is a compressed one."""
         start = max(0.0, self.start_epoch)
+        if epoch < start - 1e-6:
+            return False
         phases = math.ceil((self.end_epoch - start) / self.update_frequency - 1e-6)
         phase = math.floor((min(epoch, self.end_epoch) - start) / self.update_frequency + 1e-6)
+        if self.long_last_dense_phase and phases >= 3:
+            last = phases - 1 - (phases % 2 == 0)  # where the last compressed phase begins, after a dense one
+            return phase >= last or (phase % 2 == 1 and phase < last - 2)
         return phase % 2 == 1 or phase >= phases - 1
 
     def update(self, run: Run) -> None:
