@@ -26,7 +26,7 @@ GROUPS = {
     "test_batch_matmul.py::test_softmax_of_any_shape": "bfloat16",
     "test_bitmap.py::test_every_tile_is_right": "64-256 or 17-5 or 77-520 or 100-300 or 33-136",
     "test_block_training.py::test_packing_by_a_kernel": "",
-    "test_block_training.py::test_the_gradient_of_kept_blocks": "bfloat16 and (shape1 or shape2)",
+    "test_block_training.py::test_the_gradient_of_kept_blocks": "dtype1 and (shape1 or shape2)",
     "test_block_linear.py::test_ragged_shapes_and_densities": "bfloat16 and not 4096 and not 3072 and not 1024",
     "test_ragged.py::test_any_shape": "bfloat16",
     "test_threshold.py::test_it_is_the_dense_layer_of_the_thresholded_input": "17-5 or 300-1000 or 77-4100",
@@ -62,7 +62,8 @@ def main() -> int:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         raise SystemExit("compute-sanitizer was not found; it comes with the CUDA toolkit")
-    command = [sanitizer, "--error-exitcode", "99"]
+    # What calls of the driver return, we look at ourselves: asking for a parameter too many is how they are counted.
+    command = [sanitizer, "--error-exitcode", "99", "--report-api-errors", "no"]
     tried = run([*command, sys.executable, "-c", FAULT])
     if "Invalid __global__ write" not in tried.stdout:
         raise SystemExit(f"a write out of bounds was not caught:\n{tried.stdout}\n{tried.stderr}")

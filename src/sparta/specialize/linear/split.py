@@ -34,6 +34,7 @@ from sparta.specialize.implement import (
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.linear.spec import LinearKernel, apply_epilogue
 from sparta.tesa.attribute import TeSA
+from sparta.tesa.bits import bit_format
 from sparta.tesa.cover import block_cover
 from sparta.tesa.patterns import NM, Unstructured
 
@@ -121,7 +122,8 @@ def _parsed(way: str) -> tuple[NM | None, list[tuple[int, int]]]:
 class _SplitKernel(LinearKernel):
     def __init__(self, spec: KernelSpec, parts: Sequence[Part], kernels: Sequence[Kernel]) -> None:
         self._owned, self._kernels, self._epilogue = [part.owned for part in parts], kernels, spec.epilogue
-        nothing = torch.zeros((), device=spec.device).expand(spec["weight"].shape)
+        dtype = bit_format(spec["input"].format).dtype
+        nothing = torch.zeros((), dtype=dtype, device=spec.device).expand(spec["weight"].shape)
         self._counts = [len(kernel.pack(nothing)) for kernel in kernels]
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
