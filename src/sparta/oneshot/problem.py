@@ -188,8 +188,11 @@ class Problem:
 
     def relative_error(self, weight: Tensor) -> float:
         """Return ``‖X Wᵀ - X W'ᵀ‖ / ‖X Wᵀ‖``; 0 where the layer's output is zero."""
-        whole = _quadratic(self.weight.double(), self.gram)
-        return math.sqrt(max(0.0, self.loss(weight)) / whole) if whole > 0 else 0.0
+        return math.sqrt(max(0.0, self.loss(weight)) / self._whole) if self._whole > 0 else 0.0
+
+    @cached_property
+    def _whole(self) -> float:
+        return _quadratic(self.weight.double(), self.gram)
 
     @cached_property
     def units(self) -> Units | None:

@@ -54,10 +54,10 @@ def obc(problem: Problem) -> Solution:
 def _traces(rows: Tensor, inverse: Tensor, units: Units) -> list[Trace]:
     """Return for each band its units in the order of their removal, each with what its removal cost."""
     if units.count < rows.shape[1]:
-        return [_trace(band.clone(), inverse.clone(), units) for band in rows.split(units.height)]
+        return [_trace(band.clone(), inverse.clone(), units) for band in torch.split(rows, units.height)]
     bands = pad(rows, (0, 0, 0, -len(rows) % units.height)).view(-1, units.height, rows.shape[1])
     at_once = max(1, _BUDGET // inverse.numel())
-    return [trace for some in bands.split(at_once) for trace in _column_traces(some.clone(), inverse, units)]
+    return [trace for some in torch.split(bands, at_once) for trace in _column_traces(some.clone(), inverse, units)]
 
 
 def _column_traces(rows: Tensor, inverse: Tensor, units: Units) -> list[Trace]:
