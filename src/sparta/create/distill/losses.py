@@ -159,7 +159,8 @@ def output_gradient(kind: OutputLoss, student: Tensor, teacher: Tensor, temperat
     length = torch.linalg.vector_norm(ours, dim=-1, keepdim=True).clamp(min=1e-8)
     unit, goal = ours / length, torch.nn.functional.normalize(theirs, dim=-1)
     cosine = (unit * goal).sum(-1, keepdim=True)
-    return (cosine * unit - goal) / length / _distributions(ours)
+    found: Tensor = (cosine * unit - goal) / length / _distributions(ours)
+    return found
 
 
 def feature_loss(student: Tensor, teacher: Tensor, *, normalize: bool, epsilon: float) -> Tensor:

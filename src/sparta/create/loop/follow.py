@@ -52,9 +52,10 @@ class Follower:
                 raise ValueRangeError(
                     message(f"a {type(inner).__name__} without {name} of shape {shape}", "a copy of the trained model")
                 )
+        untyped: Any = copy
         self._handles: list[Any] = [
-            copy.register_forward_pre_hook(lambda *_: self.apply()),
-            copy.register_state_dict_pre_hook(lambda *_: self.apply()),
+            untyped.register_forward_pre_hook(lambda *_: self.apply()),
+            untyped.register_state_dict_pre_hook(lambda *_: self.apply()),
         ]
 
     @torch.no_grad()

@@ -62,8 +62,9 @@ def layers_for(
         raise ValueRangeError(
             message(f"params {entries} leave nothing to prune once `ignore` is left out", "one layer or more")
         )
-    for layer in kept if pattern is not None else ():
-        along_inputs(pattern, layer)
+    if pattern is not None:
+        for layer in kept:
+            along_inputs(pattern, layer)
     return sorted(kept, key=lambda layer: order[id(layer.parameter)])
 
 
