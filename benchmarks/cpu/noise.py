@@ -94,9 +94,7 @@ def main() -> None:
         )
     print(table(list(rows[0]), [[*list(row.values())[:4], f"{row['time_ratio']:.2f}", row["claim"]] for row in rows]))
     same = sum(row["quiet"] == row["noisy"] for row in rows)
-    print(
-        f"{same} of {len(rows)} layers run the same implement; {options.processes} busy processes on {os.cpu_count()} cores"
-    )
+    print(f"{same} of {len(rows)} layers run the same implement, beside {options.processes} busy processes")
     results = {"processes": options.processes, "cores": os.cpu_count(), "layers": rows}
     print(save("cpu_noise", f"{platform.machine()} cpu", results, options.out))
 
