@@ -299,7 +299,7 @@ def test_copies_and_state_dicts(forced):
     wrong = dict(twin.state_dict())
     name = next(key for key in wrong if key.endswith("live"))
     wrong[name] = wrong[name][:-1]
-    with pytest.raises(ShapeError, match="compile a model with another mask"):
+    with pytest.raises(ShapeError, match="compile the model with the other mask"):
         fast.load_state_dict(wrong)
 
 

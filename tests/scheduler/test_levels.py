@@ -321,7 +321,7 @@ def test_bad_schedules_are_named():
         ({"sparsity_table": [-1]}, "has the level -1"),
         ({"sparsity_table": [50, 40]}, "rising levels"),
         ({"sparsity_table": []}, "sparsity_table is empty"),
-        ({"total_iters": 1}, "one iteration a level"),
+        ({"total_iters": 1}, "one iteration per level"),
         ({"prun_algo": 2}, "prun_algo is 2"),
         ({"prun_algo_tuning": -1}, "prun_algo_tuning -1"),
         ({"prune_tolerance_max": 0.5}, r"prune_tolerance_max 0\.5"),
