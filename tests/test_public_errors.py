@@ -253,6 +253,8 @@ TO_MEND = "not checked yet"
 LEFT = {
     ("compile", "example_inputs"): USERS_CODE,
     ("compile_model", "example_inputs"): USERS_CODE,
+    ("compile", "progress"): USERS_CODE,
+    ("compile_model", "progress"): USERS_CODE,
     ("compact", "example_inputs"): USERS_CODE,
     ("propagate", "example_inputs"): USERS_CODE,
     ("capture", "example_inputs"): USERS_CODE,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,6 +66,8 @@ class Manager:
 
         if isinstance(modifiers, KnownRecipe):
             recipe, modifiers = recipe or modifiers, modifiers.modifiers()
+        if not isinstance(modifiers, Iterable) or isinstance(modifiers, Tensor | str):
+            raise ValueRangeError(message(f"modifiers of type {type(modifiers).__name__}", "a recipe, or modifiers"))
         self.modifiers = list(modifiers)
         for entry in self.modifiers:
             if not isinstance(entry, Modifier):
