@@ -66,7 +66,8 @@ class Manager:
 
         if isinstance(modifiers, KnownRecipe):
             recipe, modifiers = recipe or modifiers, modifiers.modifiers()
-        if not isinstance(modifiers, Iterable) or isinstance(modifiers, Tensor | str):
+        given: object = modifiers
+        if not isinstance(given, Iterable) or isinstance(given, Tensor | str):
             raise ValueRangeError(message(f"modifiers of type {type(modifiers).__name__}", "a recipe, or modifiers"))
         self.modifiers = list(modifiers)
         for entry in self.modifiers:
