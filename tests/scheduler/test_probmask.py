@@ -29,3 +29,15 @@ def test_probmask_evaluates_the_network_of_its_present_budget():
     seen = model(batch(0)[0])
     scheduler.fix_model_subnet(model)
     assert torch.equal(seen, model(batch(0)[0]))
+
+
+def test_a_state_of_the_version_before_is_taken():
+    options = {"prune_rate": 0.8, "total_iterations": 40, "warmup_iteration_stamps": 0, "finetune_iteration_stamps": 20}
+    scheduler = ProbMaskPruneScheduler(**options)
+    model = scheduler.prepare_sparse_model(small_net())
+    scheduler.prune_model(model, 5)
+    state = scheduler.state_dict()
+    del state["sparsity"]
+    scheduler.load_state_dict(state)
+    scheduler.prune_model(model, 6)
+    assert scheduler.compute_sparse_rate(model) == pytest.approx(scheduler.schedule.at(6), abs=0.01)

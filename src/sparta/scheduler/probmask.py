@@ -245,7 +245,8 @@ class ProbMaskPruneScheduler(BaseScheduler):
         super().load_state_dict(state)
         for prepared, fake in self._probabilistic():
             fake.tau.fill_(state["tau"][prepared.name])
-        self._subnet.sparsity = check_sparsity(float(state["sparsity"]))
+        if "sparsity" in state:  # a state of version 0.1 has none; the next step of the schedule sets it
+            self._subnet.sparsity = check_sparsity(float(state["sparsity"]))
         self._refresh()
         torch.set_rng_state(state["rng"].cpu())
         if "cuda_rng" in state:
