@@ -121,9 +121,47 @@ def test_blocks_of_whole_kernel_planes_are_found():
 @pytest.mark.parametrize("pattern", [Block(8, 8), NM(2, 4), VNM(16, 2, 8)], ids=str)
 def test_a_single_exception_far_from_the_start_is_seen(pattern):
     mask = pattern.project(torch.rand(512, 64), 0.75)
-    assert detect(mask).pattern == pattern
+    before = detect(mask)
+    assert before.pattern == pattern
     mask[-1, -8:] = torch.tensor([True] * 7 + [False])
-    assert detect(mask).pattern != pattern
+    assert detect(mask) != before
+    assert isinstance(pattern, Block) or detect(mask).pattern != pattern
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shape"),
+    [
+        (Block(8, 1), (256, 128)),
+        (Block(4, 4), (128, 64)),
+        (Block(16, 16), (256, 256)),
+        (Channel(0), (64, 48)),
+        (Channel(1), (64, 48)),
+        (Block(4, 1), (64, 32, 3, 3)),
+        (Block(3, 3, axes=(-2, -1)), (32, 32, 3, 3)),
+    ],
+    ids=str,
+)
+def test_single_zeros_inside_channels_and_blocks_are_forgiven(pattern, shape):
+    torch.manual_seed(0)
+    mask = pattern.project(torch.rand(shape), 0.75)
+    live = int(mask.sum())
+    mask[tuple(mask.nonzero()[live // 2])] = False
+    found = detect(mask)
+    assert found.pattern == pattern
+    assert found.inside == pytest.approx((live - 1) / live)
+
+
+def test_more_than_one_zero_in_a_hundred_is_a_pattern_of_its_own():
+    torch.manual_seed(0)
+    mask = Block(8, 8).project(torch.rand(256, 256), 0.75)
+    mask &= torch.rand(256, 256) > 0.05
+    assert detect(mask).pattern == Unstructured()
+
+
+def test_a_few_zeros_in_a_dense_weight_are_no_blocks():
+    mask = torch.ones(256, 256, dtype=torch.bool)
+    mask[3, 7] = mask[100, 200] = False
+    assert detect(mask).pattern == Unstructured()
 
 
 def test_numeric_masks_and_strides_are_accepted():

@@ -3,6 +3,8 @@
 This is how zeros that are already in a checkpoint get a name. What matters is the order of questions, from
 what says most to what says least: dense, channels, blocks, V:N:M, N:M, unstructured; the first that holds is the
 answer. N:M must also say something: that no group of a sparse random mask happens to be overfull is no pattern.
+Channels and blocks hold as well where a few weights inside them happen to be zero, as they are in trained, rounded or
+freshly drawn weights: a kernel stores these zeros with the rest.
 """
 
 from __future__ import annotations
@@ -34,6 +36,10 @@ _PAIRS = sorted(
 _ROWS_PER_BLOCK = (128, 64, 32, 16)
 _SAMPLE = 128  # rows that rule most patterns out; a multiple of all of the above
 _SMALLEST_BLOCK = 4  # elements; anything smaller is better called unstructured
+_STRAY = 0.01  # zeros inside channels and blocks that are forgiven, as a share of the live elements
+_STRAY_SHARE = 0.5  # and as a share of all zeros: a mask whose zeros are all strays has no pattern
+_FEW = 8  # strays in a corner of the mask, or times their share, that let a size be looked at
+_SIDES = (64, 32, 16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,9 @@ class Detection:
     density
         Fraction of live elements.
     inside
-        Fraction of live elements among those the pattern lets live: 1 for whole channels and blocks, the density
-        divided by the pattern's capacity for N:M and V:N:M, the density itself for unstructured.
+        Fraction of live elements among those the pattern lets live: 1 for whole channels and blocks, just below 1
+        where single elements of them are zero, the density divided by the pattern's capacity for N:M and V:N:M, the
+        density itself for unstructured.
     """
 
     pattern: Pattern | None
@@ -99,9 +106,13 @@ def detect(mask: Tensor) -> Detection:
     whole = _whole_units(mask)
     if whole is not None:
         return Detection(whole, density, 1.0)
-    for pattern in _group_patterns(mask, density):
-        if pattern.holds(_sample(mask, pattern.axis)) and pattern.holds(mask):
-            return Detection(pattern, density, density / pattern.capacity(mask.shape))
+    forgiven = _forgiven_units(mask, live)
+    if forgiven is not None:
+        pattern, covered = forgiven
+        return Detection(pattern, density, live / covered)
+    for group in _group_patterns(mask, density):
+        if group.holds(_sample(mask, group.axis)) and group.holds(mask):
+            return Detection(group, density, density / group.capacity(mask.shape))
     return Detection(Unstructured(), density, density)
 
 
@@ -120,6 +131,45 @@ def _whole_units(mask: Tensor) -> Pattern | None:
         candidates.append(Block(sizes[-2], sizes[-1], axes=(-2, -1)))
     largest = max(candidates, key=lambda block: block.h * block.w)
     return largest if largest.h * largest.w >= _SMALLEST_BLOCK else None
+
+
+def _forgiven_units(mask: Tensor, live: int) -> tuple[Pattern, int] | None:
+    """Return channels or the largest blocks that `mask` fills but for stray zeros, and how many elements they cover."""
+    if mask.ndim < 2:
+        return None
+    strays = min(int(_STRAY * live), int((1 - _STRAY_SHARE) * (mask.numel() - live)))
+    for axis in range(2):
+        size = mask.shape[1 - axis] * math.prod(mask.shape[2:])
+        inside = int(mask.any([dim for dim in range(mask.ndim) if dim != axis]).sum()) * size
+        if size >= _SMALLEST_BLOCK and inside <= live + strays:
+            return Channel(axis), inside
+    planes = [(0, 1)] if mask.ndim == 2 else [(0, 1), (mask.ndim - 2, mask.ndim - 1)]
+    blocks = [(h, w, axes) for axes in planes for h, w in _block_sizes(mask.shape[axes[0]], mask.shape[axes[1]])]
+    for h, w, axes in sorted(blocks, key=lambda block: -block[0] * block[1]):
+        corner = mask.narrow(axes[0], 0, min(mask.shape[axes[0]], _SAMPLE))
+        corner = corner.narrow(axes[1], 0, min(mask.shape[axes[1]], _SAMPLE))
+        few = max(_FEW, _FEW * _STRAY * int(corner.sum()))
+        if _covered(corner, h, w, axes) - int(corner.sum()) <= few:  # most sizes are out after a look at a corner
+            inside = _covered(mask, h, w, axes)
+            if inside <= live + strays:
+                return Block(h, w) if axes == (0, 1) else Block(h, w, axes=(-2, -1)), inside
+    return None
+
+
+def _block_sizes(rows: int, columns: int) -> list[tuple[int, int]]:
+    """Return the sizes of blocks that are tried, all of which divide the shape; a short axis may be one block."""
+    heights, widths = ([*_SIDES, size] if size < _SIDES[0] else _SIDES for size in (rows, columns))
+    sizes = {(h, w) for h in heights for w in widths if h * w >= _SMALLEST_BLOCK}
+    return sorted((h, w) for h, w in sizes if rows % h == 0 and columns % w == 0)
+
+
+def _covered(mask: Tensor, h: int, w: int, axes: tuple[int, int]) -> int:
+    """Return how many elements the blocks of h by w along two neighbouring axes have that are not empty."""
+    first, second = axes
+    rows, columns = mask.shape[first] // h, mask.shape[second] // w
+    cut = mask.narrow(first, 0, rows * h).narrow(second, 0, columns * w)
+    split = cut.reshape(*mask.shape[:first], rows, h, columns, w, *mask.shape[second + 1 :])
+    return int(split.any(first + 1).any(second + 1).sum()) * h * w
 
 
 def _change_step(mask: Tensor, axis: int) -> int:
