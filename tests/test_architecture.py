@@ -18,6 +18,7 @@ MAY_USE = {
     "measure": {"tesa"},
     "testing": {"tesa", "measure"},
     "common": set(),
+    "reporting": set(),
     "sparsify": {"tesa"},
     "oneshot": {"tesa", "sparsify", "measure"},
     "scheduler": {"tesa", "sparsify"},
@@ -25,7 +26,7 @@ MAY_USE = {
     "propagation": {"tesa"},
     "specialize": {"tesa", "common", "measure"},
     "nn": {"tesa", "common", "specialize", "measure"},
-    "compiler": {"tesa", "common", "propagation", "specialize", "nn", "measure"},
+    "compiler": {"tesa", "common", "propagation", "specialize", "nn", "measure", "reporting"},
 }
 EVERYTHING = {"report", "cli", "__init__"}
 

@@ -42,6 +42,8 @@ class LayerPlan:
         The fastest candidate's time over dense's at the first size; None where nothing but dense was tried.
     note
         What end-to-end measurement or verification had to say, if anything.
+    picture
+        The density of the weight in each cell of a coarse grid, for people to look at.
     """
 
     name: str
@@ -54,6 +56,7 @@ class LayerPlan:
     live_flops: int
     best_ratio: float | None = None
     note: str = ""
+    picture: tuple[tuple[float, ...], ...] = ()
 
     @property
     def sparse(self) -> bool:
@@ -86,6 +89,7 @@ class LayerPlan:
             "live_flops": self.live_flops,
             "best_ratio": self.best_ratio,
             "note": self.note,
+            "picture": [list(row) for row in self.picture],
         }
 
     @staticmethod
@@ -108,6 +112,9 @@ class LayerPlan:
             live_flops=a_whole_number(fields["live_flops"], "the FLOPs of a layer"),
             best_ratio=ratio,
             note=str(fields["note"]),
+            picture=tuple(
+                tuple(a_number(cell, "a cell of a picture") for cell in row) for row in fields.get("picture", ())
+            ),
         )
 
 

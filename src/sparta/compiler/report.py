@@ -6,8 +6,10 @@ what would make a sparse kernel win, with the break-even sparsity estimated from
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
 from typing import Any
 
 from sparta.compiler.certificate import Certificate
@@ -15,6 +17,8 @@ from sparta.compiler.numbers import a_number, a_whole_number
 from sparta.compiler.plan import LayerPlan, Plan
 from sparta.compiler.variant import GIVEN
 from sparta.errors import MissingPackageError, message
+from sparta.files import write_atomic
+from sparta.reporting import page, short
 from sparta.specialize.implement import Cause, implements_of
 from sparta.specialize.int8_linear.quantized import INT8_IMPLEMENTS
 from sparta.specialize.tuning.select import DENSE
@@ -22,7 +26,7 @@ from sparta.tables import table
 
 __all__ = ["Report", "Totals", "advice", "break_even"]
 
-_PRUNED_BY_CHANNEL = ("linear", "quantized_linear", "conv1d", "conv2d")
+_PRUNED_BY_CHANNEL = ("linear", "int8_linear", "conv1d", "conv2d")
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Report:
-    """What a compilation decided; prints itself as a table.
+    """What a compilation decided; prints itself as a headline and a short table, :attr:`full` has all of it.
 
     Parameters
     ----------
@@ -84,12 +88,15 @@ class Report:
         How well the compiled model agreed with the original.
     notes
         What could not be done, or was done otherwise than asked.
+    machine
+        Where it was measured: the processor, threads, load and versions, as text.
     """
 
     plan: Plan
     totals: Totals
     certificate: Certificate
     notes: tuple[str, ...] = field(default=())
+    machine: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def speedup(self) -> float | None:
@@ -126,6 +133,7 @@ class Report:
             "totals": self.totals.to_dict(),
             "certificate": self.certificate.to_dict(),
             "notes": list(self.notes),
+            "machine": dict(self.machine),
             "speedup": self.speedup,
             "amdahl_bound": self.amdahl_bound,
             "layers": self.rows(),
@@ -139,6 +147,7 @@ class Report:
             Totals.from_dict(fields["totals"]),
             Certificate.from_dict(fields["certificate"]),
             tuple(str(note) for note in fields["notes"]),
+            {str(name)[:100]: str(value)[:1000] for name, value in dict(fields.get("machine", {})).items()},
         )
 
     def to_dataframe(self) -> Any:
@@ -151,8 +160,41 @@ class Report:
             ) from error
         return pd.DataFrame(self.rows())
 
-    def __str__(self) -> str:
+    def html(
+        self,
+        path: str | Path,
+        *,
+        title: str = "SparTA report",
+        curve: Sequence[Mapping[str, float]] = (),
+        history: Sequence[Mapping[str, float]] = (),
+        roof: Mapping[str, float] | None = None,
+    ) -> Path:
+        """Write the report as one self-contained page, and return where it lies.
+
+        Parameters
+        ----------
+        path
+            The file to write.
+        title
+            Of the page.
+        curve, history, roof
+            What else to draw: the points of a plan, the steps of a training, what the machine reaches
+            (:func:`sparta.measure.reached`); see :func:`sparta.reporting.page`.
+        """
+        text = page(self.to_dict(), title=title, curve=curve, history=history, roof=roof)
+        write_atomic(path, text.encode())
+        return Path(path)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+    @property
+    def full(self) -> str:
+        """The whole report as text: every layer with its times, break-even and advice, all totals and notes."""
         return "\n".join(self._lines())
+
+    def __str__(self) -> str:
+        return short(self.to_dict())
 
     def _lines(self) -> list[str]:
         columns = ["layer", "pattern", "density", "runs", "dense ms", "ms", "break-even", "why"]
@@ -259,6 +301,7 @@ def _row(layer: LayerPlan) -> dict[str, Any]:
         "break_even": break_even(layer),
         "why": choice.reason,
         "advice": advice(layer),
+        "picture": [list(cells) for cells in layer.picture],
         "sizes": {str(size): other.implement for size, other in layer.choices.items()},
     }
 

@@ -18,6 +18,7 @@ from sparta.measure.references import (
     sparse_softmax_backward_reference,
     sparse_softmax_forward_reference,
 )
+from sparta.measure.roofline import reached
 from sparta.measure.timing import Comparison, Timing, compare, profile
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "matmul_reference",
     "moe_reference",
     "profile",
+    "reached",
     "softmax_backward_reference",
     "softmax_reference",
     "sparse_multi_head_attention_reference",

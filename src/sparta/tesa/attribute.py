@@ -315,6 +315,19 @@ class TeSA(GridBundle):
         """Return the bool tensor of live elements, a fresh one of the full shape."""
         return self._where(LIVE).dense(device)
 
+    def picture(self, cells: int = 24) -> tuple[tuple[float, ...], ...]:
+        """Return the density in each cell of a coarse grid over the first axis and all others, for people to look at.
+
+        >>> TeSA.from_mask(torch.eye(4, dtype=torch.bool)).picture(2)
+        ((0.5, 0.0), (0.0, 0.5))
+        """
+        if not self.ndim or not math.prod(self.shape):
+            return ()
+        flat = self.mask().reshape(self.shape[0], -1)
+        rows, columns = (min(cells, size) for size in flat.shape)
+        pooled = torch.nn.functional.adaptive_avg_pool2d(flat.float()[None], (rows, columns))[0]
+        return tuple(tuple(round(cell, 2) for cell in row) for row in pooled.tolist())
+
     def states(self, device: torch.device | str | None = None) -> Tensor:
         """Return the uint8 tensor of states: 0 live, 1 constant, 2 dead."""
         return self.state.dense(device)

@@ -46,6 +46,7 @@ def choose_layers(subgraphs: Sequence[SubGraph], samples: Sequence[SizeSample], 
                 flops=subgraph.lowering.flops(weight, x, attributes, live=False),
                 live_flops=subgraph.lowering.flops(weight, x, attributes, live=True),
                 best_ratio=best_ratio(next(iter(chosen[subgraph].values()))),
+                picture=weight.picture() if weight.density < 1 else (),
             )
         )
     return plans
