@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparta.measure.timing import compare
+from sparta.measure.timing import compare_own_time
 from sparta.specialize.tuning.significance import LEAST_GAIN, Pairs
 
 __all__ = ["Call", "Measure", "Ratio", "Rounds", "interleaved", "machine_load", "ratio_of"]
@@ -27,14 +27,14 @@ _FEWEST_ROUNDS = 3  # below which nothing is known of the spread
 
 
 def interleaved(calls: Mapping[Any, Call], seconds: float) -> dict[Any, tuple[float, ...]]:
-    """Time calls by the wall clock, one of each per round.
+    """Time calls, one of each per round, without the time in which other processes had the processor.
 
     >>> sorted(interleaved({"a": dict, "b": list}, 0.01))
     ['a', 'b']
     """
     places = {str(number): key for number, key in enumerate(calls)}
     by_place = {place: calls[key] for place, key in places.items()}
-    found = compare(by_place, warmup=2, iters=_MOST_ROUNDS, max_seconds=seconds, device="cpu")
+    found = compare_own_time(by_place, warmup=2, iters=_MOST_ROUNDS, max_seconds=seconds, device="cpu")
     return {key: found[place].samples for place, key in places.items()}
 
 

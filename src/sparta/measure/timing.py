@@ -2,7 +2,8 @@
 
 :func:`profile` times one function, :func:`compare` several; both work on the CPU (wall clock) and on CUDA (events), and
 both check the outputs first if told what to expect. A machine drifts (clocks, caches, other users), so functions that
-are to be compared are interleaved, call by call, and medians are compared.
+are to be compared are interleaved, call by call, and medians are compared. On a busy machine the wall clock also counts
+what other processes do while a call waits for a processor; :func:`compare_own_time` leaves that out.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ import torch
 
 from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
 from sparta.measure.checks import check
+from sparta.measure.processor_time import waits
 from sparta.tables import table
 
-__all__ = ["Comparison", "Timing", "compare", "profile"]
+__all__ = ["Comparison", "Timing", "compare", "compare_own_time", "profile"]
 
 Function = Callable[..., Any]
 Inputs = torch.Tensor | Sequence[Any] | Mapping[str, Any]
+
+_COARSE, _COARSE_MILLISECONDS = 1.01, 1e-3  # how far own time may lie above the wall clock's: two clocks are never one
 
 
 @dataclass(frozen=True)
@@ -270,11 +274,63 @@ def compare(
     where = _device_of(device, inputs, outputs)
     outputs.clear()
 
+    return _timed(calls, where, warmup, iters, max_seconds)
+
+
+def compare_own_time(
+    functions: Mapping[str, Callable[[], Any]],
+    *,
+    warmup: int = 10,
+    iters: int = 100,
+    max_seconds: float = 10.0,
+    patience: float = 1.0,
+    device: torch.device | str | None = None,
+) -> Comparison:
+    """Time several functions as :func:`compare` does, but count only what is their own time on a busy CPU.
+
+    That is the time in which the calling thread had a processor, and not the time in which other processes had it. The
+    wall clock still tells in rounds in which a call waited for something (another thread, a file), where CUDA is in
+    use, and on systems that cannot say so.
+
+    Parameters
+    ----------
+    functions, warmup, iters, max_seconds, device
+        As for :func:`compare`; the functions take no arguments.
+    patience
+        Go on for so many times `max_seconds` by the wall clock, until the calls themselves have had `max_seconds`.
+
+    Examples
+    --------
+    >>> x = torch.rand(8, 8)
+    >>> both = compare_own_time({"one": lambda: x @ x, "two": lambda: x @ x @ x}, iters=3)
+    >>> len(both["two"].samples)
+    3
+    """
+    _check_counts(functions, warmup, iters, max_seconds)
+    if not patience >= 1:
+        raise ValueRangeError(message(f"patience={patience}", "1 or more"))
+    where = _device_of(device, [call() for call in functions.values()])
+    # What waits for a device may do so without a pause: its own time would be that of the waiting.
+    cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return _timed(functions, where, warmup, iters, max_seconds, None if cuda else patience)
+
+
+def _timed(
+    calls: Mapping[str, Callable[[], Any]],
+    where: torch.device,
+    warmup: int,
+    iters: int,
+    max_seconds: float,
+    patience: float | None = None,
+) -> Comparison:
+    """Warm up and time calls that have been made once."""
     round_seconds = _warm_up(calls, warmup - 1, max_seconds / 4, where)
-    rounds = max(1, min(iters, int(max_seconds / round_seconds) if round_seconds else iters))
-    sample = _sample_cuda if where.type == "cuda" else _sample_cpu
     with _no_collector():
-        samples = sample(calls, rounds, max_seconds, where)
+        if where.type == "cuda":
+            rounds = max(1, min(iters, int(max_seconds / round_seconds) if round_seconds else iters))
+            samples = _sample_cuda(calls, rounds, max_seconds, where)
+        else:
+            samples = _sample_cpu(calls, iters, max_seconds, patience)
     return Comparison({name: Timing(tuple(times), str(where)) for name, times in samples.items()})
 
 
@@ -345,21 +401,43 @@ def _warm_up(calls: Mapping[str, Callable[[], Any]], rounds: int, seconds: float
 
 
 def _sample_cpu(
-    calls: Mapping[str, Callable[[], Any]], rounds: int, seconds: float, where: torch.device
+    calls: Mapping[str, Callable[[], Any]], rounds: int, seconds: float, patience: float | None
 ) -> dict[str, list[float]]:
-    """Return the milliseconds of each call by the wall clock."""
-    del where
+    """Return the milliseconds of each call by the wall clock; with patience, by the time of the thread itself."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    begin = time.perf_counter()
+    begin, spent = time.perf_counter(), 0.0
     for order in _turns(list(calls), rounds):
-        for name in order:
-            call = calls[name]
-            start = time.perf_counter()
-            call()
-            samples[name].append((time.perf_counter() - start) * 1e3)
-        if time.perf_counter() - begin > seconds:
+        times = _round(calls, order, own_time=patience is not None)
+        for name, milliseconds in times.items():
+            samples[name].append(milliseconds)
+        spent += sum(times.values()) * 1e-3
+        passed = time.perf_counter() - begin
+        if passed >= seconds and (patience is None or spent >= seconds or passed >= patience * seconds):
             break
     return samples
+
+
+def _round(calls: Mapping[str, Callable[[], Any]], order: Sequence[str], *, own_time: bool) -> dict[str, float]:
+    """Return the milliseconds of one call of each, all by the same clock, so that they can be compared."""
+    wall: dict[str, float] = {}
+    own: dict[str, float] = {}
+    before = waits() if own_time else None
+    for name in order:
+        call = calls[name]
+        if before is None:
+            start = time.perf_counter()
+            call()
+            wall[name] = (time.perf_counter() - start) * 1e3
+        else:
+            start, own_start = time.perf_counter(), time.thread_time()
+            call()
+            own_end, end = time.thread_time(), time.perf_counter()
+            wall[name], own[name] = (end - start) * 1e3, (own_end - own_start) * 1e3
+    # Where a call slept, its own time leaves out what it waited for, such as the work of other threads.
+    if before is None or waits() != before:
+        return wall
+    fine = all(0 < own[name] <= _COARSE * wall[name] + _COARSE_MILLISECONDS for name in order)
+    return own if fine else wall
 
 
 def _sample_cuda(

@@ -19,6 +19,7 @@ class Machine:
         self.now, self.load, self.jitter, self.calls = 0.0, load, jitter, 0
         self.rng = np.random.default_rng(seed)
         monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(timing, "waits", lambda: None)  # the wall clock is all there is
 
     def kernel(self, milliseconds):
         def call():

@@ -22,12 +22,12 @@ from torch import Tensor
 from sparta.common.tuning import PrunedTrial, Trial, TuningResult, search
 from sparta.errors import CheckError, SpartaError, message
 from sparta.measure.checks import check
-from sparta.measure.timing import compare
+from sparta.measure.timing import Timing
 from sparta.specialize.implement import Kernel, Support, implement_named, search_space, supported
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.tuning.roof import roof
 from sparta.specialize.tuning.shipped import misfit, shipped
-from sparta.specialize.tuning.significance import LEAST_GAIN, pairs_of, ranked, settled
+from sparta.specialize.tuning.significance import LEAST_GAIN, pairs_of, ranked, settled, timed
 from sparta.specialize.tuning.store import Entry, TuningStore
 
 __all__ = ["Choice", "Problem", "choose", "right_choice", "tune_kernel"]
@@ -37,6 +37,7 @@ _QUICK_SECONDS = 0.02
 _SEARCH_SHARE = 0.75  # of the seconds; the rest is for the longer run
 _FINALISTS, _CLOSE = 4, 1.3  # the best of a search are put in order once more: two, or four if so near to the first
 _RUNNERS_UP = 2  # how many candidates may try to beat dense in the longer run
+_NEARLY = 1.15  # times dense, measured briefly: near enough to be looked at again
 _MOST_COMPILERS = 4
 _DRIFT, _SLACK = 2.0, 0.05  # how far dense may be from its stored time: a factor, and milliseconds of the host's own
 _GRAPH_MILLISECONDS, _MOST_CALLS = 0.2, 20  # of the calls in one graph: enough for the host to keep ahead
@@ -207,7 +208,8 @@ def tune_kernel(
                 raise PrunedTrial(f"wrong result: {rivals.fault}")
             return 1.0
         functions = {DENSE: rivals.dense, "candidate": rivals.candidate(config, kernel)}
-        return 1.0 / pairs_of(compare(functions, warmup=2, iters=50, max_seconds=_QUICK_SECONDS)).likely_gain
+        times = timed(functions, warmup=2, iters=50, seconds=_QUICK_SECONDS)
+        return 1.0 / pairs_of(times).likely_gain
 
     starting = _starting_points(problem.spec)
     result = search(
@@ -238,7 +240,7 @@ def _still_holds(rivals: _Rivals, entry: Entry) -> bool:
     spec = rivals.problem.spec
     if spec.device == "cuda":
         return True
-    now = compare({DENSE: rivals.dense}, warmup=2, iters=20, max_seconds=_QUICK_SECONDS)[DENSE].median
+    now = rivals.dense_times().median
     grown = _size(spec) / entry.size if entry.size else 1.0  # a call may take as much longer, or as long as it did
     low = entry.dense_milliseconds * min(1.0, grown) / _DRIFT - _SLACK
     return low <= now <= entry.dense_milliseconds * max(1.0, grown) * _DRIFT + _SLACK
@@ -336,9 +338,13 @@ class _Rivals:
             return _Rivals(problem, dense, 1, in_graphs=False, fault=str(error).splitlines()[0])
         if not in_graphs:
             return _Rivals(problem, dense, 1, in_graphs=False)
-        alone = compare({DENSE: dense}, warmup=2, iters=20, max_seconds=_QUICK_SECONDS)[DENSE].min
+        alone = _Rivals(problem, dense, 1, in_graphs=False).dense_times().min
         calls = max(1, min(_MOST_CALLS, round(_GRAPH_MILLISECONDS / max(alone, 1e-3))))
         return _Rivals(problem, _replayed(problem, kernel, calls), calls, in_graphs=True)
+
+    def dense_times(self) -> Timing:
+        """Return what dense takes alone, measured briefly."""
+        return timed({DENSE: self.dense}, warmup=2, iters=20, seconds=_QUICK_SECONDS)[DENSE]
 
     def candidate(self, config: Mapping[str, Any], kernel: Kernel) -> Callable[[], Tensor]:
         """Return a candidate ready to be timed; raises PrunedTrial when it fails or computes something else."""
@@ -387,8 +393,7 @@ def _confirmed(
     complete = sorted((t.value, t.number, t) for t in result.trials if t.value is not None)
     if rivals.fault:
         return _instead_of_dense(rivals, [trial for _, _, trial in complete], result, refused)
-    faster = [(ratio, t) for ratio, _, t in complete if t.params["_name"] != DENSE and ratio < 1.0]
-    hopeful = [t for ratio, t in faster[:_FINALISTS] if ratio <= _CLOSE * faster[0][0] or ratio <= faster[1][0]]
+    hopeful = _hopeful(complete)
     dense_time, best, stable, spec = 0.0, "", True, rivals.problem.spec
     doubtful: Choice | None = None  # the first that won, by how much is not known
     try:
@@ -417,10 +422,17 @@ def _confirmed(
     return Choice(DENSE, {}, reason, _dense_entry(rivals, dense_time), refused, result)
 
 
+def _hopeful(complete: Sequence[tuple[float, int, Trial]]) -> list[Trial]:
+    """Return the best of a search: what was faster than dense, and up to two that were nearly so: it may be chance."""
+    others = [(ratio, trial) for ratio, _, trial in complete if trial.params["_name"] != DENSE]
+    faster = [each for place, each in enumerate(others) if each[0] < (_NEARLY if place < _RUNNERS_UP else 1.0)]
+    return [t for ratio, t in faster[:_FINALISTS] if ratio <= _CLOSE * faster[0][0] or ratio <= faster[1][0]]
+
+
 def _dense_entry(rivals: _Rivals, milliseconds: float) -> Entry:
     """Return the entry of dense, which is timed if no longer run has done so."""
     if not milliseconds:
-        milliseconds = compare({DENSE: rivals.dense}, warmup=2, max_seconds=_QUICK_SECONDS)[DENSE].median / rivals.calls
+        milliseconds = rivals.dense_times().median / rivals.calls
     return Entry(DENSE, {}, milliseconds, milliseconds, _size(rivals.problem.spec))
 
 

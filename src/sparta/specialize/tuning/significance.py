@@ -3,34 +3,37 @@
 The tuner asks this last, of the winners of a search, because the best of many that were measured briefly was lucky too:
 the best few are put in order once more (:func:`ranked`), and then the first must beat dense (:func:`confirm`). A busy
 machine slows both calls of a pair alike, so the ratio is taken pair by pair and the median of the ratios is what
-counts; where it is near the threshold, more pairs are taken. A gain that is spread too wide, or larger than the saved
-work allows, is measured again, and the quickest calls must bear it out (:func:`settled`).
+counts; where it is near the threshold, more pairs are taken. Time in which other processes had the processor does not
+count (:func:`timed`). A gain that is spread too wide, or larger than the saved work allows, is measured again, and the
+quickest calls must bear it out (:func:`settled`).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 from torch import Tensor
 
-from sparta.measure.timing import Comparison, compare
+from sparta.measure.timing import Comparison, compare_own_time
 
-__all__ = ["LEAST_GAIN", "LOWEST_GAIN", "Pairs", "Verdict", "confirm", "pairs_of", "ranked", "settled"]
+__all__ = ["LEAST_GAIN", "LOWEST_GAIN", "Pairs", "Verdict", "confirm", "pairs_of", "ranked", "settled", "timed"]
 
 LEAST_GAIN = 1.03
 """What the median of the paired ratios must reach before anything but dense runs."""
 LOWEST_GAIN = 0.97
 """What the gain must not fall below at the lower end of its 95 % interval."""
 
+_PATIENCE = 4.0  # how many times longer a measurement may take on a busy machine, so that it gets the calls it needs
 _BATCH_SECONDS, _BATCH_PAIRS = 0.05, 50
 _FEWEST_PAIRS, _MOST_BATCHES = 7, 8
 # Calls so long that a batch is one pair of them average the noise themselves: three that all say so are enough.
 _FEWEST_LONG_PAIRS, _FAR_ABOVE, _FAR_BELOW = 3, 1.5, 0.9
 _WIDEST = 1.5  # how far the ends of an interval may lie apart
+_MORE_LOOKS = 2
 _ALIKE, _CLEARLY_FASTER = 1.25, 1.1  # of gains by the quickest calls
 _RANKING_SECONDS, _RANKING_ROUNDS = 0.15, 50
 _DENSE, _CANDIDATE = "dense", "candidate"
@@ -88,11 +91,11 @@ class Pairs:
 
     @property
     def quiet(self) -> tuple[float, float]:
-        """Milliseconds of dense and of the candidate when the machine did little else: of the quickest tenth of calls.
+        """Milliseconds of dense and of the candidate when the machine did little else: of the quickest calls of 20.
 
         Medians of a busy machine tell how it shares its processors; its quickest calls are those it left alone.
         """
-        dense, other = (sorted(times)[len(self.milliseconds) // 10] for times in zip(*self.milliseconds, strict=True))
+        dense, other = (sorted(times)[len(self.milliseconds) // 20] for times in zip(*self.milliseconds, strict=True))
         return dense, other
 
     @property
@@ -110,6 +113,18 @@ class Pairs:
     def _ratios(self) -> list[float]:
         # A clock that is too coarse for a call says 0: nothing is known of such a pair.
         return [dense / other if dense > 0 and other > 0 else 1.0 for dense, other in self.milliseconds]
+
+
+def timed(functions: Mapping[str, Callable[[], Tensor]], *, warmup: int, iters: int, seconds: float) -> Comparison:
+    """Time functions interleaved, by the time that is their own, until they have had so many seconds of it.
+
+    Examples
+    --------
+    >>> times = timed({"one": lambda: Tensor([1.0])}, warmup=1, iters=3, seconds=1.0)
+    >>> len(times["one"].samples)
+    3
+    """
+    return compare_own_time(functions, warmup=warmup, iters=iters, max_seconds=seconds, patience=_PATIENCE)
 
 
 def pairs_of(times: Comparison) -> Pairs:
@@ -146,12 +161,8 @@ def confirm(
     found, deadline = Pairs(()), perf_counter() + max_seconds
     hurry = max_seconds < _MOST_BATCHES * _BATCH_SECONDS
     for batch in range(_MOST_BATCHES):
-        times = compare(
-            {_DENSE: dense, _CANDIDATE: candidate},
-            warmup=1 if batch or hurry else 5,
-            iters=_BATCH_PAIRS,
-            max_seconds=_BATCH_SECONDS,
-        )
+        both, warmup = {_DENSE: dense, _CANDIDATE: candidate}, 1 if batch or hurry else 5
+        times = timed(both, warmup=warmup, iters=_BATCH_PAIRS, seconds=_BATCH_SECONDS)
         found = Pairs(found.milliseconds + pairs_of(times).milliseconds)
         if (found.decided and not thorough) or perf_counter() >= deadline:
             break
@@ -191,8 +202,9 @@ def settled(
 ) -> Verdict:
     """Time a candidate and dense as :func:`confirm` does, and once more where the outcome is hard to believe.
 
-    That is where the ratios are spread wide, and where the gain is above `roof`. If the second look is no better, the
-    quickest calls decide, provided that those of either half of it say the same and leave no doubt which is faster.
+    That is where the ratios are spread wide, and where the gain is above `roof`. If the second look is no better, there
+    is a third, and the quickest calls of both decide: whatever disturbs a call only makes it longer. The gain is
+    claimed if either half of the pairs says the same and leaves no doubt which is faster.
 
     Examples
     --------
@@ -202,21 +214,32 @@ def settled(
     True
     """
     deadline = perf_counter() + max_seconds
-    first = confirm(dense, candidate, max_seconds)
-    if first.stable and (first.gain <= roof or not first.won):
-        return Verdict.of(first, stable=True)
-    if perf_counter() >= deadline:
-        return Verdict.of(first, stable=False)
-    second = confirm(dense, candidate, deadline - perf_counter(), thorough=True)
-    if second.stable and second.gain <= roof:
-        return Verdict.of(second, stable=True)
-    if len(second.milliseconds) < _FEWEST_PAIRS:
-        return Verdict.of(second, stable=False)
-    gains = [Pairs(second.milliseconds[half::2]).quiet_gain for half in range(2)]
-    clear = min(gains) >= _CLEARLY_FASTER or max(gains) <= LOWEST_GAIN
-    if not clear or max(gains) > _ALIKE * min(gains):
-        return Verdict.of(second, stable=False)
-    return Verdict(second.quiet_gain, second.quiet[0], min(gains) >= _CLEARLY_FASTER, decided=True, stable=True)
+    found = confirm(dense, candidate, max_seconds)
+    if found.stable and (found.gain <= roof or not found.won):
+        return Verdict.of(found, stable=True)
+    pool: tuple[tuple[float, float], ...] = ()
+    for _ in range(_MORE_LOOKS):
+        if perf_counter() >= deadline:
+            break
+        found = confirm(dense, candidate, deadline - perf_counter(), thorough=True)
+        if found.stable and found.gain <= roof:
+            return Verdict.of(found, stable=True)
+        pool += found.milliseconds
+    if len(pool) < _FEWEST_PAIRS:
+        return Verdict.of(found, stable=False)
+    return _by_quickest(Pairs(pool))
+
+
+def _by_quickest(pairs: Pairs) -> Verdict:
+    """Return what the quickest calls say, of pairs that do not agree; every other pair is a half of them."""
+    gain, halves = pairs.quiet_gain, [Pairs(pairs.milliseconds[half::2]).quiet_gain for half in range(2)]
+    alike = max(halves) <= _ALIKE * min(halves)
+    if alike and min(halves) >= _CLEARLY_FASTER:
+        return Verdict(gain, pairs.quiet[0], won=True, decided=True, stable=True)
+    if alike and max(halves) <= LOWEST_GAIN:
+        return Verdict(gain, pairs.quiet[0], won=False, decided=True, stable=True)
+    won = gain >= LEAST_GAIN and min(halves) >= LOWEST_GAIN
+    return Verdict(gain, pairs.quiet[0], won, decided=False, stable=False)
 
 
 def ranked(dense: Callable[[], Tensor], candidates: Sequence[Callable[[], Tensor]], max_seconds: float) -> list[int]:
@@ -238,6 +261,6 @@ def ranked(dense: Callable[[], Tensor], candidates: Sequence[Callable[[], Tensor
         return list(order)
     functions = {_DENSE: dense} | {str(number): candidates[number] for number in order}
     seconds = min(_RANKING_SECONDS, max_seconds)
-    times = compare(functions, warmup=1, iters=_RANKING_ROUNDS, max_seconds=seconds)
+    times = timed(functions, warmup=1, iters=_RANKING_ROUNDS, seconds=seconds)
     gains = [Pairs(tuple(zip(times[_DENSE].samples, times[str(n)].samples, strict=True))).likely_gain for n in order]
     return sorted(order, key=lambda number: -gains[number])
