@@ -1,8 +1,7 @@
 """SparTA: model sparsity for PyTorch, from "some of these weights could be zero" to "the same model, measured faster".
 
-This module is the public API. Names that need nothing but torch are imported here; subpackages are imported when they
-are first used, so that ``import sparta`` costs next to nothing beyond torch's own import and never needs a GPU, a
-compiler or an optional package.
+This module is the public API. Every name is imported when it is first used, so that ``import sparta`` costs next to
+nothing, and never needs a GPU, a compiler or an optional package.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sparta import errors
-from sparta.tesa import NM, VNM, Block, Channel, Pattern, Spec, TeSA, Unstructured, detect
 from sparta.version import __version__
 
 if TYPE_CHECKING:
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     from sparta.propagation.api import compact, propagate
     from sparta.propagation.structured import prune_structured
     from sparta.scheduler import build_sparse_scheduler
+    from sparta.tesa import NM, VNM, Block, Channel, Pattern, Spec, TeSA, Unstructured, detect
 
 __all__ = [
     "NM",
@@ -82,7 +81,11 @@ _SUBPACKAGES = frozenset(
         "testing",
     }
 )
-_FUNCTIONS = {
+_NAMES = {
+    **{
+        name: ("sparta.tesa", name)
+        for name in ("NM", "VNM", "Block", "Channel", "Pattern", "Spec", "TeSA", "Unstructured", "detect")
+    },
     "build_sparse_scheduler": ("sparta.scheduler", "build_sparse_scheduler"),
     "compact": ("sparta.propagation", "compact"),
     "compile": ("sparta.compiler", "compile_model"),
@@ -96,9 +99,9 @@ _FUNCTIONS = {
 def __getattr__(name: str) -> Any:
     if name in _SUBPACKAGES:
         return import_module(f"sparta.{name}")
-    if name in _FUNCTIONS:
-        module, function = _FUNCTIONS[name]
-        return getattr(import_module(module), function)
+    if name in _NAMES:
+        module, attribute = _NAMES[name]
+        return getattr(import_module(module), attribute)
     raise AttributeError(errors.did_you_mean(name, __all__, "attribute of sparta"))
 
 
