@@ -71,8 +71,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="folder of the results")
     parser.add_argument("--budget", type=float, default=6.0, help="seconds to tune one layer")
     parser.add_argument("--processes", type=int, default=8, help="that are busy beside it")
+    parser.add_argument("--threads", type=int, default=1, help="of PyTorch, in the process that tunes")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     quiet = tuned(options.budget)
     with busy(options.processes):
         noisy = tuned(options.budget)
