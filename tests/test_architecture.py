@@ -26,7 +26,8 @@ MAY_USE = {
     "propagation": {"tesa"},
     "specialize": {"tesa", "common", "measure"},
     "nn": {"tesa", "common", "specialize", "measure"},
-    "compiler": {"tesa", "common", "propagation", "specialize", "nn", "measure", "reporting"},
+    "precision": {"tesa", "create", "specialize"},
+    "compiler": {"tesa", "common", "precision", "propagation", "specialize", "nn", "measure", "reporting"},
 }
 EVERYTHING = {"report", "cli", "__init__"}
 
