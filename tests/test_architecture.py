@@ -28,6 +28,7 @@ MAY_USE = {
     "nn": {"tesa", "common", "specialize", "measure"},
     "precision": {"tesa", "create", "specialize"},
     "compiler": {"tesa", "common", "precision", "propagation", "specialize", "nn", "measure", "reporting"},
+    "planning": {"tesa", "common", "oneshot", "propagation", "specialize", "compiler"},
 }
 EVERYTHING = {"report", "cli", "__init__"}
 

@@ -3,13 +3,15 @@
 Run with ``python benchmarks/oneshot/language_model.py --weights FOLDER --text CALIBRATION.txt HELD_OUT.txt``. The
 folder holds a causal language model that transformers can load: a saved one, or one ``.gguf`` file (SmolLM2-135M is
 what the stored results are of). Calibration and held-out text must be different books. Every run starts from the same
-dense weights, and the zeros of the pruned model are checked against the spec.
+dense weights, and the zeros of the pruned model are checked against the spec. Runs that stand in the stored results, of
+the same texts and numbers of tokens, are not repeated, so the script can be stopped at any time.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import math
 import platform
 import resource
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import sparta
-from record import save
+from record import RESULTS, save
 from sparta.tables import table
 
 PATTERNS: dict[str, tuple[str, float | None]] = {
@@ -32,6 +34,7 @@ PATTERNS: dict[str, tuple[str, float | None]] = {
     "4x1 50 %": ("4x1", 0.5),
     "unstructured 70 %": ("unstructured", 0.7),
 }
+QUESTION = "oneshot_language_model"
 METHODS = ("magnitude", "wanda", "sparsegpt", "alps", "alps+block")
 
 
@@ -95,6 +98,15 @@ def pruned(
     }
 
 
+def resumed(fresh: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the stored results where they answer the same question, so that their runs are not repeated."""
+    if not path.exists():
+        return fresh
+    stored: dict[str, Any] = json.loads(path.read_text())["results"]
+    same = all(stored[key] == fresh[key] for key in ("calibration_tokens", "held_out_tokens"))
+    return stored if same and abs(stored["perplexity_dense"] / fresh["perplexity_dense"] - 1) < 1e-3 else fresh
+
+
 def main() -> None:
     """Prune by every method in every pattern that was asked for, and store what was measured."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -105,7 +117,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--results", type=Path, help="folder of the results; the repository's by default")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args()
     model, tokenizer = load(given.weights)
     calibration = batches(tokenizer, given.text[0], given.calibration_tokens, given.context)
@@ -114,15 +126,23 @@ def main() -> None:
         "perplexity_dense": perplexity(model, held_out),
         "calibration_tokens": len(calibration) * given.context,
         "held_out_tokens": len(held_out) * given.context,
+        "peak_mib": 0,
         "runs": [],
     }
+    results = resumed(results, given.results / f"{QUESTION}.{platform.machine().replace('_', '-')}-cpu.json")
     print(f"dense {results['perplexity_dense']:.2f}", flush=True)
-    for name in given.patterns:
-        for method in given.methods:
+    done = {(run["pattern"], run["method"]) for run in results["runs"]}
+    for method in given.methods:
+        for name in given.patterns:
+            if (name, method) in done:
+                continue
             results["runs"].append(pruned(model, calibration, held_out, name, method))
             print(results["runs"][-1], flush=True)
-            results["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-            save("oneshot_language_model", f"{platform.machine()} CPU", results, given.results)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+            results["peak_mib"] = max(results["peak_mib"], peak)
+            save(QUESTION, f"{platform.machine()} CPU", results, given.results)
+    results["runs"].sort(key=lambda run: (list(PATTERNS).index(run["pattern"]), METHODS.index(run["method"])))
+    save(QUESTION, f"{platform.machine()} CPU", results, given.results)
     rows = [
         [r["pattern"], r["method"], f"{r['perplexity']:.1f}", f"{r['layer_error']:.3f}", f"{r['density']:.3f}",
          f"{r['seconds']:.0f}"] for r in results["runs"]

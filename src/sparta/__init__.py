@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         measure,
         nn,
         oneshot,
+        planning,
         propagation,
         scheduler,
         sparsify,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from sparta.compiler import compile_model as compile  # noqa: A004 - as torch.compile
     from sparta.compiler import load
     from sparta.oneshot import prune
+    from sparta.planning import plan
     from sparta.propagation.api import compact, propagate
     from sparta.propagation.structured import prune_structured
     from sparta.scheduler import build_sparse_scheduler
@@ -55,6 +57,8 @@ __all__ = [
     "measure",
     "nn",
     "oneshot",
+    "plan",
+    "planning",
     "propagate",
     "propagation",
     "prune",
@@ -73,6 +77,7 @@ _SUBPACKAGES = frozenset(
         "measure",
         "nn",
         "oneshot",
+        "planning",
         "propagation",
         "scheduler",
         "sparsify",
@@ -91,6 +96,7 @@ _NAMES = {
     "compile": ("sparta.compiler", "compile_model"),
     "load": ("sparta.compiler", "load"),
     "propagate": ("sparta.propagation", "propagate"),
+    "plan": ("sparta.planning", "plan"),
     "prune": ("sparta.oneshot", "prune"),
     "prune_structured": ("sparta.propagation", "prune_structured"),
 }

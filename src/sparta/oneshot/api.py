@@ -40,7 +40,7 @@ def prune(  # noqa: PLR0913 - one verb, and all but four of its arguments by nam
     model: nn.Module,
     data: Iterable[Any] | None = None,
     pattern: Pattern | str | Mapping[str, Pattern | str] = "2:4",
-    sparsity: float | None = None,
+    sparsity: float | Mapping[str, float] | None = None,
     *,
     method: str = "auto",
     include: Sequence[str] | str | None = None,
@@ -60,7 +60,7 @@ def prune(  # noqa: PLR0913 - one verb, and all but four of its arguments by nam
         and kept. Without data only ``"magnitude"`` can be used.
     pattern, sparsity
         A pattern, its text form, or a mapping from layer names (globs, ``re:`` patterns) to patterns; the fraction of
-        units to prune. N:M has a sparsity of its own.
+        units to prune, or a mapping of the same kind to fractions. N:M has a sparsity of its own.
     method
         ``"magnitude"``, ``"wanda"``, ``"ria"``, ``"sparsegpt"``, ``"alps"``, ``"obc"`` or ``"swaps"``;
         ``"auto"`` is ALPS with data and magnitude without.

@@ -13,6 +13,7 @@ from sparta.oneshot.targets import Target
 from sparta.sparsify.allocation import ERK, Allocation, Candidate, Energy, Global, Uniform, lamp
 from sparta.tesa import names
 from sparta.tesa.patterns import Pattern, as_pattern
+from sparta.tesa.select import check_sparsity, pruned_count
 
 __all__ = ["counts_of", "patterns_of"]
 
@@ -41,10 +42,12 @@ def patterns_of(targets: Sequence[Target], pattern: Pattern | str | Mapping[str,
 def counts_of(
     targets: Sequence[Target],
     patterns: Mapping[str, Pattern],
-    sparsity: float | None,
+    sparsity: float | Mapping[str, float] | None,
     allocation: Allocation | str,
 ) -> dict[str, int | None]:
     """Return how many units to prune in each layer, None for a pattern's own number."""
+    if isinstance(sparsity, Mapping):
+        return _counts_by_layer(targets, patterns, sparsity, allocation)
     if isinstance(allocation, str):
         if allocation not in _ALLOCATIONS:
             raise NameNotFoundError(did_you_mean(allocation, _ALLOCATIONS, "allocation"))
@@ -71,6 +74,36 @@ def counts_of(
         candidates = [_candidate(target, patterns[target.name]) for target in free]
         counted = allocation.counts(candidates, sparsity)
         result.update({target.name: count for target, count in zip(free, counted, strict=True)})
+    return result
+
+
+def _counts_by_layer(
+    targets: Sequence[Target],
+    patterns: Mapping[str, Pattern],
+    sparsity: Mapping[str, float],
+    allocation: Allocation | str,
+) -> dict[str, int | None]:
+    """Return the counts where each layer has a sparsity of its own; the first name or pattern that fits counts."""
+    if allocation != "uniform":
+        raise ValueRangeError(
+            message("an allocation together with a sparsity per layer", "one of them", "leave the allocation out")
+        )
+    by_name = {target.name: target for target in targets}
+    shares: dict[str, float] = {}
+    for key, value in sparsity.items():
+        for name in names.resolve(key, list(by_name)):
+            shares.setdefault(name, check_sparsity(value))
+    result: dict[str, int | None] = {}
+    for name, pattern in patterns.items():
+        if pattern.own_sparsity() is not None:
+            pattern.final_sparsity(shares.get(name))
+            result[name] = None
+        elif name in shares:
+            result[name] = pruned_count(pattern.unit_count(by_name[name].layout.shape), shares[name])
+        else:
+            raise ValueRangeError(
+                message(f"no sparsity for {name!r} ({pattern})", "a number in [0, 1] for each layer", "name it too")
+            )
     return result
 
 

@@ -1,0 +1,250 @@
+"""The bench: what is measured for a sparsity plan, layers one by one and models as a whole.
+
+The model is captured once. The time of an option is that of the best kernel that the tuner finds for the layer with a
+mask of that kind, with the layer's real input; results of earlier runs come from the tuning store. The solver needs
+nothing else of the compiler, so a test passes a bench of its own and no clock runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sparta.compiler.api import compile_in
+from sparta.compiler.choose.layers import best_ratio, choice_for
+from sparta.compiler.clock import Rounds
+from sparta.compiler.job import Job
+from sparta.compiler.lower.subgraph import SubGraph
+from sparta.compiler.session import Session
+from sparta.oneshot.targets import Target
+from sparta.planning.options import Option
+from sparta.propagation.capture import call_arguments
+from sparta.specialize.tuning.select import DENSE as DENSE_KERNEL
+from sparta.specialize.tuning.select import Choice
+from sparta.specialize.tuning.store import key_of
+from sparta.tesa.attribute import TeSA
+from sparta.tesa.patterns import Pattern
+from sparta.tesa.spec import Spec
+
+__all__ = ["Bench", "CompilerBench", "Whole"]
+
+_SECONDS = 0.1  # for a dense layer
+_WHOLE_SECONDS = 1.5
+_ROUNDS = 9
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A compiled model, measured.
+
+    Parameters
+    ----------
+    given_ms, ms
+        Milliseconds of the model as given and of the compiled one, interleaved.
+    ratio
+        How many times faster it is: the median of the ratios of single rounds.
+    memory_mb
+        Of what the compiled model holds, in MB (10^6 bytes).
+    dense
+        The layers that run dense although they are sparse, because that was faster in the whole.
+    """
+
+    given_ms: float
+    ms: float
+    ratio: float
+    memory_mb: float
+    dense: frozenset[str] = frozenset()
+
+
+class Bench(Protocol):
+    """What a plan needs to have measured."""
+
+    @property
+    def device(self) -> str:
+        """The kind of device that is measured."""
+        ...
+
+    def given_ms(self) -> float:
+        """Return the milliseconds of the model as given."""
+        ...
+
+    def dense_ms(self, name: str) -> float | None:
+        """Return the milliseconds of a layer that is dense; None for one that no kernel can run."""
+        ...
+
+    def option_ms(self, name: str, pattern: Pattern, sparsity: float | None) -> float:
+        """Return the milliseconds of a layer with a mask; those of dense where no kernel is faster."""
+        ...
+
+    def narrow_ms(self, name: str, *, rows: float, columns: float) -> float:
+        """Return the milliseconds of a dense layer of which these shares of the outputs and inputs stay."""
+        ...
+
+    def whole(self, masks: Mapping[str, tuple[Option, Pattern]]) -> Whole:
+        """Compile the model with such masks, and measure it."""
+        ...
+
+
+@dataclass(eq=False)
+class CompilerBench:
+    """Measures with the compiler.
+
+    Parameters
+    ----------
+    model
+        In evaluation mode, on the device.
+    example
+        What the model is measured with.
+    targets
+        The layers that may become sparse.
+    session
+        The clock, the store and the budget.
+    """
+
+    model: nn.Module
+    example: Any
+    targets: Mapping[str, Target]
+    session: Session
+    notes: list[str] = field(default_factory=list)
+    _known: dict[str, Choice] = field(default_factory=dict)
+    _dense: dict[str, float] = field(default_factory=dict)
+    _given: float | None = None
+    _found: dict[str, tuple[SubGraph, Tensor, Tensor | None]] | None = None
+
+    @property
+    def device(self) -> str:
+        """The kind of device that the model is on."""
+        return next(self.model.parameters()).device.type
+
+    def given_ms(self) -> float:
+        """Return the milliseconds of the model as given."""
+        if self._given is None:
+            self._given = self._median(lambda: self._call(self.model), _WHOLE_SECONDS)
+        return self._given
+
+    def dense_ms(self, name: str) -> float | None:
+        """Return the milliseconds of a layer that is dense; layers alike are timed once."""
+        if name not in self._layers:
+            return None
+        subgraph, x, _ = self._layers[name]
+        key = key_of(subgraph.spec(x))
+        if key not in self._dense:
+            self._dense[key] = self._median(lambda: self._run(subgraph, subgraph.weight, x, subgraph.bias), _SECONDS)
+        return self._dense[key]
+
+    def option_ms(self, name: str, pattern: Pattern, sparsity: float | None) -> float:
+        """Return the milliseconds of the best kernel, by its ratio to dense."""
+        dense = self.dense_ms(name) or 0.0
+        subgraph, x, residual = self._layers[name]
+        mask = _mask(self.targets[name], pattern, sparsity)
+        pruned = replace(subgraph, weight=subgraph.weight * mask.to(subgraph.weight.device))
+        spec = pruned.spec(x)
+
+        def problem() -> Any:
+            return pruned.lowering.problem(spec, pruned.weight, x, pruned.bias, residual)
+
+        with torch.no_grad():
+            choice = choice_for(spec, problem, self._known, self.session, share=0.1)
+        if self.session.interrupted:
+            raise KeyboardInterrupt  # it was taken as the end of one measurement; it ends all of them
+        if choice.implement == DENSE_KERNEL:
+            return dense
+        ratio = best_ratio(choice)
+        return dense if ratio is None else dense * min(1.0, ratio)
+
+    def narrow_ms(self, name: str, *, rows: float, columns: float) -> float:
+        """Return the milliseconds of a dense layer of which some rows and columns stay, by its ratio to the whole."""
+        dense = self.dense_ms(name) or 0.0
+        subgraph, x, _ = self._layers[name]
+        weight, axis = subgraph.weight, 1 if subgraph.weight.dim() > 2 else -1
+        kept_rows, kept = max(1, round(rows * weight.shape[0])), max(1, round(columns * weight.shape[1]))
+        small = weight[:kept_rows, :kept].contiguous()
+        bias = None if subgraph.bias is None else subgraph.bias[:kept_rows].contiguous()
+        narrow = x.narrow(axis, 0, kept).contiguous()
+        calls = {
+            "dense": lambda: self._run(subgraph, weight, x, subgraph.bias),
+            "narrow": lambda: self._run(subgraph, small, narrow, bias),
+        }
+        ratio = Rounds(self.session.measure(calls, _SECONDS)).ratio("dense", "narrow").value
+        return dense / max(1.0, ratio)
+
+    def whole(self, masks: Mapping[str, tuple[Option, Pattern]]) -> Whole:
+        """Compile a copy with masks by magnitude, whose times are those of any mask of the kind, and measure it."""
+        model = copy.deepcopy(self.model)
+        spec = Spec(
+            {
+                name: TeSA.from_mask(self._stored(name, pattern, option), format=self.targets[name].parameter.dtype)
+                for name, (option, pattern) in masks.items()
+            }
+        )
+        spec.apply(model)
+        session = Session(tune=self.session.tune, budget_s=self._left(), show=self.session.show)
+        session.measure = self.session.measure
+        fast = compile_in(session, model, [self.example], spec, check=False)
+        self.session.interrupted |= session.interrupted
+        args, kwargs = call_arguments(self.example)
+        with torch.no_grad():
+            calls = {"given": lambda: self._call(self.model), "fast": lambda: self._waited(fast(*args, **kwargs))}
+            seconds = max(_WHOLE_SECONDS, 2 * _ROUNDS * self.given_ms() / 1e3)
+            rounds = Rounds(self.session.measure(calls, seconds))
+        layers = {layer.name: layer for layer in fast.report.plan.layers}
+        dense = frozenset(name for name in masks if _module(name) in layers and not layers[_module(name)].sparse)
+        ratio = rounds.ratio("given", "fast").value
+        memory = fast.report.totals.compiled_memory / 1e6
+        return Whole(rounds.median("given"), rounds.median("fast"), ratio, memory, dense)
+
+    # ------------------------------------------------------------------ within
+
+    @property
+    def _layers(self) -> dict[str, tuple[SubGraph, Tensor, Tensor | None]]:
+        if self._found is None:
+            with torch.no_grad():
+                job = Job.started(self.model, self.example, None, None, (), self.session)
+            self._found = {}
+            for subgraph in job.subgraphs:
+                name = job.reduced.source(subgraph.anchor.weight)
+                if name in self.targets and tuple(subgraph.weight.shape) == self.targets[name].layout.shape:
+                    self._found[name] = (subgraph, *job.samples[0].values[subgraph])
+        return self._found
+
+    def _stored(self, name: str, pattern: Pattern, option: Option) -> Tensor:
+        target = self.targets[name]
+        return target.seen(_mask(target, pattern, option.sparsity))
+
+    def _median(self, function: Any, seconds: float) -> float:
+        with torch.no_grad():
+            return Rounds(self.session.measure({"it": function}, seconds)).median("it")
+
+    def _run(self, subgraph: SubGraph, weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            result = subgraph.lowering.dense(weight, x, bias, subgraph.anchor.attributes)
+        self._waited(result)
+        return result
+
+    def _call(self, model: nn.Module) -> Any:
+        args, kwargs = call_arguments(self.example)
+        with torch.no_grad():
+            return self._waited(model(*args, **kwargs))
+
+    def _waited(self, result: Any) -> Any:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return result
+
+    def _left(self) -> float | None:
+        left = self.session.left
+        return None if left == float("inf") else max(1.0, left)
+
+
+def _mask(target: Target, pattern: Pattern, sparsity: float | None) -> Tensor:
+    """Return the mask of a layer's weight by magnitude, outputs first."""
+    return pattern.project(target.seen(target.parameter.detach()).abs(), sparsity)
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")

@@ -1,0 +1,125 @@
+"""The notebook: what was measured and computed for a plan, on disk, so that a killed run goes on where it was.
+
+One JSON file in a folder of the user's, rewritten whole after each entry. It holds a fingerprint of the question;
+another question in the same folder is an error, not a wrong answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sparta.errors import FileFormatError, message
+from sparta.files import read_json_file, reading, write_atomic
+from sparta.planning.bench import Bench, Whole
+from sparta.planning.options import Option
+from sparta.tesa.patterns import Pattern
+
+__all__ = ["Notebook", "Remembering"]
+
+_VERSION = 1
+
+
+@dataclass(eq=False)
+class Notebook:
+    """Numbers by name.
+
+    Parameters
+    ----------
+    path
+        The file; None keeps nothing beyond the run.
+    question
+        What the numbers are of.
+    """
+
+    path: Path | None = None
+    question: str = ""
+    entries: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def opened(cls, folder: str | os.PathLike[str] | None, question: str) -> Notebook:
+        """Return the notebook of a folder, which is made if there is none."""
+        if folder is None:
+            return cls()
+        path = Path(folder) / "plan.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FileFormatError(
+                message(f"{folder} cannot be used as a folder: {error}", fix="name another")
+            ) from error
+        if not path.exists():
+            return cls(path, question)
+        with reading(path, "remove it"):
+            record = read_json_file(path)
+            stored, entries = record["question"], record["entries"]
+            if record["version"] != _VERSION or not isinstance(entries, dict):
+                raise FileFormatError(message(f"{path} is of another version", fix="use an empty folder"))
+        if stored != question:
+            raise FileFormatError(
+                message(
+                    f"{path} is of another plan: its model, inputs, data, patterns or method differ",
+                    "the same call as before",
+                    "use an empty folder for a new plan",
+                )
+            )
+        return cls(path, question, entries)
+
+    def once(self, key: str, make: Callable[[], Any]) -> Any:
+        """Return the entry of a key, made and kept where there is none."""
+        if key not in self.entries:
+            self.keep(key, make())
+        return self.entries[key]
+
+    def keep(self, key: str, value: Any) -> None:
+        """Write an entry down."""
+        self.entries[key] = value
+        if self.path is not None:
+            record = {"version": _VERSION, "question": self.question, "entries": self.entries}
+            write_atomic(self.path, json.dumps(record).encode())
+
+
+@dataclass(eq=False)
+class Remembering:
+    """A bench that asks another one only for what is not in a notebook."""
+
+    bench: Bench
+    notebook: Notebook
+
+    @property
+    def device(self) -> str:
+        """The kind of device that is measured."""
+        return self.bench.device
+
+    def given_ms(self) -> float:
+        """Return the milliseconds of the model as given."""
+        return float(self.notebook.once("given", self.bench.given_ms))
+
+    def dense_ms(self, name: str) -> float | None:
+        """Return the milliseconds of a layer that is dense."""
+        found = self.notebook.once(f"dense {name}", lambda: self.bench.dense_ms(name))
+        return None if found is None else float(found)
+
+    def option_ms(self, name: str, pattern: Pattern, sparsity: float | None) -> float:
+        """Return the milliseconds of a layer with a mask."""
+        key = f"option {name} {pattern} {sparsity}"
+        return float(self.notebook.once(key, lambda: self.bench.option_ms(name, pattern, sparsity)))
+
+    def narrow_ms(self, name: str, *, rows: float, columns: float) -> float:
+        """Return the milliseconds of a narrower layer."""
+        key = f"narrow {name} {rows} {columns}"
+        return float(self.notebook.once(key, lambda: self.bench.narrow_ms(name, rows=rows, columns=columns)))
+
+    def whole(self, masks: Mapping[str, tuple[Option, Pattern]]) -> Whole:
+        """Return the measured whole."""
+        key = "whole " + " ".join(f"{name}={option}" for name, (option, _) in sorted(masks.items()))
+        found = self.notebook.once(key, lambda: _plain(self.bench.whole(masks)))
+        return Whole(**{**found, "dense": frozenset(found["dense"])})
+
+
+def _plain(whole: Whole) -> dict[str, Any]:
+    return {**asdict(whole), "dense": sorted(whole.dense)}

@@ -1,0 +1,217 @@
+"""The search: fill the table, solve it, measure the answer as a whole, correct the table, and solve again.
+
+Every step may be cut short, by the budget or by Ctrl-C; what is known by then is what the plan is made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from sparta.oneshot.targets import Target
+from sparta.planning.bench import Bench, Whole
+from sparta.planning.cost import errors_of, grams_of, sensitivity_of
+from sparta.planning.layers import Group
+from sparta.planning.notebook import Notebook
+from sparta.planning.options import CHANNELS, DENSE, Option
+from sparta.planning.result import Goal
+from sparta.planning.table import Assignment, Table, picked
+from sparta.tesa.patterns import Pattern
+
+__all__ = ["Search"]
+
+_GAIN = 0.97  # of dense's time, which an option must not exceed
+_ROUNDS = 6
+_Costed = list[tuple[Option, Pattern]]
+
+
+@dataclass(eq=False)
+class Search:
+    """One plan under way.
+
+    Parameters
+    ----------
+    bench
+        What measures.
+    room
+        Returns whether there is time for more.
+    show
+        Called with a line about what is done.
+    """
+
+    model: nn.Module
+    targets: Mapping[str, Target]
+    groups: Sequence[Group]
+    options: Mapping[str, Sequence[Option]]
+    bench: Bench
+    notebook: Notebook
+    room: Callable[[], bool] = lambda: True
+    show: Callable[[str], object] = lambda _line: None
+    notes: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    points: list[tuple[Assignment, Whole, float]] = field(default_factory=list)
+
+    # ------------------------------------------------------------------ the table
+
+    def filled(self, batches: Sequence[Any], method: str, megabytes: float) -> Table:
+        """Return the table of all options that beat dense, with their costs."""
+        times: dict[str, dict[Option, float]] = {}
+        narrow: dict[int, dict[Option, float]] = {}
+        with self._interruptible("measuring layers was interrupted: what was not measured stays dense"):
+            self._time(times, narrow)
+        costs: dict[str, dict[Option, float]] = {}
+        with self._interruptible("estimating costs was interrupted: layers without a cost stay dense"):
+            self._cost(batches, method, times, narrow, costs)
+        for number in [n for n in narrow if not all(c.reader in costs for c in self.groups[n].channels)]:
+            del narrow[number]
+        return Table(self.groups, self.targets, times, costs, narrow, self.bench.given_ms(), megabytes)
+
+    def _time(self, times: dict[str, dict[Option, float]], narrow: dict[int, dict[Option, float]]) -> None:
+        for group in self.groups:
+            for name in group.names:
+                dense = self.bench.dense_ms(name)
+                if dense is not None:
+                    times[name] = {DENSE: dense}
+        slowest = sorted(times, key=lambda name: -times[name][DENSE])
+        for number, name in enumerate(slowest):
+            self.show(f"layer {number + 1}/{len(slowest)}: {name}")
+            for pattern, options in self.options.items():
+                if pattern != CHANNELS:
+                    self._time_pattern(name, options, times[name])
+        if CHANNELS in self.options:
+            for number, group in enumerate(self.groups):
+                if group.channels and all(name in times for name in group.names) and self.room():
+                    narrow[number] = self._narrow(group, times)
+
+    def _time_pattern(self, name: str, options: Sequence[Option], times: dict[Option, float]) -> None:
+        """Time the options of one pattern, the fastest first, until one does not beat dense."""
+        for option in options:
+            if not self.room():
+                self._note("the budget was spent before all options were measured: the others were not considered")
+                return
+            try:
+                option.made.check_shape(self.targets[name].layout.shape)
+            except ValueError:
+                return
+            time = self.bench.option_ms(name, option.made, option.sparsity)
+            if time > _GAIN * times[DENSE]:
+                return
+            times[option] = time
+
+    def _narrow(self, group: Group, times: Mapping[str, Mapping[Option, float]]) -> dict[Option, float]:
+        """Return the time of a group for each share of its channels that goes."""
+        found: dict[Option, float] = {}
+        readers = {each.reader for each in group.channels}
+        writers = {name for each in group.channels for name in each.writers}
+        for option in self.options[CHANNELS]:
+            total = 0.0
+            for name in group.names:
+                rows = option.density if name in writers else 1.0
+                columns = option.density if name in readers else 1.0
+                same = rows == columns == 1.0
+                total += times[name][DENSE] if same else self.bench.narrow_ms(name, rows=rows, columns=columns)
+            found[option] = total
+        return found
+
+    def _cost(
+        self,
+        batches: Sequence[Any],
+        method: str,
+        times: Mapping[str, Mapping[Option, float]],
+        narrow: Mapping[int, Mapping[Option, float]],
+        costs: dict[str, dict[Option, float]],
+    ) -> None:
+        wanted = {name: self._costed(name, options, narrow) for name, options in times.items()}
+        wanted = {name: options for name, options in wanted.items() if options}
+        for name, options in wanted.items():
+            stored = self.notebook.entries.get(f"cost {name}", {})
+            if all(str(option) in stored for option, _ in options):
+                costs[name] = {option: float(stored[str(option)]) for option, _ in options}
+        missing = [self.targets[name] for name in wanted if name not in costs]
+        if not missing:
+            return
+        self.show("how the outputs react to each layer")
+        sensitivity = sensitivity_of(self.model, missing, batches)
+        for target, gram in grams_of(self.model, missing, batches):
+            self.show(f"cost of {target.name}")
+            found = errors_of(target, gram, wanted[target.name], sensitivity, method)
+            self.notebook.keep(f"cost {target.name}", {str(option): cost for option, cost in found.items()})
+            costs[target.name] = found
+
+    def _costed(
+        self, name: str, options: Mapping[Option, float], narrow: Mapping[int, Mapping[Option, float]]
+    ) -> _Costed:
+        """Return the options of a layer that need a cost, each with the pattern on its weight."""
+        found: _Costed = [(option, option.made) for option in options if option != DENSE]
+        for number, times in narrow.items():
+            found += [(o, each.pattern) for each in self.groups[number].channels if each.reader == name for o in times]
+        return found
+
+    # ------------------------------------------------------------------ the answer
+
+    def answered(self, table: Table, goal: Goal) -> tuple[Assignment, Whole | None, bool, str]:
+        """Return what layers become, what that measured, whether it is what was asked, and what came of it."""
+        with self._interruptible("measuring the whole was interrupted: the best so far"):
+            for _ in range(_ROUNDS):
+                assignment = self.solved(table, goal)
+                if any(assignment == known for known, _, _ in self.points):
+                    break
+                self.show(f"compiling and measuring plan {len(self.points) + 1} for {goal}")
+                whole = self.bench.whole({name: (o, table.pattern_of(name, o)) for name, o in assignment.items()})
+                self.points.append((assignment, whole, table.loss(assignment)))
+                table.correct(assignment, whole.ms * table.given_ms / whole.given_ms, whole.memory_mb, whole.dense)
+                if goal.close(whole) or not self.room():
+                    break
+        return self._best(table, goal)
+
+    def solved(self, table: Table, goal: Goal) -> Assignment:
+        """Return the best assignment by the table; the fastest, or smallest, where the goal is out of its reach."""
+        memory = goal.memory_mb is not None
+        front, bundles = table.front(memory=memory)
+        if goal.memory_mb is not None:
+            place = front.within(goal.memory_mb - table.rest_mb)
+        elif goal.max_loss is not None:
+            place = front.costing(goal.max_loss**2)
+        else:
+            asked = goal.asked_ms(table.given_ms)
+            place = None if asked is None else front.within(asked - table.rest_ms)
+        return picked(bundles, front.chosen(0 if place is None else place))
+
+    def _best(self, table: Table, goal: Goal) -> tuple[Assignment, Whole | None, bool, str]:
+        if not self.points:
+            assignment = self.solved(table, goal)
+            return assignment, None, True, "by the table; not measured"
+        good = [point for point in self.points if goal.met(point[1])]
+        if good:
+            close = [point for point in good if goal.close(point[1])]
+            assignment, whole, _ = min(close or good, key=lambda point: point[2])
+            reason = f"measured {whole.ratio:.2f}x after {len(self.points)} rounds"
+            return assignment, whole, True, reason if close else f"{reason}; nothing nearer to {goal} was found"
+        assignment, whole, _ = max(self.points, key=lambda point: goal.reached(point[1]) or 0.0)
+        return assignment, whole, False, self._why_not(table, goal, whole)
+
+    def _why_not(self, table: Table, goal: Goal, whole: Whole) -> str:
+        if goal.memory_mb is not None:
+            return f"{goal} cannot be reached: the smallest that was measured is {whole.memory_mb:.4g} MB"
+        bound = "" if math.isinf(table.bound) else f", and {table.bound:.2f}x if these layers took no time (Amdahl)"
+        if self.interrupted or not self.room():
+            return f"{goal} was not reached when the time was up; the fastest that was measured is {whole.ratio:.2f}x"
+        return f"{goal} cannot be reached here: the fastest that was measured is {whole.ratio:.2f}x{bound}"
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    @contextmanager
+    def _interruptible(self, note: str) -> Iterator[None]:
+        """End a step at Ctrl-C and keep what it has found."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.interrupted = True
+            self._note(note)

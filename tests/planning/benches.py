@@ -1,0 +1,64 @@
+"""A bench without a clock: times follow a formula, and the whole is not the sum of its layers."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from sparta.planning.bench import Whole
+
+GAIN = {"unstructured": 0.6, "4x1": 1.0, "2:4": 0.5}  # how much of its zeros a pattern turns into speed
+
+
+@dataclass
+class FakeBench:
+    """Layers take their weights' size; in the whole, sparse layers take `slower` times what they take alone."""
+
+    targets: dict
+    rest: float = 2.0
+    slower: float = 1.3
+    always_dense: frozenset = frozenset()
+    device: str = "cpu"
+    calls: Counter = field(default_factory=Counter)
+    interrupt_at: str = ""
+    writers: dict = field(default_factory=dict)  # by the layer whose inputs may go: the layers that make them
+
+    def _size(self, name):
+        return self.targets[name].parameter.numel() / 1000
+
+    def given_ms(self):
+        return self.rest + sum(self._size(name) for name in self.targets)
+
+    def dense_ms(self, name):
+        return self._size(name)
+
+    def option_ms(self, name, pattern, sparsity):
+        self.calls["option"] += 1
+        if self.interrupt_at == "option" and self.calls["option"] > 3:
+            raise KeyboardInterrupt
+        gain = next((gain for text, gain in GAIN.items() if text.replace("x", "×") in str(pattern)), 0.5)
+        return self._size(name) * (1 - gain * (sparsity or 0.5)) * 1.05
+
+    def narrow_ms(self, name, *, rows, columns):
+        return self._size(name) * rows * columns
+
+    def whole(self, masks):
+        self.calls["whole"] += 1
+        if self.interrupt_at == "whole" and self.calls["whole"] > 1:
+            raise KeyboardInterrupt
+        total, held = self.rest, 0.0
+        narrower = {name: masks[reader][0].density for reader in masks for name in self.writers.get(reader, ())}
+        for name in self.targets:
+            size = self._size(name)
+            if name in narrower:
+                total, held = total + self.slower * size * narrower[name], held + size * narrower[name]
+                continue
+            if name not in masks or name in self.always_dense:
+                total, held = total + size, held + size
+                continue
+            option, pattern = masks[name]
+            if option.pattern == "channels":
+                total, held = total + self.slower * size * option.density, held + size * option.density
+            else:
+                total += self.slower * self.option_ms(name, pattern, option.sparsity)
+                held += size * option.density
+        dense = frozenset(masks) & self.always_dense
+        return Whole(self.given_ms(), total, self.given_ms() / total, 0.004 * held, dense)
