@@ -59,7 +59,7 @@ def test_results_are_those_of_the_rounded_layer(inputs, outputs, lead, density, 
     assert torch.equal(layer(before[0]), y)
 
 
-@pytest.mark.parametrize("name", ["dense", "onednn", "cpu-int8"])
+@pytest.mark.parametrize("name", ["dense", "onednn-int8", "torch-int8", "cpu-int8"])
 @pytest.mark.parametrize("format", ["int8", "uint8"])
 def test_every_implement_gives_the_same(name, format):
     layer, _, _, x = made(input_scale=0.03, input_zero_point=5, input_format=format)
@@ -90,9 +90,27 @@ def test_rows_that_are_too_short_for_the_library_are_filled_up(inputs, format, m
     layer = SparseInt8Linear.from_float(dense, mask, calibration=x, input_format=format)
     before = layer(x)
     monkeypatch.setattr(torch, "_int_mm", wrong_for_short_rows)
-    layer.build(x, {"_name": "dense"})
-    assert layer.choice.implement == "dense"
+    layer.build(x, {"_name": "torch-int8"})
+    assert layer.choice.implement == "torch-int8"
     assert torch.equal(layer(x), before)
+
+
+def test_every_token_may_have_a_grid_of_its_own():
+    dense, mask = nn.Linear(24, 12), torch.rand(12, 24) < 0.5
+    x = torch.randn(5, 3, 24) * torch.tensor([1e-3, 1.0, 100.0])[:, None]  # one grid for all would lose the first
+    layer = SparseInt8Linear.from_float(dense, mask, dynamic=True)
+    exact = nn.functional.linear(x, dense.weight * mask, dense.bias)
+    before = layer(x)
+    assert bool(((before - exact).abs() <= 0.05 * x.abs().amax(-1, keepdim=True) + 1e-4).all())
+    for name in ("dense", "torch-int8", "cpu-int8"):
+        config = next(s for s in layer.get_search_space(x).samples() if s["_name"] == name)
+        layer.build((x,), config)
+        torch.testing.assert_close(layer(x), before, rtol=1e-5, atol=1e-5)
+    assert "a scale for each token" in repr(layer)
+    with pytest.raises(ValueRangeError, match=r"torch\.int8"):
+        layer(torch.zeros(2, 24, dtype=torch.int8))
+    with pytest.raises(ValueRangeError, match="one of them"):
+        SparseInt8Linear(torch.ones(2, 4, dtype=torch.int8), torch.ones(2))
 
 
 def test_it_is_tuned_and_built_like_any_other():
@@ -110,9 +128,9 @@ def test_it_is_tuned_and_built_like_any_other():
 
 def test_state_travels_and_another_mask_or_grid_undoes_what_was_built():
     layer, dense, mask, x = made()
-    layer.build((x,), {"_name": "dense"})
+    layer.build((x,), {"_name": "torch-int8"})
     other = SparseInt8Linear.from_float(dense, mask, input_scale=1.0)
-    other.build((x,), {"_name": "dense"})
+    other.build((x,), {"_name": "torch-int8"})
     other.load_state_dict(layer.state_dict())
     assert not other.ready
     assert torch.equal(other(x), layer(x))

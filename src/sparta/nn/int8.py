@@ -1,8 +1,8 @@
 """SparseInt8Linear: a linear layer of 8-bit integers with a sparse weight, run by the fastest implement there is.
 
 ``SparseInt8Linear.from_float(dense, weight_mask, calibration=inputs)`` rounds a trained layer to integers. It takes and
-returns real numbers (or integers of its input's grid, which are not rounded again), sums exactly in integers, and is
-for inference: it has no gradients.
+returns real numbers (or integers of its input's grid, which are not rounded again) and is for inference: it has no
+gradients. Inputs are rounded to a grid that calibration found, or with ``dynamic=True`` to one of each token.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.nn.inputs import ExampleInputs, as_inputs, need_tensors, rows_to_check, weight_mask_of
 from sparta.nn.operator import Chosen, OperatorBase
-from sparta.specialize.int8_linear.op import Int8State, run_int8_linear, run_real_linear
+from sparta.specialize.int8_linear.op import Int8State, run_int8_linear
 from sparta.specialize.int8_linear.quantization import Quantization
-from sparta.specialize.int8_linear.spec import Int8LinearKernel, int8_linear_spec, requantization
+from sparta.specialize.int8_linear.spec import Int8Kernel, int8_linear_spec, requantization
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
+from sparta.specialize.linear.spec import LinearKernel
 from sparta.specialize.tuning.select import Problem, build
 from sparta.tesa.attribute import TeSA
 
@@ -42,6 +43,8 @@ class SparseInt8Linear(OperatorBase):
         (N, K), bool, or a TeSA; None takes the nonzero weights as live.
     input_scale, input_zero_point, input_format
         The grid that inputs are rounded to, in ``'int8'`` or ``'uint8'``: ``(integer - zero_point) * scale``.
+    dynamic
+        Whether every token has a grid of its own instead, int8 with its largest absolute value as 127.
 
     Examples
     --------
@@ -67,9 +70,10 @@ class SparseInt8Linear(OperatorBase):
         bias: Tensor | None = None,
         weight_mask: Tensor | TeSA | None = None,
         *,
-        input_scale: float,
+        input_scale: float | None = None,
         input_zero_point: int = 0,
         input_format: str = "uint8",
+        dynamic: bool = False,
     ) -> None:
         super().__init__()
         if weight.ndim != 2 or weight.dtype != torch.int8:
@@ -79,15 +83,17 @@ class SparseInt8Linear(OperatorBase):
             if vector is not None and vector.shape != (outputs,):
                 raise ShapeError(message(f"{name} of shape {tuple(vector.shape)}", f"({outputs},)"))
         kept = weight_mask_of(weight_mask, weight)
-        Quantization(input_scale, input_zero_point, input_format)  # raises where it is none
+        if not dynamic and input_scale is None:
+            raise ValueRangeError(message("neither input_scale nor dynamic=True", "one of them"))
+        grid = _given_grid(input_scale, input_zero_point, input_format, dynamic=dynamic)
+        self.dynamic, input_format = dynamic, grid.format
         self.in_features, self.out_features, self.input_format = inputs, outputs, input_format
         self.register_buffer("weight", torch.where(kept, weight.detach(), 0))
         self.register_buffer("weight_scale", weight_scale.detach().float())
         self.register_buffer("bias", None if bias is None else bias.detach().float())
         self.register_buffer("weight_mask", kept)
-        self.register_buffer("input_scale", torch.tensor(float(input_scale), dtype=torch.float64))
-        self.register_buffer("input_zero_point", torch.tensor(int(input_zero_point), dtype=torch.int32))
-        self.register_buffer("_multiplier", None, persistent=False)
+        self.register_buffer("input_scale", torch.tensor(grid.scale, dtype=torch.float64))
+        self.register_buffer("input_zero_point", torch.tensor(grid.zero_point, dtype=torch.int32))
         self._grid_changed()
 
     @classmethod
@@ -100,6 +106,7 @@ class SparseInt8Linear(OperatorBase):
         input_scale: float | None = None,
         input_zero_point: int = 0,
         input_format: str = "uint8",
+        dynamic: bool = False,
     ) -> SparseInt8Linear:
         """Round a trained linear layer to integers: its weight symmetric with one scale per row, its input on one grid.
 
@@ -113,11 +120,14 @@ class SparseInt8Linear(OperatorBase):
             Inputs (..., K) as they will be in use, one tensor or several: the grid covers all of them.
         input_scale, input_zero_point, input_format
             The grid itself, instead of `calibration`.
+        dynamic
+            A grid for each token, which needs no calibration.
         """
         if not isinstance(dense, nn.Linear):
             raise ValueRangeError(message(f"a {type(dense).__name__}", "a torch.nn.Linear"))
-        if (calibration is None) == (input_scale is None):
-            raise ValueRangeError(message("both or neither of calibration and input_scale", "one of them"))
+        if (calibration is not None) + (input_scale is not None) + dynamic != 1:
+            given = "several or none of calibration, input_scale and dynamic=True"
+            raise ValueRangeError(message(given, "one of them"))
         if calibration is not None:
             covering = _covering(calibration, dense.in_features, input_format)
             input_scale, input_zero_point = covering.scale, covering.zero_point
@@ -133,25 +143,23 @@ class SparseInt8Linear(OperatorBase):
             scale,
             dense.bias,
             kept,
-            input_scale=cast("float", input_scale),
+            input_scale=input_scale,
             input_zero_point=input_zero_point,
             input_format=input_format,
+            dynamic=dynamic,
         )
 
     def _grid_changed(self) -> None:
         """Read the grid again and run dense: what was tuned has another grid in it."""
-        self._grid = Quantization(float(self.input_scale), int(self.input_zero_point), self.input_format)
-        self._fold_scales()
+        scale, zero = float(self.input_scale), int(self.input_zero_point)
+        self._grid = _given_grid(scale, zero, self.input_format, dynamic=self.dynamic)
         self._state: Int8State | None = None
         self.choice = None
-
-    def _fold_scales(self) -> None:
-        self._multiplier: Tensor = requantization(self.weight_scale, self._grid.scale)[0]
 
     # ------------------------------------------------------------------ running
 
     def quantize(self, x: Tensor) -> Tensor:
-        """Return inputs rounded to the layer's grid, as 8-bit integers.
+        """Return inputs rounded to the layer's static grid, as 8-bit integers.
 
         >>> layer = SparseInt8Linear(torch.ones(2, 3, dtype=torch.int8), torch.ones(2), input_scale=0.5)
         >>> layer.quantize(torch.tensor([[0.0, 1.0, 1e9]])).tolist()
@@ -163,83 +171,88 @@ class SparseInt8Linear(OperatorBase):
         """Return the layer's output (..., N), float32, for x (..., K) in real numbers or as integers of its grid."""
         rows, state = self._flat(x), self._state
         if state is None:
-            y = self._dense(self._integers(rows))
+            y = self._dense(rows)
         else:
-            real = rows.is_floating_point()
-            done = run_real_linear(rows, self.weight, self._grid.scale, self._scales(), state) if real else None
-            y = run_int8_linear(self._integers(rows), self.weight, *self._scales(), state) if done is None else done
+            # A kernel of integers rounds in the same pass.
+            given = rows if isinstance(state.forward, Int8Kernel) else self._real(rows)
+            y = run_int8_linear(given, self.weight, self.bias, state)
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
-
-    def _rows(self, x: Tensor) -> Tensor:
-        """Return an example input as integers (M, K)."""
-        return self._integers(self._flat(x, "an example input"))
 
     def _flat(self, x: Tensor, what: str = "an input") -> Tensor:
         need_tensors(x=x)
         if x.dim() < 1 or x.shape[-1] != self.in_features:
             raise ShapeError(message(f"{what} of shape {tuple(x.shape)}", f"(..., {self.in_features})"))
         wanted = self._grid.dtype
-        if not x.is_floating_point() and x.dtype != wanted:
-            raise ValueRangeError(message(f"{what} of {x.dtype}", f"a floating-point dtype, or {wanted}"))
+        if not x.is_floating_point() and (x.dtype != wanted or self.dynamic):
+            allowed = "a floating-point dtype" + ("" if self.dynamic else f", or {wanted}")
+            raise ValueRangeError(message(f"{what} of {x.dtype}", allowed))
         return x if x.dim() == 2 else x.reshape(-1, self.in_features)
 
-    def _integers(self, rows: Tensor) -> Tensor:
-        return self.quantize(rows) if rows.is_floating_point() else rows
-
-    def _scales(self) -> tuple[Tensor, Tensor | None]:
-        """Return multiplier and offset; a module that was cast to a short dtype still computes in float32."""
-        return self._multiplier.float(), None if self.bias is None else self.bias.float()
+    def _real(self, rows: Tensor) -> Tensor:
+        """Return rows as the numbers that their integers stand for."""
+        if not rows.is_floating_point():
+            return self._grid.real(rows, torch.float32)
+        return self._grid.rounded(rows.float())
 
     def _dense(self, rows: Tensor) -> Tensor:
+        grid, token_scales = self._grid, None
+        if grid.dynamic:
+            rows, token_scales = grid.token_integers(rows)
+        elif rows.is_floating_point():
+            rows = grid.integers(rows.float())
         # Integers up to 2^53 are exact in float64, and the result is rounded once, as kernels do it.
-        sums = (rows.double() - self._grid.zero_point) @ self.weight.double().t()
-        multiplier, offset = self._scales()
-        y = sums.float().double() * multiplier.double()
+        sums = ((rows.double() - grid.zero_point) @ self.weight.double().t()).float()
+        multiplier, offset = requantization(self.weight_scale, grid.scale, bias=self.bias)
+        y = (sums if token_scales is None else sums * token_scales).double() * multiplier.double()
         return (y if offset is None else y + offset.double()).float()
 
     # ------------------------------------------------------------------ choosing
 
     def _problem(self, inputs: ExampleInputs, *, backward: bool) -> Problem:
         del backward  # there are no gradients
-        rows = self._rows(as_inputs(inputs, 1)[0].detach())
+        rows = self._real(self._flat(as_inputs(inputs, 1)[0].detach(), "an example input"))
         checked, some = rows_to_check(rows)
         expected = self._dense(some).double()
-        scaled = (rows, *self._scales())
-        return Problem(self._spec_for(rows), self.weight, scaled, expected, max(1, self.in_features), checked=checked)
+        given = (rows, self.bias, None)
+        return Problem(self._spec_for(rows), self.weight, given, expected, max(1, self.in_features), checked=checked)
 
     def _spec(self, inputs: ExampleInputs, *, backward: bool = False) -> KernelSpec:
         del backward  # there are no gradients
-        return self._spec_for(self._rows(as_inputs(inputs, 1)[0]))
+        return self._spec_for(self._flat(as_inputs(inputs, 1)[0], "an example input"))
 
     def _spec_for(self, rows: Tensor) -> KernelSpec:
-        return int8_linear_spec(
-            TeSA.from_mask(self.weight_mask),
-            len(rows),
-            input_format=self.input_format,
-            input_zero_point=self._grid.zero_point,
-            epilogue=Epilogue(bias=self.bias is not None),
-        )
+        weight = TeSA.from_mask(self.weight_mask).with_format("int8", scale=self.weight_scale.double())
+        return int8_linear_spec(weight, len(rows), self._grid, epilogue=Epilogue(bias=self.bias is not None))
 
     def _install(self, chosen: Sequence[Chosen]) -> None:
         spec, choice = chosen[0]
-        self._state = Int8State(spec["weight"], cast("Int8LinearKernel", build(spec, choice.config)))
+        self._state = Int8State(spec["weight"], cast("LinearKernel", build(spec, choice.config)))
         self.choice = choice
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load the integers, their mask and the grid; another mask or grid undoes what was tuned for the present."""
-        mask, grid = self.weight_mask.clone(), (self._grid.scale, self._grid.zero_point)
+        before = (self.weight_mask.clone(), self.weight_scale.clone(), self.input_scale.clone())
+        zero = int(self.input_zero_point)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        loaded = (float(self.input_scale), int(self.input_zero_point))
-        self._fold_scales()
-        if grid != loaded or not torch.equal(mask, self.weight_mask.to(mask.device)):
+        now = (self.weight_mask, self.weight_scale, self.input_scale)
+        same = all(torch.equal(old, new.to(old.device)) for old, new in zip(before, now, strict=True))
+        if not same or zero != int(self.input_zero_point):
             self._grid_changed()
 
     def extra_repr(self) -> str:
         """Say the sizes, the grid, the mask and what runs."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         grid = f"input {self.input_format}, scale {self._grid.scale:.3g}, zero point {self._grid.zero_point}"
+        if self.dynamic:
+            grid = f"input {self.input_format}, a scale for each token"
         density = self.weight_mask.float().mean().item() if self.weight_mask.numel() else 0.0
         return f"{sizes}, {grid}, density {density:.3g}, {super().extra_repr()}"
+
+
+def _given_grid(scale: float | None, zero_point: int, format: str, *, dynamic: bool) -> Quantization:
+    if dynamic:
+        return Quantization.per_token()
+    return Quantization(float("nan") if scale is None else float(scale), int(zero_point), format)
 
 
 def _covering(calibration: Tensor | Iterable[Tensor], inputs: int, format: str) -> Quantization:

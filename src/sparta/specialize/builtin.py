@@ -12,12 +12,13 @@ from sparta.specialize.conv.cpu import CpuConv1d, CpuConv2d
 from sparta.specialize.conv.dense import DenseConv1d, DenseConv2d
 from sparta.specialize.implement import Implement
 from sparta.specialize.int8_linear.cpu import CpuInt8Linear
-from sparta.specialize.int8_linear.dense import DenseInt8Linear, OneDnnInt8Linear
-from sparta.specialize.int8_linear.quantized import CpuInt8, CpuQuantized, DenseQuantized, OneDnnInt8
+from sparta.specialize.int8_linear.dense import OneDnnInt8Linear, TorchInt8Linear
+from sparta.specialize.int8_linear.quantized import CpuQuantized, DenseQuantized
 from sparta.specialize.linear.cpu import CpuLinear
 from sparta.specialize.linear.cpu_generated import CpuGenerated
 from sparta.specialize.linear.cuda_24 import TwoFour
 from sparta.specialize.linear.cuda_bitmap import CudaBitmap
+from sparta.specialize.linear.cuda_gather import CudaGather
 from sparta.specialize.linear.cusparselt import CuSparseLt
 from sparta.specialize.linear.dense import DenseLinear
 from sparta.specialize.linear.split import SplitLinear
@@ -30,6 +31,10 @@ from sparta.specialize.matmul.spec import BlocksMatmul, DenseMatmul
 from sparta.specialize.matmul.triton_block import TritonBlockMatmul
 from sparta.specialize.moe.spec import DenseMoE, SortedMoE
 from sparta.specialize.moe.triton_ragged import TritonRagged
+from sparta.specialize.scaled_linear.cuda_24 import ScaledTwoFour
+from sparta.specialize.scaled_linear.cuda_gather import ScaledGather
+from sparta.specialize.scaled_linear.dense import DenseFp8, DenseScaled
+from sparta.specialize.scaled_linear.triton_block import Fp8Block, ScaledBlock
 from sparta.specialize.seqlen_attention.spec import DenseSeqlenAttention, LengthsSeqlenAttention
 from sparta.specialize.softmax.spec import BlocksSoftmax, DenseSoftmax
 from sparta.specialize.softmax.triton_block import TritonBlockSoftmax
@@ -44,14 +49,28 @@ _LINEAR: tuple[type[Implement], ...] = (
     TritonBlock,
     TwoFour,
     CudaBitmap,
+    CudaGather,
     SplitLinear,
     TorchCSR,
     TorchBSR,
     TvmLinear,
 )
 _CONVOLUTIONS: tuple[type[Implement], ...] = (DenseConv2d, CpuConv2d, DenseConv1d, CpuConv1d)
-_INT8_LINEAR: tuple[type[Implement], ...] = (DenseInt8Linear, CpuInt8Linear, OneDnnInt8Linear)
-_QUANTIZED_LINEAR: tuple[type[Implement], ...] = (DenseQuantized, CpuQuantized, CpuInt8, OneDnnInt8)
+_INT8_LINEAR: tuple[type[Implement], ...] = (
+    DenseQuantized,
+    CpuQuantized,
+    CpuInt8Linear,
+    OneDnnInt8Linear,
+    TorchInt8Linear,
+)
+_SCALED_LINEAR: tuple[type[Implement], ...] = (
+    DenseScaled,
+    DenseFp8,
+    Fp8Block,
+    ScaledBlock,
+    ScaledTwoFour,
+    ScaledGather,
+)
 _MATMUL: tuple[type[Implement], ...] = (DenseMatmul, BlocksMatmul, CpuMaskedInput, TritonBlockMatmul, SampledMatmul)
 _SOFTMAX: tuple[type[Implement], ...] = (DenseSoftmax, BlocksSoftmax, TritonBlockSoftmax)
 _ATTENTION: tuple[type[Implement], ...] = (DenseAttention, BlocksAttention, TritonFlash)
@@ -62,7 +81,7 @@ IMPLEMENTS: tuple[type[Implement], ...] = (
     *_LINEAR,
     *_CONVOLUTIONS,
     *_INT8_LINEAR,
-    *_QUANTIZED_LINEAR,
+    *_SCALED_LINEAR,
     *_MATMUL,
     *_SOFTMAX,
     *_ATTENTION,

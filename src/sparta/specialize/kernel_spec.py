@@ -23,7 +23,8 @@ __all__ = ["ACTIVATIONS", "Epilogue", "KernelSpec", "operand_bucket", "operation
 
 ACTIVATIONS = ("relu", "gelu", "silu", "relu6")
 """The activations an epilogue may fuse; ``gelu`` is the exact one."""
-_RENAMED = {"quantised_linear": "quantized_linear"}  # as files of older versions call it
+# As files of older versions call it.
+_RENAMED = {"quantised_linear": "int8_linear", "quantized_linear": "int8_linear"}
 
 
 @dataclass(frozen=True)
@@ -166,8 +167,8 @@ class KernelSpec:
 def operation_named(given: object) -> str:
     """Return the name of an operation for a name that a file gives, which an older version may have written.
 
-    >>> operation_named("quantised_linear")
-    'quantized_linear'
+    >>> operation_named("quantized_linear")
+    'int8_linear'
     """
     return _RENAMED.get(str(given), str(given))
 

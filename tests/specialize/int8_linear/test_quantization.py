@@ -43,5 +43,30 @@ def test_zero_points_outside_and_other_formats_are_refused():
 
 def test_kernel_specs_of_older_versions_name_the_operation_as_they_did():
     spec = KernelSpec(OP, {"weight": TeSA.dense((4, 4), format="int8")})
-    old = {**spec.to_dict(), "op": "quantised_linear"}
-    assert KernelSpec.from_dict(old) == spec
+    for name in ("quantised_linear", "quantized_linear"):
+        assert KernelSpec.from_dict({**spec.to_dict(), "op": name}) == spec
+
+
+def test_tokens_have_grids_of_their_own():
+    grid, x = Quantization.per_token(), torch.randn(5, 16) * torch.logspace(-40, 38, 5)[:, None]
+    integers, scales = grid.token_integers(x)
+    assert integers.dtype == torch.int8
+    assert scales.shape == (5, 1)
+    assert integers[1:].abs().amax(1).tolist() == [127] * 4  # the first is too small for its largest to be 127
+    assert bool(((grid.rounded(x) - x).abs() <= scales / 2 * 1.001).all())
+    assert Quantization.from_dict(grid.to_dict()) == grid
+    assert "input_dynamic" not in Quantization(0.5).to_dict()
+
+
+def test_no_number_is_the_least_integer_of_a_static_grid_and_shows_in_a_dynamic_one():
+    x = torch.tensor([[torch.nan, torch.inf, -torch.inf, 0.5]])
+    assert Quantization(0.1).integers(x).tolist() == [[-128, 127, -128, 5]]
+    assert Quantization(0.1, 3, "uint8").integers(x).tolist() == [[0, 255, 0, 8]]
+    assert not bool(Quantization.per_token().token_integers(x)[1].isfinite().any())
+
+
+def test_a_dynamic_grid_has_no_numbers_of_its_own():
+    with pytest.raises(ValueRangeError, match="per_token"):
+        Quantization(0.5, dynamic=True)
+    with pytest.raises(ValueRangeError, match="token_integers"):
+        Quantization.per_token().integers(torch.ones(2))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparta.specialize.conv.cpu_packed import PackedConv
 from sparta.specialize.cpu.library import STREAM_FORMS, activation_code, fused_activation
-from sparta.specialize.int8_linear.cpu import PackedInt8Linear
+from sparta.specialize.int8_linear.cpu_packed import PackedInt8Linear
 from sparta.specialize.int8_linear.quantization import Quantization
 from sparta.specialize.int8_linear.quantized import row_scales
 from sparta.specialize.int8_linear.spec import requantization
@@ -127,6 +127,8 @@ class Int8Layer(_Packed):
         self._grid, self._epilogue = Quantization.from_dict(fused.attributes), fused.epilogue
         output = Quantization.of_output(fused.attributes)
         self._hold(("starts", "offsets", "rows", "costs"), layout.arrays)
+        self._output = output if self._grid.dynamic else None  # rounded to after all else
+        output = None if self._grid.dynamic else output
         scale = 1.0 if output is None else output.scale
         multiplier, offset = requantization(
             row_scales(fused.weight), self._grid.scale, bias=kernel.bias, output_scale=scale
@@ -134,7 +136,7 @@ class Int8Layer(_Packed):
         for name, tensor in (("values", operands[0]), ("row_sums", operands[1]), ("multiplier", multiplier)):
             self.register_buffer(name, tensor)
         self.register_buffer("bias", offset)
-        self._inside = _relu_inside(fused.epilogue)
+        self._inside = _relu_inside(fused.epilogue) and not self._grid.dynamic
         dtype = torch.float32 if output is None else output.dtype
         self._numbers = [
             packed.shape[0], packed.shape[1], layout.shape[1], layout.groups, packed.tile.block, packed.tile.mv,
@@ -145,13 +147,21 @@ class Int8Layer(_Packed):
         """Return the fused layer for x (..., K) in real numbers or on the grid."""
         outputs, inputs = self._numbers[:2]
         rows = x.reshape(-1, inputs)
-        integers = self._grid.integers(rows) if rows.is_floating_point() else rows
+        scales: Tensor | None = None
+        if self._grid.dynamic:
+            integers, scales = self._grid.token_integers(rows)
+        else:
+            integers = self._grid.integers(rows) if rows.is_floating_point() else rows
         operands = [cast("Tensor", getattr(self, name)) for name in ("values", "row_sums", "multiplier")]
-        y = torch.ops.sparta_aot.int8_linear(integers, operands, self._arrays(), self._numbers, self.bias)
+        offset = None if scales is not None else self.bias
+        y = torch.ops.sparta_aot.int8_linear(integers, operands, self._arrays(), self._numbers, offset)
+        if scales is not None:  # the scale of a token stands before the bias, and so before what follows it
+            y = y * scales if self.bias is None else y * scales + self.bias
         y = cast("Tensor", y).reshape(*x.shape[:-1], outputs)
         if self._inside:
             return y if residual is None else y + residual
-        return apply_epilogue(y, self._epilogue, residual)
+        y = apply_epilogue(y, self._epilogue, residual)
+        return y if self._output is None else self._output.integers(y)
 
 
 class DenseLayer(nn.Module):

@@ -36,7 +36,7 @@ REQUEST, RESPONSE = "sparta.subgraph.request", "sparta.subgraph.response"
 VERSION = 1
 _ATEN = {
     "linear": "aten.linear.default",
-    "quantized_linear": "aten.linear.default",
+    "int8_linear": "aten.linear.default",
     "conv2d": "aten.conv2d.default",
     "conv1d": "aten.conv1d.default",
 }

@@ -1,4 +1,4 @@
-"""Quantised linear layers: a ``linear`` whose weight lies on an int8 grid becomes the operation ``quantized_linear``.
+"""Quantised linear layers: a ``linear`` whose weight lies on an int8 grid becomes the operation ``int8_linear``.
 
 No call of a graph is matched here: a linear layer is recognised first, and takes this lowering when the spec says that
 its weight is int8 and the grid of its input is known. Kernels are checked on inputs that lie on that grid, where real
@@ -18,7 +18,7 @@ from sparta.compiler.lower.base import Anchor
 from sparta.compiler.lower.linear import LinearLowering
 from sparta.specialize.implement import Kernel
 from sparta.specialize.int8_linear.quantization import Quantization
-from sparta.specialize.int8_linear.quantized import OP, Int8Kernel
+from sparta.specialize.int8_linear.spec import OP
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.tuning.select import Problem
 from sparta.tesa.attribute import TeSA
@@ -27,7 +27,7 @@ __all__ = ["QuantizedLinearLowering"]
 
 
 class QuantizedLinearLowering(LinearLowering):
-    """The operation ``quantized_linear``."""
+    """The operation ``int8_linear``."""
 
     op = OP
 
@@ -51,24 +51,6 @@ class QuantizedLinearLowering(LinearLowering):
     def fast_path(self, kernel: Kernel, packed: Sequence[Tensor], bias: Tensor | None) -> None:
         """Return nothing: what comes in may be integers."""
         del kernel, packed, bias
-
-    def run(
-        self,
-        kernel: Kernel,
-        packed: Sequence[Tensor],
-        x: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        attributes: Mapping[str, Any],
-    ) -> Tensor:
-        """Run a kernel; one of real numbers takes and gives integers as well where a neighbour does."""
-        if isinstance(kernel, Int8Kernel):
-            return super().run(kernel, packed, x, bias, residual, attributes)
-        if not x.is_floating_point():
-            x = Quantization.from_dict(attributes).real(x, packed[0].dtype)
-        y = super().run(kernel, packed, x, bias, residual, attributes)
-        output = Quantization.of_output(attributes)
-        return y if output is None else output.integers(y)
 
     def problem(
         self, spec: KernelSpec, weight: Tensor, x: Tensor, bias: Tensor | None, residual: Tensor | None

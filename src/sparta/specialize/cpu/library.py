@@ -42,8 +42,9 @@ _UNKNOWN_TILE, _NO_MEMORY = 1, 2
 STREAM_CALL = struct.Struct("@PPqqqPPqii")
 PANEL_CALL = struct.Struct("@PPqqqPPqiiii")
 # x, y, tokens, strides of x and y, multiplier, offset, row sums, floor; whether x is unsigned, its zero, the dtype of
-# the output, its zero, threads; the inverse scale and the channels of x where it is fp32, whether x and y are panels.
-INT8_CALL = struct.Struct("@PPqqqPPPfiiiiifiii")
+# the output, its zero, threads; the inverse scale and the channels of x where it is fp32, whether x and y are panels;
+# residual, its stride, activation, whether x is dynamic, the output's inverse scale, whether no weight is -128.
+INT8_CALL = struct.Struct("@PPqqqPPPfiiiiifiiiPqiifi")
 # x, y, bias, residual, rows and columns of slots, what is used; images, four strides of x, twelve numbers of the plan
 # and `direct`, in the order of native/conv.h; activation, threads.
 CONV_CALL = struct.Struct("@7P17q3i")
@@ -180,6 +181,10 @@ def _declare(handle: ctypes.CDLL) -> None:
     )
     handle.sparta_multiply_stream.argtypes = (c_void_p, c_char_p)
     handle.sparta_max_pool.argtypes = (c_char_p,)
+    handle.sparta_multiply_decoded.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int)
+    handle.sparta_decode_buffer.argtypes = (c_void_p, c_int64)
+    handle.sparta_decode_buffer.restype = c_int64
+    handle.sparta_decode.argtypes = (c_void_p, c_char_p)
     handle.sparta_pack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int)
     handle.sparta_unpack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int)
     handle.sparta_pack_int8.argtypes = (c_char_p, c_int64, c_int64, c_void_p)

@@ -1,338 +1,124 @@
-"""A pruned int8 linear layer in the layout its kernel reads, and the implement ``cpu-int8`` that runs it.
-
-:class:`PackedInt8Linear` stores four neighbouring input channels as one 32-bit number and skips those groups of four
-that are pruned altogether, so blocks of 4x4 (and taller ones) lose nothing. Sums are exact integers in every build, so
-results are equal bit for bit to the dense integer product.
-"""
+"""The C++ kernels of 8-bit integers as an implement: ``cpu-int8`` for any mask on the CPU, dense ones included."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from ctypes import addressof
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.errors import SpartaError
 from sparta.specialize.cpu.device import layout_of, library_here
-from sparta.specialize.cpu.library import INT8_CALL, PanelMatrix, load
-from sparta.specialize.cpu.packing import pack_mask
+from sparta.specialize.cpu.library import fused_activation, load
 from sparta.specialize.cpu.tile import Tile
-from sparta.specialize.implement import KernelLayout, Params, Support, TiledImplement, present
-from sparta.specialize.int8_linear.cpu_panel import UNIT, Int8Panel, whole_units
-from sparta.specialize.int8_linear.quantization import DTYPES
-from sparta.specialize.int8_linear.spec import Int8LinearKernel
+from sparta.specialize.implement import Cause, KernelLayout, Params, Support, TiledImplement, present
+from sparta.specialize.int8_linear.cpu_packed import SCALES, Int8Options, Int8Panel, PackedInt8Linear
+from sparta.specialize.int8_linear.quantization import Quantization
+from sparta.specialize.int8_linear.spec import (
+    MOST_INPUTS,
+    OP,
+    Int8Kernel,
+    folds,
+    integers_of,
+    requantization,
+    row_scales,
+)
 from sparta.specialize.kernel_spec import KernelSpec
 
-__all__ = ["CpuInt8Linear", "Int8Options", "Int8Panel", "PackedInt8Linear"]
+__all__ = ["CpuInt8Linear", "Int8Options", "Int8Panel", "PackedInt8Linear", "integers_here"]
 
-_OUTPUTS = {torch.float32: 0, torch.int8: 1, torch.uint8: 2}
-_INPUTS = (torch.uint8, torch.int8, torch.float32)
-_SCALES = (1e-37, 1e37)  # whose inverse is a number in float32, and not 0
-_pack_call = INT8_CALL.pack
+_MOST_VECTORS = {"avx512": 4, "avx2": 2, "portable": 2}  # registers hold the sums of so many, with blocks of 4
 
 
-@dataclass(frozen=True)
-class Int8Options:
-    """What an int8 layer does beside multiplying.
-
-    Attributes
-    ----------
-    zero_point
-        Of the input.
-    relu
-        Whether results below 0 become 0.
-    output
-        Dtype of the result, float32, int8 or uint8, and its zero point.
-    rounded_to
-        For an input in float32: the dtype of the integers it is rounded to, and their scale.
-    """
-
-    zero_point: int = 0
-    relu: bool = False
-    output: tuple[torch.dtype, int] = (torch.float32, 0)
-    rounded_to: tuple[torch.dtype, float] | None = None
-    floor: float = field(init=False)
-    output_code: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.output[0] not in _OUTPUTS:
-            raise ValueRangeError(message(f"a result in {self.output[0]}", ", ".join(map(str, _OUTPUTS))))
-        if self.rounded_to is not None and (
-            self.rounded_to[0] not in _INPUTS[:2] or not _SCALES[0] <= self.rounded_to[1] <= _SCALES[1]
-        ):
-            given = f"an input rounded to {self.rounded_to[0]} with the scale {self.rounded_to[1]}"
-            raise ValueRangeError(
-                message(given, f"torch.int8 or torch.uint8, and a scale of {_SCALES[0]} to {_SCALES[1]}")
-            )
-        # As the kernel takes them; set once, because every call needs them.
-        object.__setattr__(self, "floor", 0.0 if self.relu else -math.inf)
-        object.__setattr__(self, "output_code", _OUTPUTS[self.output[0]])
-
-
-class PackedInt8Linear:
-    """The mask of an int8 weight (N, K), packed in units of 1x4; every call brings the values that :meth:`pack` made.
-
-    Parameters
-    ----------
-    mask
-        (N, K) bool, True = live.
-    isa
-        Instruction set; ``None`` for the best.
-    tile
-        ``block`` 1 or 4 and ``mv`` 1 to 4 of a :class:`~sparta.specialize.cpu.tile.Tile`.
-
-    Examples
-    --------
-    >>> weight = torch.tensor([[1, 2, 0, 0], [0, 0, 0, 3]], dtype=torch.int8)
-    >>> packed = PackedInt8Linear(weight != 0)
-    >>> x = torch.tensor([[1, 1, 1, -1]], dtype=torch.int8)
-    >>> packed(x, packed.pack(weight), torch.ones(2))
-    tensor([[ 3., -3.]])
-    """
-
-    def __init__(self, mask: Tensor, *, isa: str | None = None, **tile: Any) -> None:
-        self.tile = Tile(**tile)
-        plain = self.tile.form == "panel" and self.tile.block in (1, 4) and self.tile.interleave == 1
-        if not plain or self.tile.k_chunk or self.tile.prefetch:
-            raise ValueRangeError(message(f"the tile {self.tile}", "panels of blocks of 1 or 4, and mv"))
-        if mask.ndim != 2 or mask.dtype != torch.bool:
-            raise ShapeError(message(f"a mask of shape {tuple(mask.shape)} and {mask.dtype}", "bool (N, K)"))
-        self.library = load(isa)
-        self.mask = mask.cpu().contiguous()
-        outputs, inputs = mask.shape
-        self.shape = (outputs, inputs)
-        self._units = -(-inputs // UNIT)
-        units = whole_units(self.mask).view(outputs, self._units, UNIT).any(-1)
-        self.layout = pack_mask(units, self.tile, self.library.lanes)
-        self._bound: _Bound | None = None
-
-    def pack(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the live values of a weight (N, K), int8, and the sums of its rows."""
-        if tuple(weight.shape) != self.shape or weight.dtype != torch.int8:
-            given = f"a weight of shape {tuple(weight.shape)} and {weight.dtype}"
-            raise ShapeError(message(given, f"{self.shape} and int8, as when packed"))
-        live = torch.where(self.mask, weight.detach().cpu(), 0)
-        numbers = whole_units(live).reshape(-1).view(torch.int32)
-        source = self.layout.source.long()
-        found = numbers[source.clamp_min(0)] if numbers.numel() else numbers.new_zeros(len(source))
-        return torch.where(source >= 0, found, 0), live.sum(1, dtype=torch.int32)
-
-    def __call__(
-        self,
-        x: Tensor | Int8Panel,
-        packed: Sequence[Tensor],
-        multiplier: Tensor,
-        offset: Tensor | None = None,
-        *,
-        threads: int | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """Return the requantised product (M, N).
-
-        Parameters
-        ----------
-        x
-            (M, K), int8 or uint8, with any strides; a panel of these; or float32, which is rounded on the way.
-        packed
-            What :meth:`pack` returned.
-        multiplier, offset
-            (N,), float32: a sum becomes ``sum * multiplier + offset``.
-        options
-            Fields of :class:`Int8Options`.
-        """
-        return self.run(x, packed, (multiplier, offset), Int8Options(**options), threads)
-
-    def run(
-        self,
-        x: Tensor | Int8Panel,
-        packed: Sequence[Tensor],
-        scales: tuple[Tensor, Tensor | None],
-        options: Int8Options,
-        threads: int | None = None,
-    ) -> Tensor:
-        """Return the same, with the options made before."""
-        y = torch.empty(x.tokens if isinstance(x, Int8Panel) else len(x), self.shape[0], dtype=options.output[0])
-        self._run(x, y, packed, scales, options, threads)
-        return y
-
-    def to_panel(
-        self,
-        x: Tensor | Int8Panel,
-        packed: Sequence[Tensor],
-        scales: tuple[Tensor, Tensor | None],
-        options: Int8Options,
-        threads: int | None = None,
-    ) -> Int8Panel:
-        """Return the same as a panel of bytes, for a next layer with the same ``mv``."""
-        dtype = options.output[0]
-        if dtype == torch.float32:
-            raise ValueRangeError(message(f"a panel of {dtype}", "torch.int8, torch.uint8"))
-        tokens = x.tokens if isinstance(x, Int8Panel) else len(x)
-        y = Int8Panel.empty(tokens, self.shape[0], self.tile.mv * self.library.lanes, dtype)
-        self._run(x, y.data, packed, scales, options, threads, to_panel=True)
-        return y
-
-    def _run(
-        self,
-        x: Tensor | Int8Panel,
-        y: Tensor,
-        packed: Sequence[Tensor],
-        scales: tuple[Tensor, Tensor | None],
-        options: Int8Options,
-        threads: int | None,
-        *,
-        to_panel: bool = False,
-    ) -> None:
-        bound = self._bound
-        if bound is None or not bound.is_for(packed, scales):
-            # A new one, because another thread may be running with other values.
-            bound = self._bound = self._bind(packed, scales)
-        rows, stride, tokens, unsigned, inverse, panel = self._rows_of(x, options)
-        outputs, inputs = self.shape
-        call = _pack_call(
-            rows.data_ptr(),
-            y.data_ptr(),
-            tokens,
-            stride,
-            outputs,
-            *bound.addresses,
-            options.floor,
-            unsigned,
-            options.zero_point,
-            options.output_code,
-            options.output[1],
-            torch.get_num_threads() if threads is None else threads,
-            inverse,
-            inputs,
-            panel,
-            to_panel,
-        )
-        self.library.multiply_int8(addressof(bound.matrix), call)
-
-    def _rows_of(self, x: Tensor | Int8Panel, options: Int8Options) -> tuple[Tensor, int, int, bool, float, bool]:
-        """Return x as the kernel reads it: rows, stride, tokens, if unsigned, 1 / scale or 0, whether it is a panel."""
-        inputs = self.shape[1]
-        if isinstance(x, Int8Panel):
-            size = self.tile.mv * self.library.lanes
-            if x.channels != inputs or x.tile != size:
-                given = f"x is a panel of {x.channels} channels in tiles of {x.tile}"
-                raise ShapeError(message(given, f"{inputs} channels in tiles of {size}"))
-            return x.data, 0, x.tokens, x.dtype is torch.uint8, 0.0, True
-        dtype, shape = x.dtype, x.shape
-        if len(shape) != 2 or shape[1] != inputs or dtype not in _INPUTS or not x.is_cpu:
-            given = f"x of shape {tuple(shape)} and {dtype} on {x.device}"
-            raise ShapeError(message(given, f"(M, {inputs}), int8 or uint8 (or float32 and its grid), on cpu"))
-        if dtype is not torch.float32:
-            return whole_units(x), self._units, shape[0], dtype is torch.uint8, 0.0, False
-        if options.rounded_to is None:
-            raise ShapeError(message("x in float32", "int8 or uint8", "say its grid with rounded_to="))
-        wanted, scale = options.rounded_to
-        rows = x.resolve_neg().contiguous()
-        return rows, inputs, shape[0], wanted is torch.uint8, 1.0 / scale, False
-
-    def _bind(self, packed: Sequence[Tensor], scales: tuple[Tensor, Tensor | None]) -> _Bound:
-        """Return checked values and scales with their addresses."""
-        values, row_sums = packed
-        if values.shape != self.layout.source.shape or values.dtype != torch.int32 or not values.is_contiguous():
-            raise ShapeError(message(f"packed values of shape {tuple(values.shape)}", fix="take what pack() returned"))
-        kept: list[Tensor | None] = []
-        for name, scale in zip(("multiplier", "offset"), scales, strict=True):
-            if scale is not None and (scale.shape != (self.shape[0],) or scale.dtype != torch.float32):
-                given = f"{name} of shape {tuple(scale.shape)} and {scale.dtype}"
-                raise ShapeError(message(given, f"({self.shape[0]},), float32"))
-            kept.append(None if scale is None else scale.contiguous())
-        addresses = tuple(0 if scale is None else scale.data_ptr() for scale in kept)
-        return _Bound(
-            values, *scales, _places(values, *scales), self._matrix(values), (*addresses, row_sums.data_ptr()), kept
-        )
-
-    def _matrix(self, values: Tensor) -> PanelMatrix:
-        layout, tile = self.layout, self.tile
-        fields = {name: array.data_ptr() for name, array in layout.arrays.items()}
-        sizes = {"channels": layout.shape[0], "inputs": layout.shape[1], "groups": layout.groups, "chunks": 1}
-        return PanelMatrix(**fields, **sizes, values=values.data_ptr(), bn=tile.block, mv=tile.mv, interleave=1)
-
-
-class _Bound(NamedTuple):
-    """Values and scales as in the last call: what was given, where it lay, and what the kernel takes."""
-
-    values: Tensor
-    multiplier: Tensor
-    offset: Tensor | None
-    lay: tuple[int, int, int]
-    matrix: PanelMatrix
-    addresses: tuple[int, ...]  # of multiplier, offset and row sums
-    kept: list[Tensor | None]  # contiguous, and alive
-
-    def is_for(self, packed: Sequence[Tensor], scales: tuple[Tensor, Tensor | None]) -> bool:
-        """Tell whether a call brings the same, in the same places."""
-        values, multiplier, offset, lay, *_ = self
-        same = packed[0] is values and scales[0] is multiplier and scales[1] is offset
-        return same and _places(values, multiplier, offset) == lay
-
-
-def _places(values: Tensor, multiplier: Tensor, offset: Tensor | None) -> tuple[int, int, int]:
-    return values.data_ptr(), multiplier.data_ptr(), 0 if offset is None else offset.data_ptr()
-
-
-class _CpuInt8Kernel(Int8LinearKernel):
+class _CpuInt8Kernel(Int8Kernel):
     def __init__(self, spec: KernelSpec, tile: Tile) -> None:
         self._packed = PackedInt8Linear(spec["weight"].mask("cpu"), **tile.to_dict())
-        attributes = spec.attributes
-        self._input = DTYPES[str(spec["input"].format)]
-        self._rounding: Int8Options | None = None  # with the scale of the last call in real numbers
+        self._scales, grid = row_scales(spec["weight"]), Quantization.from_dict(spec.attributes)
+        output = Quantization.of_output(spec.attributes)
+        inside = output is not None and folds(spec.epilogue)
+        self._divisor = output.scale if output is not None and inside else 1.0
+        self._multiplier, _ = requantization(self._scales, grid.scale, output_scale=self._divisor)
+        self._offset: tuple[Tensor, int, Tensor] | None = None  # of the last bias
         self._options = Int8Options(
-            zero_point=attributes["input_zero_point"],
-            relu=spec.epilogue.activation == "relu",
-            output=(DTYPES[attributes["output_format"]], attributes["output_zero_point"]),
+            zero_point=grid.zero_point,
+            activation=fused_activation(spec.epilogue),
+            output=(torch.float32, 0) if output is None else (output.dtype, output.zero_point),
+            output_scale=1.0 if output is None or inside else output.scale,
+            rounded_to=None if grid.dynamic else (grid.dtype, grid.scale),
+            dynamic=grid.dynamic,
         )
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
-        return self._packed.pack(operand)
+        weight = operand.detach()
+        return self._packed.pack(integers_of(weight, self._scales) if weight.is_floating_point() else weight)
 
     def layout(self) -> KernelLayout:
         return layout_of(self._packed.layout, self._packed.tile, self._packed.library)
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
-        x, multiplier = present(*inputs[:2])
-        return self._packed.run(x, packed, (multiplier, inputs[2]), self._options)
+        (x,), bias, residual = present(inputs[0]), inputs[1], inputs[2]
+        rows = x.float() if x.is_floating_point() else x
+        return self._packed.run(
+            rows, packed, (self._multiplier, self._offset_of(bias)), self._options, residual=residual
+        )
 
-    def run_real(self, packed: Sequence[Tensor], scale: float, *inputs: Tensor | None) -> Tensor | None:
-        if not _SCALES[0] <= scale <= _SCALES[1]:
-            return None
-        x, multiplier = present(*inputs[:2])
-        options = self._rounding
-        if options is None or options.rounded_to != (self._input, scale):
-            options = self._rounding = replace(self._options, rounded_to=(self._input, scale))
-        return self._packed.run(x.float(), packed, (multiplier, inputs[2]), options)
+    def _offset_of(self, bias: Tensor | None) -> Tensor | None:
+        """Return the bias in units of the output, computed once for each bias."""
+        if bias is None or (self._divisor == 1.0 and bias.dtype == torch.float32):
+            return bias
+        known = self._offset
+        if bias.is_inference():
+            return (bias.double() / self._divisor).float()
+        if known is None or known[0] is not bias or known[1] != bias._version:
+            known = self._offset = (bias, bias._version, (bias.detach().double() / self._divisor).float())
+        return known[2]
 
 
 class CpuInt8Linear(TiledImplement):
     """Hand-written C++ kernels on units of 1x4, with VNNI where the processor has it."""
 
     name = "cpu-int8"
-    version = 2
-    op = "int8_linear"
+    version = 3
+    op = OP
+    every_epilogue = True
+    any_mask = True
 
     def supports(self, spec: KernelSpec) -> Support:
-        """Any mask on the CPU, where there is a compiler."""
-        return library_here(spec)
+        """Any mask on the CPU for fp32 models, where there is a compiler."""
+        answer = integers_here(spec)
+        return library_here(spec) if answer else answer
 
     def tiles(self, spec: KernelSpec) -> Sequence[object]:
-        """Return the tiles that are worth timing, the best guess first."""
-        return _tiles(spec)
+        """Return the tiles that are worth timing, the best guess first: blocks of 4 where the mask has them."""
+        library, weight = load(), spec["weight"]
+        vectors = max(1, -(-spec["input"].shape[0] // library.lanes))
+        whole = weight.state.block[0] % 4 == 0 or weight.density > 0.5
+        heights = (4, 1) if whole else (1, 4)
+        widest = {4: min(vectors, _MOST_VECTORS[library.isa]), 1: min(vectors, 4)}
+        return [Tile(block=height, mv=mv) for height in heights for mv in range(widest[height], 0, -1)]
 
-    def build(self, spec: KernelSpec, params: Params) -> Int8LinearKernel:
+    def build(self, spec: KernelSpec, params: Params) -> Int8Kernel:
         """Compile the library if it is not there yet, and pack the mask."""
         return _CpuInt8Kernel(spec, Tile.parse(params["tile"]))
 
 
-def _tiles(spec: KernelSpec) -> list[Tile]:
-    """Return the tiles worth timing, the best guess first: blocks of 4 where the mask has them."""
-    most = max(1, min(4, -(-spec["input"].shape[0] // load().lanes)))
-    heights = (4, 1) if spec["weight"].state.block[0] % 4 == 0 else (1, 4)
-    return [Tile(block=height, mv=mv) for height in heights for mv in range(most, 0, -1)]
+def integers_here(spec: KernelSpec) -> Support:
+    """Say whether a kernel of integers on the CPU can take a spec: fp32 models, symmetric weights, usable scales."""
+    weight, grids = spec["weight"], (Quantization.from_dict(spec.attributes), Quantization.of_output(spec.attributes))
+    no: tuple[str, Cause] | None = None
+    if spec.device != "cpu":
+        no = f"it runs on the CPU, not on {spec.device}", Cause.DEVICE
+    elif str(spec["input"].format) not in ("fp32", "any"):
+        no = f"int8 kernels run for fp32 models, not {spec['input'].format}", Cause.DTYPE
+    elif weight.count("live") and str(weight.format) != "int8":
+        no = f"the weight is {weight.format}, not int8", Cause.DTYPE
+    elif weight.shape[1] > MOST_INPUTS:
+        no = f"32 bits hold sums with K up to {MOST_INPUTS}, not {weight.shape[1]}", Cause.SHAPE
+    elif any(grid is not None and not SCALES[0] <= grid.scale <= SCALES[1] for grid in grids):
+        no = f"a scale outside {SCALES[0]} to {SCALES[1]}", Cause.OTHER
+    else:
+        try:
+            row_scales(weight)
+        except SpartaError as error:
+            no = str(error), Cause.PATTERN
+    return Support.yes() if no is None else Support.no(*no)

@@ -71,8 +71,8 @@ class Int8Panel:
         rows = whole_units(x)
         panel = Int8Panel.empty(len(x), x.shape[1], mv * library.lanes, x.dtype)
         places = panel.data.shape[1]
-        numbers = (len(x), places, 0, 0, 0, 0, 0.0, x.dtype == torch.uint8, 0, 0, 0, threads, 0.0, 0, False, False)
-        call = INT8_CALL.pack(rows.data_ptr(), 0, *numbers)
+        numbers = (len(x), places, 0, 0, 0, 0, 0.0, x.dtype == torch.uint8, 0, 0, 0, threads, 0.0, 0, 0, 0)
+        call = INT8_CALL.pack(rows.data_ptr(), 0, *numbers, 0, 0, 0, 0, 0.0, 0)
         library.handle.sparta_pack_int8(call, places, mv, panel.data.data_ptr())
         return panel
 

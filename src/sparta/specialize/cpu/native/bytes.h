@@ -68,7 +68,8 @@ SPARTA_INLINE IntVec round_bytes(const Vec (&four)[4], const Bytes& bytes) {
   const Vec round = splat(12582912.0f);  // 1.5 * 2^23
   uint8_t all[4 * kLanes];
   for (int i = 0; i < 4; ++i) {
-    const Vec cut = four[i] < least ? least : (four[i] > limit ? limit : four[i]);
+    // No number is below all of them, as with the instructions above.
+    const Vec cut = four[i] >= least ? (four[i] > limit ? limit : four[i]) : least;
     const IntVec whole = (IntVec)(cut + round) - (IntVec)round + bytes.shift;
     for (int lane = 0; lane < kLanes; ++lane) all[i * kLanes + lane] = static_cast<uint8_t>(whole[lane]);
   }
@@ -142,15 +143,17 @@ inline void pack_bytes_tile(const int32_t* x, int64_t stride, int64_t tokens, in
   }
 }
 
+constexpr int64_t kMostTileTokens = 4 * kLanes;
+
 template <bool Whole>
-SPARTA_NOINLINE void quantise_square(const float* from, int64_t stride, int64_t rows, int64_t channels, float factor,
-                                     const Bytes& bytes, int32_t* to, int64_t tile) {
+SPARTA_NOINLINE void quantise_square(const float* from, int64_t stride, int64_t rows, int64_t channels,
+                                     const float* factors, const Bytes& bytes, int32_t* to, int64_t tile) {
   Vec square[kLanes];
-  const Vec scale = splat(factor);
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) {
     Vec four[4] = {};
     if (Whole || i < rows) {
+      const Vec scale = splat(factors[i]);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) {
         const float* at = from + i * stride + j * kLanes;
@@ -164,16 +167,17 @@ SPARTA_NOINLINE void quantise_square(const float* from, int64_t stride, int64_t 
   store_square(square, Whole ? kLanes : ceil_div(channels, 4), 0, to, tile);
 }
 
-// Rounds x * factor to bytes and packs it into one panel tile, in one pass.
-inline void quantise_tile(const float* x, int64_t stride, int64_t tokens, int64_t channels, float factor,
+// Rounds x * the factor of its token to bytes and packs it into one panel tile, in one pass.
+inline void quantise_tile(const float* x, int64_t stride, int64_t tokens, int64_t channels, const float* factors,
                           const Bytes& bytes, int64_t tile, int32_t* panel) {
   for (int64_t k = 0; k < channels; k += 4 * kLanes) {
     const int64_t columns = std::min<int64_t>(channels - k, 4 * kLanes);
     for (int64_t first = 0; first < tokens; first += kLanes) {
       const int64_t rows = std::min<int64_t>(tokens - first, kLanes);
       const bool whole = rows == kLanes && columns == 4 * kLanes;
-      (whole ? quantise_square<true> : quantise_square<false>)(x + first * stride + k, stride, rows, columns, factor,
-                                                               bytes, panel + k / 4 * tile + first, tile);
+      (whole ? quantise_square<true> : quantise_square<false>)(x + first * stride + k, stride, rows, columns,
+                                                               factors + first, bytes, panel + k / 4 * tile + first,
+                                                               tile);
     }
   }
 }
@@ -186,6 +190,40 @@ SPARTA_INLINE void store_some_bytes(uint8_t* to, Vec v, int64_t count) {
 #else
   std::memcpy(to, &v, static_cast<size_t>(std::min(count, kAll)));
 #endif
+}
+
+// Rounds x * factor to bytes, both token-major.
+inline void quantise_rows(const float* x, int64_t stride, int64_t tokens, int64_t channels, float factor,
+                          const Bytes& bytes, uint8_t* y, int64_t y_stride) {
+  const Vec scale = splat(factor);
+  for (int64_t i = 0; i < tokens; ++i) {
+    for (int64_t channel = 0; channel < channels; channel += 4 * kLanes) {
+      Vec four[4] = {};
+      for (int64_t j = 0; j < 4 && channel + j * kLanes < channels; ++j) {
+        const int64_t at = channel + j * kLanes;
+        four[j] = scale * load_some(x + i * stride + at, channels - at);
+      }
+      store_some_bytes(y + i * y_stride + channel, (Vec)join_channels(four, bytes), channels - channel);
+    }
+  }
+}
+
+// The scale with which a token's largest number becomes 127, at least kLeastScale, whose inverse is a number. Not a
+// number where one of the token's is none: the bits of |x| are in the order of numbers, with NaN above all.
+constexpr float kLeastScale = 1e-37f;
+
+inline float token_scale(const float* x, int64_t channels) {
+  IntVec most = {};
+  for (int64_t k = 0; k < channels; k += kLanes) {
+    const IntVec bits = (IntVec)load_some(x + k, channels - k) & 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  int32_t largest = 0;
+  for (int i = 0; i < kLanes; ++i) largest = std::max(largest, most[i]);
+  float number;
+  std::memcpy(&number, &largest, sizeof number);
+  const float scale = number / 127.0f;
+  return scale < kLeastScale ? kLeastScale : scale;
 }
 
 // Writes panel rows of bytes token-major; `channels` of them, four to a row.

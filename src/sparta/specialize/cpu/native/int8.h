@@ -1,13 +1,12 @@
 // y = x W^T of 8-bit integers for many tokens, requantised on the way out. As in spmm.h, vectors run along tokens and
-// weights are broadcast; the unit is four neighbouring input channels, the bytes of one 32-bit lane, which one
-// instruction multiplies and adds (AVX-512 VNNI; elsewhere two or four do). Sums are exact 32-bit
-// integers in every build and are requantised in registers; four channels of a token leave as the bytes of one lane, so
-// that the output of a layer is a panel as the next one reads it, with a quarter of the memory that fp32 takes.
+// weights are broadcast; the unit is four neighbouring input channels, the bytes of one 32-bit lane (int8_units.h). Sums
+// are exact 32-bit integers in every build and are requantised in registers; four channels of a token leave as the bytes
+// of one lane, so that the output of a layer is a panel as the next one reads it, with a quarter of the memory of fp32.
 #pragma once
 
 #include <cmath>
 
-#include "bytes.h"
+#include "int8_units.h"
 #include "spmm.h"
 
 namespace sparta {
@@ -15,8 +14,9 @@ namespace sparta {
 enum Int8Output : int32_t { kFloat = 0, kInt8 = 1, kUint8 = 2 };
 
 // One call. A panel of bytes has four channels in every place, unsigned where has_vnni() and signed elsewhere. The result
-// is sum * multiplier + offset, at least `floor`; as an integer it is rounded to even, moved by its zero point and cut to
-// its range.
+// is activation(sum * multiplier + offset) + residual; of a dynamic x, a sum is multiplied by the scale of its token
+// first. Without a residual, `floor` is the activation where that is a ReLU or none. As an integer, the result is
+// multiplied by y_inverse_scale unless that is 0, rounded to even, moved by its zero point and cut to its range.
 struct Int8Call {
   const void* x;
   void* y;
@@ -36,76 +36,16 @@ struct Int8Call {
   int32_t x_channels;     // of fp32
   int32_t x_is_panel;
   int32_t y_is_panel;  // bytes only
+  const float* residual;  // [tokens][channels], or null
+  int64_t residual_stride;
+  int32_t activation;  // other than what `floor` says
+  int32_t x_is_dynamic;  // fp32 whose tokens have a scale each, |largest| / 127; x_inverse_scale is not 0 then
+  float y_inverse_scale;
+  int32_t no_least_weight;  // whether no weight is -128
 };
 
-inline bool has_vnni() {
-#if defined(SPARTA_AVX512)
-  static const bool found = __builtin_cpu_supports("avx512vnni");
-  return found;
-#else
-  return false;
-#endif
-}
-
-// Four signed bytes a lane times four signed bytes, the same in all lanes, without VNNI: even and odd bytes are widened
-// to pairs of 16 bits, which one instruction multiplies and adds.
-struct SignedUnit {
-#if defined(SPARTA_AVX512)
-  struct Inputs { __m512i even, odd; };
-  static SPARTA_INLINE Inputs split(IntVec v) {
-    const __m512i x = (__m512i)v;
-    return {_mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8), _mm512_srai_epi16(x, 8)};
-  }
-  using Weight = Inputs;
-  static SPARTA_INLINE Weight spread(const int32_t* weight) { return split((IntVec)_mm512_set1_epi32(*weight)); }
-  static SPARTA_INLINE void add(IntVec& sum, const Inputs& x, const Weight& w) {
-    sum += (IntVec)_mm512_madd_epi16(x.even, w.even) + (IntVec)_mm512_madd_epi16(x.odd, w.odd);
-  }
-#elif defined(SPARTA_AVX2)
-  struct Inputs { __m256i even, odd; };
-  static SPARTA_INLINE Inputs split(IntVec v) {
-    const __m256i x = (__m256i)v;
-    return {_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), _mm256_srai_epi16(x, 8)};
-  }
-  using Weight = Inputs;
-  static SPARTA_INLINE Weight spread(const int32_t* weight) { return split((IntVec)_mm256_set1_epi32(*weight)); }
-  static SPARTA_INLINE void add(IntVec& sum, const Inputs& x, const Weight& w) {
-    sum += (IntVec)_mm256_madd_epi16(x.even, w.even) + (IntVec)_mm256_madd_epi16(x.odd, w.odd);
-  }
-#else
-  struct Inputs { IntVec bytes[4]; };
-  static SPARTA_INLINE Inputs split(IntVec v) {
-    typedef uint32_t Bits __attribute__((vector_size(sizeof(IntVec))));  // shifting a sign out is not defined
-    const Bits x = (Bits)v;
-    return {{(IntVec)(x << 24) >> 24, (IntVec)(x << 16) >> 24, (IntVec)(x << 8) >> 24, v >> 24}};
-  }
-  struct Weight { int32_t bytes[4]; };
-  static SPARTA_INLINE Weight spread(const int32_t* weight) {
-    int8_t w[4];
-    std::memcpy(w, weight, sizeof w);
-    return {{w[0], w[1], w[2], w[3]}};
-  }
-  static SPARTA_INLINE void add(IntVec& sum, const Inputs& x, const Weight& w) {
-    for (int i = 0; i < 4; ++i) sum += x.bytes[i] * w.bytes[i];
-  }
-#endif
-};
-
-#if defined(SPARTA_AVX512)
-// Written as assembly: compilers copy and spill accumulators around the intrinsic, and this needs no flag of its own.
-// The weight is broadcast to a register first: as an operand in memory every instruction would load it again.
-struct VnniUnit {
-  using Inputs = IntVec;
-  using Weight = IntVec;
-  static SPARTA_INLINE Inputs split(IntVec v) { return v; }
-  static SPARTA_INLINE Weight spread(const int32_t* weight) { return (IntVec)_mm512_set1_epi32(*weight); }
-  static SPARTA_INLINE void add(IntVec& sum, const Inputs& x, const Weight& weight) {
-    IntVec result = sum;  // a value of its own, or compilers keep the sums in memory
-    asm("vpdpbusd %2, %1, %0" : "+v"(result) : "v"(x), "v"(weight));
-    sum = result;
-  }
-};
-#endif
+// What `floor` cannot say.
+inline bool is_general(const Int8Call& call) { return call.residual || call.activation != kNone; }
 
 // What turns the sums of a layer into results.
 struct Int8Finish {
@@ -116,6 +56,7 @@ struct Int8Finish {
   bool joins;    // four rows leave as bytes; `floor` is in them
   bool bounded;  // no result is beyond 2^31
   Bytes bytes;
+  const float* token_scales;  // of the tokens of a tile, or null
 };
 
 // sum * multiplier + offset with one rounding, which a compiler left alone may split: without such an instruction, in
@@ -129,6 +70,24 @@ SPARTA_INLINE Vec requantise(IntVec exact, Vec multiplier, Vec offset) {
   Vec y;
   for (int i = 0; i < kLanes; ++i) {
     y[i] = static_cast<float>(static_cast<double>(static_cast<float>(exact[i])) * multiplier[i] + offset[i]);
+  }
+  return y;
+#endif
+}
+
+// The same for sums whose tokens have a scale each, which is a rounding of its own.
+SPARTA_INLINE Vec requantise(IntVec exact, Vec scale, Vec multiplier, Vec offset) {
+#if defined(SPARTA_AVX512)
+  const __m512 real = _mm512_mul_ps(_mm512_cvtepi32_ps((__m512i)exact), (__m512)scale);
+  return (Vec)_mm512_fmadd_ps(real, (__m512)multiplier, (__m512)offset);
+#elif defined(SPARTA_AVX2)
+  const __m256 real = _mm256_mul_ps(_mm256_cvtepi32_ps((__m256i)exact), (__m256)scale);
+  return (Vec)_mm256_fmadd_ps(real, (__m256)multiplier, (__m256)offset);
+#else
+  Vec y;
+  for (int i = 0; i < kLanes; ++i) {
+    const float real = static_cast<float>(exact[i]) * scale[i];
+    y[i] = static_cast<float>(static_cast<double>(real) * multiplier[i] + offset[i]);
   }
   return y;
 #endif
@@ -214,12 +173,20 @@ SPARTA_INLINE void finish_bytes(const GroupScales<4>& scales, const Bytes bytes,
 
 // The first `rows` of BN rows.
 template <int BN, int MV>
-SPARTA_INLINE void finish_floats(const GroupScales<BN>& scales, float least, const IntVec (&sums)[BN][MV],
+SPARTA_INLINE void finish_floats(const GroupScales<BN>& scales, const Int8Finish& finish, const IntVec (&sums)[BN][MV],
                                  int64_t rows, int64_t tile, float* y) {
-  const Vec floor = splat(least);
+  const Vec floor = splat(finish.floor);
+  const float* const token_scales = finish.token_scales;
   each<BN>([&](auto r) SPARTA_LAMBDA {
     if (BN > 1 && r >= rows) return;
     const Vec multiplier = splat(scales.multiplier[r]), offset = splat(scales.offset[r]);
+    if (token_scales) {
+      each<MV>([&](auto j) SPARTA_LAMBDA {
+        const Vec scale = load(token_scales + j * kLanes);
+        store(y + r * tile + j * kLanes, at_least(requantise(sums[r][j], scale, multiplier, offset), floor));
+      });
+      return;
+    }
     each<MV>([&](auto j) SPARTA_LAMBDA {
       store(y + r * tile + j * kLanes, at_least(requantise(sums[r][j], multiplier, offset), floor));
     });
@@ -261,7 +228,7 @@ void multiply_int8_groups(const Int8Task& given) {
       }
     }
     float* y = reinterpret_cast<float*>(task.y) + done * task.tile;
-    finish_floats(scales, finish.floor, sums, matrix.channels - row, task.tile, y);
+    finish_floats(scales, finish, sums, matrix.channels - row, task.tile, y);
   }
 }
 
@@ -278,14 +245,21 @@ Int8Kernel find_int8_kernel_for(int64_t mv) {
   }
 }
 
+template <class Unit>
+Int8Kernel find_int8_kernel_of(int32_t bn, int64_t mv) {
+  return bn == 1 ? find_int8_kernel_for<Unit, 1>(mv) : bn == 4 ? find_int8_kernel_for<Unit, 4>(mv) : nullptr;
+}
+
 // Null for a tile that this library does not hold.
-inline Int8Kernel find_int8_kernel(int32_t bn, int64_t mv) {
-#if defined(SPARTA_AVX512)
-  if (has_vnni()) {
-    return bn == 1 ? find_int8_kernel_for<VnniUnit, 1>(mv) : bn == 4 ? find_int8_kernel_for<VnniUnit, 4>(mv) : nullptr;
-  }
+inline Int8Kernel find_int8_kernel(int32_t bn, int64_t mv, bool no_least_weight = false) {
+#if defined(SPARTA_AVX512) || defined(SPARTA_AVX_VNNI)
+  if (has_vnni()) return find_int8_kernel_of<VnniUnit>(bn, mv);
 #endif
-  return bn == 1 ? find_int8_kernel_for<SignedUnit, 1>(mv) : bn == 4 ? find_int8_kernel_for<SignedUnit, 4>(mv) : nullptr;
+#if defined(SPARTA_AVX2)
+  if (no_least_weight) return find_int8_kernel_of<AbsoluteUnit>(bn, mv);
+#endif
+  (void)no_least_weight;
+  return find_int8_kernel_of<SignedUnit>(bn, mv);
 }
 
 // Four rows of results at a time become one of bytes, in place: a row is written after all that it is made of is read.
@@ -300,13 +274,23 @@ inline void join_all_rows(float* results, int64_t tile, int64_t rows, int64_t ve
   }
 }
 
-// One tile of a token-major input, as the kernel reads it.
-inline void pack_int8_tile(const Int8Call& call, int64_t index, int64_t places, int64_t tile, int32_t* panel) {
+// One tile of a token-major input, as the kernel reads it; of a dynamic one, the scale of each of its tokens too.
+inline void pack_int8_tile(const Int8Call& call, int64_t index, int64_t places, int64_t tile, int32_t* panel,
+                           float* token_scales = nullptr) {
   const int64_t first = index * tile, tokens = std::min(tile, call.tokens - first);
   if (call.x_inverse_scale != 0.0f) {
     const Bytes bytes = bytes_around(call.x_zero, call.x_is_unsigned != 0, has_vnni());
-    quantise_tile(static_cast<const float*>(call.x) + first * call.x_stride, call.x_stride, tokens, call.x_channels,
-                  call.x_inverse_scale, bytes, tile, panel);
+    const float* x = static_cast<const float*>(call.x) + first * call.x_stride;
+    float factors[kMostTileTokens];
+    std::fill_n(factors, tokens, call.x_inverse_scale);
+    if (call.x_is_dynamic) {
+      for (int64_t i = 0; i < tokens; ++i) {
+        token_scales[i] = token_scale(x + i * call.x_stride, call.x_channels);
+        factors[i] = 1.0f / token_scales[i];
+      }
+      std::fill(token_scales + tokens, token_scales + tile, 0.0f);
+    }
+    quantise_tile(x, call.x_stride, tokens, call.x_channels, factors, bytes, tile, panel);
   } else {
     const bool flips = has_vnni() != (call.x_is_unsigned != 0);
     pack_bytes_tile(static_cast<const int32_t*>(call.x) + first * call.x_stride, call.x_stride, tokens, places,
@@ -314,12 +298,69 @@ inline void pack_int8_tile(const Int8Call& call, int64_t index, int64_t places, 
   }
 }
 
+// Where the results of one block of rows go, and how.
+struct Int8Rows {
+  int64_t index;  // of the tile
+  int64_t tokens;
+  int64_t row;
+  int64_t rows;
+  int32_t* panel;  // of the output, at these rows, or null
+};
+
+// Stores results in real numbers through an epilogue with all there may be.
+inline bool store_general(const Int8Call& call, const Int8Rows& at, const float* results, int64_t tile,
+                          const Bytes& bytes) {
+  static thread_local Scratch scratch;
+  const int64_t first = at.index * tile;
+  const Epilogue epilogue{nullptr, call.residual ? call.residual + first * call.residual_stride : nullptr,
+                          call.residual_stride, call.activation};
+  const bool real = call.output == kFloat;
+  // unpack_rows() counts channels from the first of all.
+  float* to = real ? static_cast<float*>(call.y) + first * call.y_stride : scratch.get(at.tokens * at.rows);
+  if (!to) return false;
+  const int64_t stride = real ? call.y_stride : at.rows;
+  with_activation(call.activation, [&](auto tag) {
+    unpack_rows<decltype(tag)::value>(results, tile, at.row, at.rows, at.tokens, epilogue, real ? to : to - at.row,
+                                      stride);
+  });
+  if (real) return true;
+  float factors[kMostTileTokens];
+  std::fill_n(factors, at.tokens, call.y_inverse_scale != 0.0f ? call.y_inverse_scale : 1.0f);
+  if (at.panel) {
+    quantise_tile(to, stride, at.tokens, at.rows, factors, bytes, tile, at.panel);
+  } else {
+    uint8_t* y = static_cast<uint8_t*>(call.y) + first * call.y_stride + at.row;
+    quantise_rows(to, stride, at.tokens, at.rows, factors[0], bytes, y, call.y_stride);
+  }
+  return true;
+}
+
+inline void store_simple(const Int8Call& call, const Int8Rows& at, float* results, int64_t tile, int64_t vectors,
+                         const Int8Finish& finish) {
+  const bool bytes = call.output != kFloat;
+  if (bytes && !finish.joins) join_all_rows(results, tile, at.rows, vectors, finish.bytes);
+  if (at.panel) {
+    if (!finish.joins) {
+      std::memcpy(at.panel, results, sizeof(int32_t) * static_cast<size_t>(ceil_div(at.rows, 4) * tile));
+    }
+  } else if (bytes) {
+    unpack_bytes_tile(reinterpret_cast<int32_t*>(results), tile, at.rows, at.tokens,
+                      static_cast<uint8_t*>(call.y) + at.index * tile * call.y_stride + at.row, call.y_stride);
+  } else {
+    const Epilogue nothing{nullptr, nullptr, 0, kNone};
+    unpack_rows<kNone>(results, tile, at.row, at.rows, at.tokens, nothing,
+                       static_cast<float*>(call.y) + at.index * tile * call.y_stride, call.y_stride);
+  }
+}
+
 // The blocks [begin, end) of one tile of tokens; false when memory ran out.
-inline bool multiply_int8_tile(const PanelMatrix& matrix, const Int8Call& call, const Int8Finish& finish, int64_t index,
+inline bool multiply_int8_tile(const PanelMatrix& matrix, const Int8Call& call, Int8Finish finish, int64_t index,
                                int64_t begin, int64_t end) {
   static thread_local Scratch input_scratch, results_scratch;
   const int64_t tile = matrix.mv * kLanes;
   const int64_t tokens = std::min(tile, call.tokens - index * tile), vectors = ceil_div(tokens, kLanes);
+  float token_scales[kMostTileTokens];
+  if (call.x_is_dynamic) finish.token_scales = token_scales;
   const int32_t* x;
   float* results = results_scratch.get(kBlocksTogether * kBlockRows * tile);
   if (!results) return false;
@@ -328,11 +369,10 @@ inline bool multiply_int8_tile(const PanelMatrix& matrix, const Int8Call& call, 
   } else {
     int32_t* packed = reinterpret_cast<int32_t*>(input_scratch.get(std::max<int64_t>(matrix.inputs, 1) * tile));
     if (!packed) return false;
-    pack_int8_tile(call, index, matrix.inputs, tile, packed);
+    pack_int8_tile(call, index, matrix.inputs, tile, packed, token_scales);
     x = packed;
   }
-  const bool bytes = call.output != kFloat;
-  const Int8Kernel kernel = find_int8_kernel(matrix.bn, vectors);
+  const Int8Kernel kernel = find_int8_kernel(matrix.bn, vectors, call.no_least_weight != 0);
   const int64_t groups_each = kBlockRows / matrix.bn, places = ceil_div(matrix.channels, 4);
   for (int64_t block = begin; block < end; block += kBlocksTogether) {
     const int64_t blocks = std::min(kBlocksTogether, end - block), row = block * kBlockRows;
@@ -341,16 +381,11 @@ inline bool multiply_int8_tile(const PanelMatrix& matrix, const Int8Call& call, 
     int32_t* y = panel && finish.joins ? panel : reinterpret_cast<int32_t*>(results);
     kernel(Int8Task{&matrix, &finish, block * groups_each, std::min((block + blocks) * groups_each, matrix.groups), x,
                     y, row, tile});
-    if (bytes && !finish.joins) join_all_rows(results, tile, rows, vectors, finish.bytes);
-    if (panel) {
-      if (!finish.joins) std::memcpy(panel, results, sizeof(int32_t) * static_cast<size_t>(ceil_div(rows, 4) * tile));
-    } else if (bytes) {
-      unpack_bytes_tile(reinterpret_cast<int32_t*>(results), tile, rows, tokens,
-                        static_cast<uint8_t*>(call.y) + index * tile * call.y_stride + row, call.y_stride);
-    } else {
-      const Epilogue nothing{nullptr, nullptr, 0, kNone};
-      unpack_rows<kNone>(results, tile, row, rows, tokens, nothing,
-                         static_cast<float*>(call.y) + index * tile * call.y_stride, call.y_stride);
+    const Int8Rows at{index, tokens, row, rows, panel};
+    if (!is_general(call)) {
+      store_simple(call, at, results, tile, vectors, finish);
+    } else if (!store_general(call, at, results, tile, finish.bytes)) {
+      return false;
     }
   }
   return true;
@@ -371,11 +406,13 @@ inline bool multiply_int8(const PanelMatrix& matrix, const Int8Call& call) {
   // The zero point of bytes as they are multiplied.
   const int32_t moved = has_vnni() == (call.x_is_unsigned != 0) ? 0 : has_vnni() ? 128 : -128;
   for (int64_t i = 0; i < matrix.channels; ++i) starts[i] = -(call.x_zero + moved) * call.row_sums[i];
-  const bool bytes = call.output != kFloat, is_unsigned = call.output == kUint8;
-  const Bytes stored =
-      bytes_around(call.y_zero, is_unsigned, call.y_is_panel ? has_vnni() : is_unsigned, call.floor == 0.0f);
-  const Int8Finish finish{call.multiplier, call.offset, starts, call.floor, bytes && matrix.bn == 4,
-                          bytes && is_bounded(call, matrix.channels), stored};
+  const bool bytes = call.output != kFloat, is_unsigned = call.output == kUint8, plain = !is_general(call);
+  const Bytes stored = bytes_around(call.y_zero, is_unsigned, call.y_is_panel ? has_vnni() : is_unsigned,
+                                    plain && call.floor == 0.0f);
+  const float floor = plain ? call.floor : -std::numeric_limits<float>::infinity();
+  const Int8Finish finish{call.multiplier, call.offset, starts, floor,
+                          bytes && matrix.bn == 4 && plain && !call.x_is_dynamic,
+                          bytes && is_bounded(call, matrix.channels), stored, nullptr};
   const int64_t tiles = ceil_div(call.tokens, matrix.mv * kLanes);
   return share_tiles(matrix, tiles, call.threads, [&](int64_t tile, int64_t begin, int64_t end) {
     return multiply_int8_tile(matrix, call, finish, tile, begin, end);
