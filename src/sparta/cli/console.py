@@ -1,6 +1,7 @@
 """The console: the ``sparta`` command itself, and what its commands share.
 
-An error the user can cause is one line on stderr and exit status 2, never a traceback.
+Exit status 0 is fine, 1 says that the result is not as asked, 2 that the command was: an error the user can cause is
+one line on stderr, never a traceback.
 """
 
 from __future__ import annotations
@@ -8,23 +9,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from sparta.errors import SpartaError
 from sparta.version import __version__
 
-__all__ = ["AsJson", "app", "main", "user_errors"]
+__all__ = ["AsJson", "app", "main", "not_as_asked", "user_errors"]
 
 app = typer.Typer(
-    help="Model sparsity for PyTorch.",
+    help="Model sparsity for PyTorch: prune, compile, measure.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
 )
 
+
+_INTERRUPTED = 130
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -56,6 +57,12 @@ def _options(
     """Model sparsity for PyTorch."""
 
 
+def not_as_asked(reason: str) -> NoReturn:
+    """End with exit status 1: everything worked, and the result is not what was asked for."""
+    typer.echo(f"not as asked: {reason}", err=True)
+    raise typer.Exit(1)
+
+
 @contextmanager
 def user_errors() -> Iterator[None]:
     """Turn an error the user caused into one line on stderr and exit status 2, and a warning into one line."""
@@ -66,6 +73,11 @@ def user_errors() -> Iterator[None]:
         except SpartaError as error:
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(_INTERRUPTED) from error
+        except BrokenPipeError as error:  # the reader of the output has seen enough
+            raise typer.Exit(0) from error
         finally:
             for entry in caught:
                 typer.echo(f"warning: {' '.join(str(entry.message).split())}", err=True)

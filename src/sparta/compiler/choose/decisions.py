@@ -22,7 +22,7 @@ from sparta.compiler.variant import Base
 from sparta.files import private_folder, write_atomic
 from sparta.specialize.tuning.store import device_name
 
-__all__ = ["Decision", "model_key", "recall", "remember"]
+__all__ = ["Decision", "forget", "model_key", "recall", "remember"]
 
 _VERSION = 8
 
@@ -75,6 +75,14 @@ def recall(key: str) -> Decision | None:
 def remember(key: str, decision: Decision) -> None:
     """Keep a decision; raises OSError where the folder cannot be written."""
     write_atomic(_file(key), (json.dumps(asdict(decision)) + "\n").encode())
+
+
+def forget() -> int:
+    """Forget all decisions; returns how many there were."""
+    files = list(private_folder("compiler").glob("*.json"))
+    for file in files:
+        file.unlink(missing_ok=True)
+    return len(files)
 
 
 def _file(key: str) -> Path:

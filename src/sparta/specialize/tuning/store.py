@@ -122,8 +122,8 @@ class TuningStore:
     def __len__(self) -> int:
         return len(list(self.folder.glob("*.json"))) if self.folder.is_dir() else 0
 
-    def export(self, path: str | os.PathLike[str]) -> int:
-        """Write all entries to one JSON file, to share; returns how many."""
+    def records(self) -> list[dict[str, Any]]:
+        """Return all entries with their keys, as JSON values; damaged ones are left out with a warning."""
         records = []
         for file in sorted(self.folder.glob("*.json")):
             try:
@@ -133,6 +133,18 @@ class TuningStore:
                 warnings.warn(f"the tuning entry {file} is damaged and is left out ({error})", stacklevel=2)
                 continue
             records.append(record)
+        return records
+
+    def clear(self) -> int:
+        """Forget all entries; returns how many there were."""
+        files = list(self.folder.glob("*.json"))
+        for file in files:
+            file.unlink(missing_ok=True)
+        return len(files)
+
+    def export(self, path: str | os.PathLike[str]) -> int:
+        """Write all entries to one JSON file, to share; returns how many."""
+        records = self.records()
         write_atomic(path, (json.dumps({"version": _VERSION, "entries": records}, indent=1) + "\n").encode())
         return len(records)
 

@@ -1,0 +1,211 @@
+"""``sparta bench``: how fast a model is, beside what else could run it.
+
+All that are compared take turns call by call in one process, so that what slows one down slows the others down too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparta.cli.compile import Inputs
+from sparta.cli.console import AsJson, app, not_as_asked, user_errors
+from sparta.errors import MissingPackageError, NameNotFoundError, ValueRangeError, did_you_mean, message
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_RIVALS = ("eager", "compile", "onnxruntime", "openvino")
+_SECONDS = 5.0
+_CALLS = 1000
+
+
+@app.command("bench")
+def bench_model(
+    source: Annotated[str, typer.Argument(help="A compiled model, package.module:factory, or a transformers folder.")],
+    *,
+    inputs: Inputs = None,
+    batch: Annotated[str, typer.Option(help="Batch sizes, such as 1,16; those of the example by default.")] = "",
+    against: Annotated[
+        str, typer.Option(help="Of eager, compile, onnxruntime, openvino; needs the model itself.")
+    ] = "",
+    model: Annotated[
+        str | None, typer.Option(help="The model that a compiled file was made of, to compare with.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="For each batch size.")] = _SECONDS,
+    fail_under: Annotated[float | None, typer.Option(help="Exit status 1 if it is not this many times faster.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time a model: median, 90th and 99th percentile, throughput and spread, beside eager and other runtimes."""
+    with user_errors():
+        rivals = _rivals(against)
+        runs, example = _given(source, model, inputs, rivals)
+        results = [_timed(runs, example, size, rivals, seconds) for size in _sizes(batch)]
+        facts = {"source": source, "load": list(os.getloadavg()), "results": results}
+        typer.echo(json.dumps(facts, indent=2) if as_json else "\n\n".join(map(_text, results)))
+        if fail_under is not None:
+            ratio = min((row["ratio"] for result in results for row in result["rows"][1:]), default=0.0)
+            if ratio < fail_under:
+                not_as_asked(f"{ratio:.2f}x is below the {fail_under:g}x asked for")
+
+
+def _rivals(against: str) -> list[str]:
+    names = [name.strip() for name in against.split(",") if name.strip()]
+    for name in names:
+        if name not in _RIVALS:
+            raise NameNotFoundError(did_you_mean(name, _RIVALS, "runtime to compare with"))
+    return names
+
+
+def _sizes(batch: str) -> list[int | None]:
+    try:
+        sizes = [int(size) for size in batch.split(",") if size.strip()]
+    except ValueError as error:
+        raise ValueRangeError(message(f"--batch {batch!r}", "sizes joined by commas", "such as 1,16")) from error
+    if any(size < 1 for size in sizes):
+        raise ValueRangeError(message(f"--batch {batch!r}", "sizes of 1 and more"))
+    return [*sizes] or [None]
+
+
+def _given(
+    source: str, model: str | None, inputs: list[str] | None, rivals: list[str]
+) -> tuple[dict[str, nn.Module], Any]:
+    """Return what runs by name, ours first, and the example inputs."""
+    import sparta
+    from sparta.cli.sources import inputs_of, model_of
+
+    compiled = Path(source).is_file()
+    named = model if compiled else source
+    original, example = (None, None) if named is None else model_of(named)
+    fast = sparta.load(source) if compiled else None
+    either = fast if original is None else original
+    if inputs and either is not None:
+        example = inputs_of(inputs, either)
+    if example is None:
+        raise ValueRangeError(message("no example inputs", fix="pass --input 1x128"))
+    if fast is None and original is not None:
+        fast = sparta.compile(original, example)
+    if rivals and original is None:
+        given = f"{source} does not hold the model that it was made of"
+        raise ValueRangeError(message(given, fix="name it by --model package.module:factory"))
+    runs: dict[str, Any] = {"sparta": fast}
+    if original is not None:
+        runs["eager"] = original
+    return runs, example
+
+
+def _timed(runs: dict[str, Any], example: Any, batch: int | None, rivals: list[str], seconds: float) -> dict[str, Any]:
+    """Return the times of all that run, in turns, at one batch size."""
+    import torch
+
+    from sparta.cli.sources import with_batch
+    from sparta.measure import compare
+
+    given = example if batch is None else with_batch(example, batch)
+    calls = {"sparta": _call(runs["sparta"], given)}
+    for name in rivals:
+        calls[name] = _call(runs["eager"], given) if name == "eager" else _MAKERS[name](runs["eager"], given)
+    with torch.inference_mode():
+        found = compare(calls, iters=_CALLS, max_seconds=seconds)
+    size = batch or _rows(given)
+    rows = []
+    for name in calls:
+        times = sorted(found[name].samples)
+        at = {f"p{p}": times[round(p / 100 * (len(times) - 1))] for p in (50, 90, 99)}
+        ratio = statistics.median(b / a for a, b in zip(found["sparta"].samples, found[name].samples, strict=True))
+        rows.append({"name": name, **at, "per_second": size / at["p50"] * 1e3, "calls": len(times), "ratio": ratio})
+    return {"batch": size, "rows": rows}
+
+
+def _rows(given: Any) -> int:
+    import torch
+
+    leaves = list(given.values()) if isinstance(given, dict) else list(given) if isinstance(given, tuple) else [given]
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)
+
+
+def _call(model: Any, given: Any) -> Callable[[], Any]:
+    if isinstance(given, dict):
+        return lambda: model(**given)
+    arguments = given if isinstance(given, tuple) else (given,)
+    return lambda: model(*arguments)
+
+
+def _inductor(model: nn.Module, given: Any) -> Callable[[], Any]:
+    import torch
+
+    return _call(torch.compile(model), given)
+
+
+def _onnx(model: nn.Module, given: Any, folder: str) -> str:
+    import torch
+
+    path = f"{folder}/model.onnx"
+    arguments, named = ((), given) if isinstance(given, dict) else (given if isinstance(given, tuple) else (given,), {})
+    torch.onnx.export(model, arguments, path, kwargs=named, dynamo=True, verbose=False)
+    return path
+
+
+def _onnxruntime(model: nn.Module, given: Any) -> Callable[[], Any]:
+    import tempfile
+
+    runtime = _needed("onnxruntime")
+    with tempfile.TemporaryDirectory() as folder:
+        session = runtime.InferenceSession(_onnx(model, given, folder), providers=["CPUExecutionProvider"])
+    leaves = list(given.values()) if isinstance(given, dict) else list(given) if isinstance(given, tuple) else [given]
+    feed = {slot.name: leaf.numpy() for slot, leaf in zip(session.get_inputs(), leaves, strict=False)}
+    return lambda: session.run(None, feed)
+
+
+def _openvino(model: nn.Module, given: Any) -> Callable[[], Any]:
+    import tempfile
+
+    runtime = _needed("openvino")
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = runtime.Core().compile_model(_onnx(model, given, folder), "CPU")
+    leaves = list(given.values()) if isinstance(given, dict) else list(given) if isinstance(given, tuple) else [given]
+    arrays = [leaf.numpy() for leaf in leaves]
+    return lambda: compiled(arrays)
+
+
+def _needed(package: str) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise MissingPackageError(message(f"{package} is not installed", fix=f"pip install {package}")) from error
+
+
+_MAKERS: dict[str, Callable[[Any, Any], Callable[[], Any]]] = {
+    "compile": _inductor,
+    "onnxruntime": _onnxruntime,
+    "openvino": _openvino,
+}
+
+
+def _text(result: dict[str, Any]) -> str:
+    from sparta.tables import table
+
+    rows = [
+        [
+            row["name"],
+            f"{row['p50']:.4g} ms",
+            f"{row['p90']:.4g} ms",
+            f"{row['p99']:.4g} ms",
+            f"{row['per_second']:.4g}",
+            row["calls"],
+            "" if row["name"] == "sparta" else f"{row['ratio']:.2f}x",
+        ]
+        for row in result["rows"]
+    ]
+    columns = ["runs", "p50", "p90", "p99", "per second", "calls", "sparta is"]
+    return table(
+        columns, rows, title=f"batch {result['batch']}, load {os.getloadavg()[0]:.3g} on {os.cpu_count()} cores"
+    )
