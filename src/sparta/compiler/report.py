@@ -18,6 +18,7 @@ from sparta.compiler.plan import LayerPlan, Plan
 from sparta.compiler.variant import GIVEN
 from sparta.errors import MissingPackageError, message
 from sparta.files import write_atomic
+from sparta.precision.report import PrecisionReport
 from sparta.reporting import page, short
 from sparta.specialize.implement import Cause, implements_of
 from sparta.specialize.int8_linear.quantized import INT8_IMPLEMENTS
@@ -90,6 +91,8 @@ class Report:
         What could not be done, or was done otherwise than asked.
     machine
         Where it was measured: the processor, threads, load and versions, as text.
+    precision
+        Which layers have fewer bits, and what that costs; None for a model in its own precision.
     """
 
     plan: Plan
@@ -97,6 +100,7 @@ class Report:
     certificate: Certificate
     notes: tuple[str, ...] = field(default=())
     machine: Mapping[str, str] = field(default_factory=dict)
+    precision: PrecisionReport | None = None
 
     @property
     def speedup(self) -> float | None:
@@ -134,6 +138,8 @@ class Report:
             "certificate": self.certificate.to_dict(),
             "notes": list(self.notes),
             "machine": dict(self.machine),
+            "precision": None if self.precision is None else self.precision.to_dict(),
+            "accuracy": [] if self.precision is None else self.precision.lines(),
             "speedup": self.speedup,
             "amdahl_bound": self.amdahl_bound,
             "layers": self.rows(),
@@ -148,6 +154,7 @@ class Report:
             Certificate.from_dict(fields["certificate"]),
             tuple(str(note) for note in fields["notes"]),
             {str(name)[:100]: str(value)[:1000] for name, value in dict(fields.get("machine", {})).items()},
+            None if fields.get("precision") is None else PrecisionReport.from_dict(fields["precision"]),
         )
 
     def to_dataframe(self) -> Any:
@@ -214,6 +221,8 @@ class Report:
         lines = [table(columns, rows)] if rows else ["no layer that a kernel could run"]
         hints = {row["layer"]: row["advice"] for row in self.rows() if row["advice"]}
         lines += [f"  {layer}: {hint}" for layer, hint in hints.items()]
+        if self.precision is not None:
+            lines += ["", str(self.precision)]
         lines += ["", *self._total_lines(), str(self.certificate)]
         return lines + [f"note: {note}" for note in self.notes]
 

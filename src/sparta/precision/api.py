@@ -7,7 +7,7 @@ and the pattern: which weights are live is read before they are rounded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -59,7 +59,7 @@ class Quantized:
     model: nn.Module
     spec: Spec
     activations: Mapping[str, Quantization | Float8]
-    simulated: Simulated
+    simulated: Callable[..., Any]
     report: PrecisionReport
     judge: Judge
 

@@ -109,7 +109,10 @@ class PropagationResult:
             value = self.facts.masked(name)
             if value.dim() < 2 or value.is_meta or not value.is_floating_point():
                 continue
-            sizes = zip(TeSA.from_zeros(value).state.block, shape_of(node), strict=True)
+            # A weight that was rounded to zero is live where the spec says so, and keeps its block whole.
+            given = None if self.facts.as_read else self.facts.given.get(name)
+            known = TeSA.from_zeros(value) if given is None else TeSA.from_mask(given.mask())
+            sizes = zip(known.state.block, shape_of(node), strict=True)
             block = tuple(1 if size >= extent else size for size, extent in sizes)
             if max(block) > 1:
                 found[name] = block

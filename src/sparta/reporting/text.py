@@ -70,6 +70,7 @@ def short(facts: Mapping[str, Any]) -> str:
     whole = facts["plan"]["whole"]
     where = "loaded; where it was compiled: " if whole["loaded"] else ""
     lines.append(f"runs: {where}{whole['reason']}")
+    lines += facts.get("accuracy", ())
     lines += [f"note: {note}" for note in facts["notes"]]
     return "\n".join(lines)
 

@@ -1,13 +1,14 @@
-"""Precision: which linear layers run in int8, on which grids, and what the model with rounded inputs computes.
+"""Precision: which layers run in int8, on which grids, and what the model with rounded inputs computes.
 
-The weights' grids come from the spec, those of the inputs from the caller or from the range that the example inputs
-show. A layer without a usable grid is no error; it stays in real numbers and the report says why.
+The weights' grids and patterns come from the spec, the grids of the inputs from the caller or from the range that the
+example inputs show. Which weights are live is what the spec says, not which are zero after rounding. A layer without a
+usable grid is no error; it stays in real numbers and the report says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from sparta.tesa.attribute import TeSA
 
 __all__ = ["Calibration", "rounding_kernels", "simulated"]
 
+_OPERATIONS = {"linear": OP}
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -40,17 +43,25 @@ class Calibration:
         Grids of inputs by layer, ``"fc.input"``; see :meth:`Quantization.of`. Others are taken from the examples.
     note
         Called with what could not be used, and why.
+    tensors
+        The model's own, by name.
+    as_read
+        Whether the spec is what the zeros of the weights say, and knows nothing more.
     """
 
     weights: Mapping[str, TeSA]
     inputs: Mapping[str, Any]
     note: Callable[[str], None]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    as_read: bool = False
 
     def quantized(
         self, program: Program, subgraphs: Sequence[SubGraph], samples: Sequence[SizeSample]
     ) -> tuple[list[SubGraph], list[SizeSample]]:
         """Return the sub-graphs, those of int8 layers as such, and the samples with them."""
-        changed = {subgraph: self._quantized(program, subgraph, samples) for subgraph in subgraphs}
+        changed = {
+            subgraph: self._intended(program, self._quantized(program, subgraph, samples)) for subgraph in subgraphs
+        }
         used = {f"{_layer(program, subgraph)}input" for subgraph in subgraphs if changed[subgraph].scales is not None}
         unused = sorted(set(self.inputs) - used)
         if unused:
@@ -60,23 +71,36 @@ class Calibration:
         ]
         return list(changed.values()), moved
 
-    def _quantized(self, program: Program, subgraph: SubGraph, samples: Sequence[SizeSample]) -> SubGraph:
-        name = program.source(subgraph.anchor.weight)
+    def _intended(self, program: Program, subgraph: SubGraph) -> SubGraph:
+        """Return a sub-graph with the pattern that the spec has for its weight."""
+        name = _source(program, subgraph)
         known = self.weights.get(name)
-        if known is None or str(known.format) != "int8" or subgraph.lowering.op != "linear":
+        if self.as_read or known is None or name not in self.tensors:
+            return subgraph
+        live = _taken(program, subgraph, known.mask(subgraph.weight.device))
+        before = _taken(program, subgraph, self.tensors[name].detach())
+        if live.shape != subgraph.weight.shape:
+            return subgraph
+        live &= ~((subgraph.weight == 0) & (before != 0))  # what nobody sees was cut out of it
+        same = torch.equal(live, subgraph.weight != 0)
+        return subgraph if same else replace(subgraph, live=live)
+
+    def _quantized(self, program: Program, subgraph: SubGraph, samples: Sequence[SizeSample]) -> SubGraph:
+        known = self.weights.get(_source(program, subgraph))
+        if known is None or str(known.format) != "int8" or subgraph.lowering.op not in _OPERATIONS:
             return subgraph
         try:
-            scales = _scales(program, subgraph, known)
-            integers = integers_of(subgraph.weight, scales)
+            scales = self._scales(program, subgraph, known)
+            integers = integers_of(subgraph.weight.flatten(1), scales).reshape(subgraph.weight.shape)
             grid = self._grid(f"{_layer(program, subgraph)}input", [sample.values[subgraph][0] for sample in samples])
         except SpartaError as error:
             self.note(f"{subgraph.name} stays in real numbers: {error}")
             return subgraph
         return replace(
             subgraph,
-            lowering=lowering_of(OP),
-            anchor=replace(subgraph.anchor, attributes=grid.to_dict()),
-            weight=integers.float() * scales.float().unsqueeze(1),
+            lowering=lowering_of(_OPERATIONS[subgraph.lowering.op]),
+            anchor=replace(subgraph.anchor, attributes={**subgraph.anchor.attributes, **grid.to_dict()}),
+            weight=integers.float() * scales.float().reshape(-1, *[1] * (integers.dim() - 1)),
             scales=scales,
         )
 
@@ -88,24 +112,45 @@ class Calibration:
             raise ValueRangeError(message(f"example inputs of {name} from {low} to {high}", "finite numbers"))
         return Quantization.covering(low, high)
 
+    def _scales(self, program: Program, subgraph: SubGraph, known: TeSA) -> Tensor:
+        """Return the scales (N,) of a weight's channels as they are in the program: cut, and with norms folded in."""
+        if subgraph.weight.dtype != torch.float32 or subgraph.weight.device.type != "cpu":
+            where = f"{subgraph.weight.dtype} on {subgraph.weight.device.type}"
+            raise ValueRangeError(message(f"an int8 weight in {where}", "float32 on cpu"))
+        if not bool(known.scale.cells.isfinite().all()) or bool((known.zero_point.cells != 0).any()):
+            raise ValueRangeError(message("an int8 weight without a scale, or with a zero point", "a symmetric grid"))
+        scales = _taken(program, subgraph, known.scale.dense()).flatten(1)
+        if len(scales) != len(subgraph.weight) or bool((scales != scales[:, :1]).any()):
+            raise ValueRangeError(message("an int8 weight with several scales in a row", "one scale per row, or one"))
+        if subgraph.anchor.weight == _unfolded(subgraph.anchor.weight):
+            return scales[:, 0].contiguous()
+        before = _taken(program, subgraph, self.tensors[_source(program, subgraph)].detach()).flatten(1).double()
+        largest = before.abs().argmax(1, keepdim=True)
+        factor = subgraph.weight.flatten(1).double().gather(1, largest) / before.gather(1, largest)
+        factor = factor.abs().nan_to_num(1.0, 1.0, 1.0)
+        return (scales[:, :1] * factor.where(factor > 0, 1.0)).squeeze(1).contiguous()
+
+
+def _unfolded(name: str) -> str:
+    """Return the name that a weight had before a norm was folded into it."""
+    return name.partition("_folded")[0]
+
+
+def _source(program: Program, subgraph: SubGraph) -> str:
+    """Return the name of a sub-graph's weight in the model as given."""
+    return program.source(_unfolded(subgraph.anchor.weight))
+
+
+def _taken(program: Program, subgraph: SubGraph, tensor: Tensor) -> Tensor:
+    """Return of a tensor of the model's weight's shape what is left in the program, as the operation takes it."""
+    origin = program.origins.get(_unfolded(subgraph.anchor.weight))
+    left = tensor if origin is None else origin.take(tensor)
+    return left.t() if subgraph.anchor.transposed and left.dim() == 2 else left
+
 
 def _layer(program: Program, subgraph: SubGraph) -> str:
     """Return the prefix of a layer's names: ``"fc."``, or nothing for the model itself."""
-    return program.source(subgraph.anchor.weight).removesuffix("weight")
-
-
-def _scales(program: Program, subgraph: SubGraph, known: TeSA) -> Tensor:
-    """Return the scales (N,) of a weight's rows as they are in the program, where channels may have been cut."""
-    if subgraph.anchor.transposed or subgraph.weight.dtype != torch.float32 or subgraph.weight.device.type != "cpu":
-        where = f"{subgraph.weight.dtype} on {subgraph.weight.device.type}"
-        raise ValueRangeError(message(f"an int8 weight in {where}", "float32 on cpu, as (outputs, inputs)"))
-    if not bool(known.scale.cells.isfinite().all()) or bool((known.zero_point.cells != 0).any()):
-        raise ValueRangeError(message("an int8 weight without a scale, or with a zero point", "a symmetric grid"))
-    origin = program.origins.get(subgraph.anchor.weight)
-    scales = known.scale.dense() if origin is None else origin.take(known.scale.dense())
-    if scales.shape != subgraph.weight.shape or bool((scales != scales[:, :1]).any()):
-        raise ValueRangeError(message("an int8 weight with several scales in a row", "one scale per row, or one"))
-    return scales[:, 0].contiguous()
+    return _source(program, subgraph).removesuffix("weight")
 
 
 def rounding_kernels(kernels: Mapping[SubGraph, KernelModule]) -> dict[SubGraph, KernelModule]:

@@ -125,15 +125,22 @@ def _zeroed(result: PropagationResult, name: str, value: Tensor, origin: Origin 
     if node is None or not value.is_floating_point() or bool(result.facts.observed_of(node).cells.all()):
         return value  # before all its TeSAs are made, which takes long for a large model
     dead = result.spec[name].states(value.device) == DEAD
-    dead = dead if origin is None else origin.take(dead)
-    zeroed = torch.where(dead, torch.zeros((), dtype=value.dtype, device=value.device), value)
-    return value if value.dim() >= 2 and _block_height(zeroed) < _block_height(value) else zeroed
+    given = None if result.facts.as_read else result.facts.given.get(name)
+    live = value != 0 if given is None else _left(given.mask(value.device), origin)
+    dead = _left(dead, origin)
+    if value.dim() >= 2 and _block_height(live & ~dead) < _block_height(live):
+        return value
+    return torch.where(dead, torch.zeros((), dtype=value.dtype, device=value.device), value)
 
 
-def _block_height(weight: Tensor) -> int:
+def _left(tensor: Tensor, origin: Origin | None) -> Tensor:
+    return tensor if origin is None else origin.take(tensor)
+
+
+def _block_height(live: Tensor) -> int:
     """Return how many output channels are pruned together; 1 for a weight without zeros, or of all zeros."""
-    height = TeSA.from_zeros(weight).state.block[0]
-    return 1 if height >= weight.shape[0] else height
+    height = TeSA.from_mask(live).state.block[0]
+    return 1 if height >= live.shape[0] else height
 
 
 def assemble(

@@ -40,7 +40,10 @@ class SubGraph:
     weight, bias
         The tensors, the weight as the operation takes it.
     scales
-        (N,), of the rows of a weight that lies on an int8 grid; None for one that does not.
+        (N,), of the output channels of a weight that lies on an int8 grid; None for one that does not.
+    live
+        Which weights are live, where the spec says so; None reads it from the weight. A live weight may be zero: then
+        it keeps its place in its block.
     """
 
     name: str
@@ -52,11 +55,12 @@ class SubGraph:
     weight: Tensor
     bias: Tensor | None
     scales: Tensor | None = None
+    live: Tensor | None = None
 
     @cached_property
     def tesa(self) -> TeSA:
-        """What is known of the weight: its zeros are pruned, and its grid if it has one."""
-        known = TeSA.from_zeros(self.weight)
+        """What is known of the weight: what is pruned, and its grid if it has one."""
+        known = TeSA.from_zeros(self.weight) if self.live is None else TeSA.from_mask(self.live)
         return known if self.scales is None else known.with_format("int8", scale=self.scales)
 
     def spec(self, x: Tensor) -> KernelSpec:

@@ -30,6 +30,8 @@ def link_layers(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
         plain = not first.fused.epilogue.residual and first.fused.epilogue.activation in (None, "relu")
         if plain and _all_int8(first) and _all_int8(second):
             grid = Quantization.from_dict(second.fused.attributes)
+            if grid.dynamic:  # the scale of a token is known only when all of it is there
+                continue
             modules[str(node.target)] = first.with_attributes(grid.to_dict("output"))
             links += 1
     return links

@@ -2,7 +2,8 @@
 
 Batch norms are folded into the convolutions before them, exactly: integers stay what they were and only scales and
 biases change. The weights of the exported model are ``(integer - zero_point) * scale`` to the last bit, so integers,
-spec and model are three views of one thing.
+spec and model are three views of one thing. Which weights are live is known before they are rounded: a small one that
+rounds to zero stays live, and with it the block it stands in.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from sparta.files import load_tensors, reading, save_tensors
 from sparta.modules import replace_module, unwrapped
 from sparta.sparsify.shards import local, whole
 from sparta.tesa.attribute import TeSA
+from sparta.tesa.formats.mask_bits import pack_bits, unpack_bits
 from sparta.tesa.spec import Spec
 
 __all__ = ["ActivationGrid", "Exported", "IntegerWeight", "export", "integer_weights", "load_exported"]
 
-_KIND, _VERSION = "quantized-model", 1
+_KIND, _VERSION = "quantized-model", 2
 _PARTS = ("integers", "scale", "zero_point")
 
 
@@ -50,6 +52,8 @@ class IntegerWeight:
         The axis of the output channels.
     args
         Bits and symmetry.
+    live
+        bool, of the weight's shape: which weights are not pruned; None takes those that are not rounded to zero.
     """
 
     integers: Tensor
@@ -57,6 +61,7 @@ class IntegerWeight:
     zero_point: Tensor
     axis: int
     args: QuantizationArgs
+    live: Tensor | None = None
 
     def dequantized(self) -> Tensor:
         """Return the weight as float32."""
@@ -72,11 +77,12 @@ class IntegerWeight:
         integers = torch.where(factor < 0, mirror - self.integers.to(torch.int32), self.integers.to(torch.int32))
         integers = torch.where(factor == 0, zero_point, integers).to(self.integers.dtype)
         scale = torch.where(factor == 0, 1.0, self.scale * factor.abs())
-        return replace(self, integers=integers, scale=scale, zero_point=zero_point.to(torch.int32))
+        live = None if self.live is None else self.live & (factor != 0)
+        return replace(self, integers=integers, scale=scale, zero_point=zero_point.to(torch.int32), live=live)
 
     def tesa(self, *, zeros: bool = True) -> TeSA:
         """Return what is known of the weight: its bits, its grid, and (unless training may change them) its zeros."""
-        kept = self.integers.to(torch.int32) != self.zero_point
+        kept = self.live if self.live is not None else self.integers.to(torch.int32) != self.zero_point
         scale, zero_point = self.scale, self.zero_point.expand_as(self.scale)
         group = None
         if scale.dim():
@@ -145,6 +151,8 @@ class Exported:
         tensors: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             tensors |= {f"{name}::{part}": getattr(weight, part) for part in _PARTS}
+            if weight.live is not None and not torch.equal(weight.live, weight.integers != weight.zero_point):
+                tensors[f"{name}::live"] = pack_bits(weight.live.reshape(1, -1))
         for name, tensor in self.model.state_dict().items():
             if name not in self.weights:
                 tensors[f"{name}::float"] = tensor.clone()  # tied tensors must not share memory in the file
@@ -157,13 +165,15 @@ class Exported:
 
 
 @torch.no_grad()
-def export(model: nn.Module, *, fold_batch_norms: bool = True) -> Exported:
+def export(model: nn.Module, *, spec: Spec | None = None, fold_batch_norms: bool = True) -> Exported:
     """Return a plain copy of a quantised model with integer weights; the model itself is left as it is.
 
     Parameters
     ----------
     model
         After :func:`~sparta.create.quantize.prepare.prepare`, trained or calibrated.
+    spec
+        What is pruned, such as ``manager.spec()``; None takes the weights as live that are not zero before rounding.
     fold_batch_norms
         Fold batch norms into the convolutions before them.
 
@@ -180,6 +190,9 @@ def export(model: nn.Module, *, fold_batch_norms: bool = True) -> Exported:
         raise ValueRangeError(message("the model is not quantised", fix="call `prepare(model)` and train or calibrate"))
     plain = deepcopy(unwrapped(model)).eval()
     weights = integer_weights(plain)
+    for name, tesa in ({} if spec is None else spec.resolve(plain)).items():
+        if name in weights:
+            weights[name] = replace(weights[name], live=tesa.mask(weights[name].integers.device))
     activations: dict[str, ActivationGrid] = {}
     for name, quantizer in quantizers(plain):
         if quantizer.moving and quantizer.calibrated:
@@ -224,7 +237,10 @@ def load_exported(path: str | os.PathLike[str], model: nn.Module) -> Exported:
             replace_module(plain, name, nn.Identity())
         weights = {
             name: IntegerWeight(
-                **{part: tensors[f"{name}::{part}"] for part in _PARTS}, axis=entry.axis, args=entry.args
+                **{part: tensors[f"{name}::{part}"] for part in _PARTS},
+                axis=entry.axis,
+                args=entry.args,
+                live=_live(tensors, name),
             )
             for name, entry in contents.weights.items()
         }
@@ -243,9 +259,16 @@ def load_exported(path: str | os.PathLike[str], model: nn.Module) -> Exported:
 # ---------------------------------------------------------------------- parts
 
 
+def _live(tensors: Mapping[str, Tensor], name: str) -> Tensor | None:
+    """Return which weights of a file are live, where it says more than their integers do."""
+    packed, shape = tensors.get(f"{name}::live"), tensors[f"{name}::integers"].shape
+    return None if packed is None else unpack_bits(packed, shape.numel()).reshape(shape)
+
+
 def _integer_weight(layer: QuantizedLayer, name: str, quantizer: Quantizer) -> IntegerWeight:
     weight: Any = layer._parameters[name]
     values = whole(local(weight.detach()), weight).float()
+    live = values != 0
     if layer.folded_norm:
         values = values * fold_factor(layer, layer.folded_norm[0], values.dim())
     quantizer(values)  # the range of a weight that is still observed is that of the weight as it is now
@@ -254,7 +277,8 @@ def _integer_weight(layer: QuantizedLayer, name: str, quantizer: Quantizer) -> I
     if quantizer.axis is not None:
         shape = [-1 if dim == quantizer.axis else 1 for dim in range(values.dim())]
         scale, zero_point = scale.reshape(shape), zero_point.reshape(shape)
-    return IntegerWeight(integers, scale.clone(), zero_point.clone(), layer.layer_kind.channel_axis, quantizer.args)
+    axis = layer.layer_kind.channel_axis
+    return IntegerWeight(integers, scale.clone(), zero_point.clone(), axis, quantizer.args, live)
 
 
 def _activation_grid(quantizer: Quantizer) -> ActivationGrid:

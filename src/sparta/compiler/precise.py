@@ -1,0 +1,234 @@
+"""Compiling at a precision: round, compile what was rounded, and measure what that cost.
+
+``precision="int8"`` rounds weights and inputs (:mod:`sparta.precision`) and compiles the rounded model, whose kernels
+in real numbers compete as well; ``"bf16"`` casts; ``"auto"`` takes what is fastest of those within the allowed loss.
+The report has the accuracy of what runs beside its speed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from sparta.errors import NameNotFoundError, SpartaError, ValueRangeError, did_you_mean, message
+from sparta.measure.machine import probe_cpu
+from sparta.precision.api import quantize
+from sparta.precision.data import checked_batches
+from sparta.precision.losses import Judge, Metric
+from sparta.precision.report import LayerPrecision, PrecisionReport
+from sparta.tesa.bits import bit_format
+from sparta.tesa.spec import Spec
+
+__all__ = ["DEFAULT_LOSS", "PRECISIONS", "Wanted", "compiled_at"]
+
+PRECISIONS = ("int8", "bf16", "fp8", "auto")
+DEFAULT_LOSS = 0.1
+"""What `max_loss` is where nobody says it: the norm of the change of the outputs over their norm."""
+_FP8_CAPABILITY = (8, 9)
+
+CompileOne = Callable[[nn.Module, Spec | None, Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked for.
+
+    Parameters
+    ----------
+    precision
+        One of :data:`PRECISIONS`, or None for the model's own.
+    calibration
+        Batches; None takes the example inputs.
+    max_loss, metric
+        What is allowed, and how it is measured; see :func:`sparta.precision.quantize`.
+    """
+
+    precision: str | None = None
+    calibration: Any = None
+    max_loss: float | None = None
+    metric: Metric | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("calibration", "max_loss", "metric") if getattr(self, name) is not None]
+        if self.precision is None and given:
+            raise ValueRangeError(message(f"{given[0]} without a precision", f"precision={PRECISIONS[0]!r} beside it"))
+        if self.precision is not None and self.precision not in PRECISIONS:
+            raise NameNotFoundError(did_you_mean(str(self.precision), PRECISIONS, "precision"))
+        if self.metric is not None and not callable(self.metric):
+            raise ValueRangeError(message(f"metric={self.metric!r}", "a function of a model that returns a number"))
+        loss = self.max_loss
+        if loss is not None and not (isinstance(loss, int | float) and not isinstance(loss, bool) and loss >= 0):
+            raise ValueRangeError(message(f"max_loss={loss!r}", "0 or more"))
+
+    @property
+    def bound(self) -> float:
+        """The loss that is allowed: none of a metric, unless it is said, else a tenth of the outputs' norm."""
+        if self.max_loss is not None:
+            return self.max_loss
+        return DEFAULT_LOSS if self.metric is None else 0.0
+
+    def batches(self, calls: Sequence[Any]) -> tuple[list[Any], str]:
+        """Return the calibration data, and a note where it is not the user's."""
+        if self.calibration is not None:
+            return checked_batches(self.calibration, calls[0]), ""
+        note = "calibrated on the example inputs alone: pass calibration=batches of real data"
+        return checked_batches(list(calls)), note
+
+
+def compiled_at(wanted: Wanted, model: nn.Module, calls: Sequence[Any], spec: Spec | None, one: CompileOne) -> Any:
+    """Return the model compiled at a precision, with its accuracy in the report.
+
+    Parameters
+    ----------
+    calls
+        The example inputs.
+    one
+        Compiles a model with a spec and grids of inputs.
+    """
+    batches, note = wanted.batches(calls)
+    device = next((t.device.type for t in (*model.parameters(), *model.buffers())), "cpu")
+    names = _candidates(device, model) if wanted.precision == "auto" else [str(wanted.precision)]
+    found = [_compiled(name, wanted, model, batches, spec, device, one) for name in names]
+    fast = max(found, key=lambda each: each.report.speedup or 1.0)
+    told: PrecisionReport = fast.report.precision
+    if wanted.precision == "auto":
+        tried = ", ".join(f"{name} {each.report.speedup or 1.0:.2f}x" for name, each in zip(names, found, strict=True))
+        told = replace(told, precision=f"auto ({told.precision})").with_note(f"tried: {tried}")
+    fast.report = replace(fast.report, precision=told.with_note(note) if note else told)
+    return fast
+
+
+def _candidates(device: str, model: nn.Module) -> list[str]:
+    """Return the precisions that a device may be faster in."""
+    if _is_trained(model):
+        return ["int8"]
+    if device == "cuda":
+        return ["fp8", "bf16"] if torch.cuda.get_device_capability() >= _FP8_CAPABILITY else ["bf16"]
+    quick = {"avx512_bf16", "amx_bf16", "bf16"} & set(probe_cpu().vector_isa)
+    return ["int8", "bf16"] if quick else ["int8"]
+
+
+def _compiled(
+    name: str,
+    wanted: Wanted,
+    model: nn.Module,
+    batches: Sequence[Any],
+    spec: Spec | None,
+    device: str,
+    one: CompileOne,
+) -> Any:
+    _check_device(name, device, model)
+    if name == "bf16":
+        return _in_bf16(wanted, model, batches, spec, one)
+    if _is_trained(model):
+        from sparta.precision.trained import from_training
+
+        found = from_training(model, batches, spec=spec, max_loss=wanted.max_loss, metric=wanted.metric)
+    else:
+        found = quantize(
+            model,
+            batches,
+            name,  # type: ignore[arg-type]
+            spec=spec,
+            max_loss=wanted.bound,
+            metric=wanted.metric,
+            dynamic=None if device == "cpu" else True,
+        )
+    fast = one(found.model, found.spec, found.activations)
+    fast.report = replace(fast.report, precision=_measured(found.report, found.judge, fast))
+    return fast
+
+
+def _is_trained(model: nn.Module) -> bool:
+    """Whether a model is under quantization-aware training; one that is has imported what does it."""
+    layers = sys.modules.get("sparta.create.quantize.layers")
+    return layers is not None and any(isinstance(module, layers.QuantizedLayer) for module in model.modules())
+
+
+def _check_device(name: str, device: str, model: nn.Module) -> None:
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if name == "fp8" and device != "cuda":
+        raise ValueRangeError(
+            message(
+                f"precision='fp8' on {device}",
+                "int8 or bf16 on the CPU: no CPU computes in 8-bit floating point",
+                "pass precision='int8', or device='cuda' on a GPU of capability 8.9 or more",
+            )
+        )
+    if name == "fp8" and torch.cuda.get_device_capability() < _FP8_CAPABILITY:
+        raise ValueRangeError(
+            message(f"precision='fp8' on {torch.cuda.get_device_name()}", "a GPU of capability 8.9 or more", "use bf16")
+        )
+    if name == "int8" and device == "cuda":
+        raise ValueRangeError(
+            message("precision='int8' on cuda", "fp8 or bf16 on the GPU", "pass precision='fp8', or device='cpu'")
+        )
+    if name == "int8" and dtypes - {torch.float32}:
+        kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise ValueRangeError(
+            message(f"precision='int8' of a model in {kinds}", "float32", "pass dtype=torch.float32 as well")
+        )
+
+
+def _measured(report: PrecisionReport, judge: Judge, fast: Any) -> PrecisionReport:
+    """Return the report with the accuracy of what runs; the simulated one stays where it cannot be measured."""
+    try:
+        change = judge.change(fast)
+        loss = judge.loss(fast) if judge.metric is not None else None
+    except SpartaError as error:
+        return report.with_note(f"the accuracy is that of the simulation: {str(error).splitlines()[0]}")
+    both = None if loss is None or judge.baseline is None or loss[1] is None else (judge.baseline, loss[1])
+    return report.with_measured(change, both)
+
+
+# ---------------------------------------------------------------------- bf16
+
+
+def _in_bf16(wanted: Wanted, model: nn.Module, batches: Sequence[Any], spec: Spec | None, one: CompileOne) -> Any:
+    """Compile the model in bf16, its inputs and outputs in the dtypes they had; as it was where that costs too much."""
+    judge = Judge.of(model, batches, wanted.metric)
+    short = _cast(model)
+    loss, reached = judge.loss(short)
+    metric = None if judge.baseline is None or reached is None else (judge.baseline, reached)
+    if loss > wanted.bound:
+        fast = one(model, spec, {})
+        why = f"bf16 costs {loss:.2g}, more than max_loss={wanted.bound:g}: the model stays as it was"
+        row = LayerPrecision("the whole model", str(bit_format(_dtype_of(model))), "", None, why)
+        told = PrecisionReport("bf16", (row,), len(batches), 0.0, wanted.bound, measured=True)
+    else:
+        fast = one(short, spec, {})
+        row = LayerPrecision("the whole model", "bf16", "bf16", judge.change(short))
+        told = _measured(PrecisionReport("bf16", (row,), len(batches), loss, wanted.bound, metric), judge, fast)
+    fast.report = replace(fast.report, precision=told)
+    return fast
+
+
+def _cast(model: nn.Module) -> nn.Module:
+    """Return a copy in bf16 that takes and returns what the model does."""
+    before = _dtype_of(model)
+    short = deepcopy(model).eval().to(torch.bfloat16)
+
+    def narrowed(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return pytree.tree_map(_to(torch.bfloat16, before), (args, kwargs))
+
+    def widened(_module: nn.Module, _args: Any, outputs: Any) -> Any:
+        return pytree.tree_map(_to(before, torch.bfloat16), outputs)
+
+    short.register_forward_pre_hook(narrowed, with_kwargs=True)
+    short.register_forward_hook(widened)
+    return short
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _to(dtype: torch.dtype, only: torch.dtype) -> Callable[[Any], Any]:
+    return lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.dtype == only else leaf
