@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         testing,
     )
     from sparta.compiler import compile_model as compile  # noqa: A004 - as torch.compile
-    from sparta.compiler import load
+    from sparta.compiler import load, optimize
     from sparta.oneshot import prune
     from sparta.planning import plan
     from sparta.propagation.api import compact, propagate
@@ -57,6 +57,7 @@ __all__ = [
     "measure",
     "nn",
     "oneshot",
+    "optimize",
     "plan",
     "planning",
     "propagate",
@@ -95,6 +96,7 @@ _NAMES = {
     "compact": ("sparta.propagation", "compact"),
     "compile": ("sparta.compiler", "compile_model"),
     "load": ("sparta.compiler", "load"),
+    "optimize": ("sparta.compiler", "optimize"),
     "propagate": ("sparta.propagation", "propagate"),
     "plan": ("sparta.planning", "plan"),
     "prune": ("sparta.oneshot", "prune"),

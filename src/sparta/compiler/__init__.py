@@ -9,9 +9,11 @@ from sparta.arguments import front_door
 from sparta.compiler.api import compile_model
 from sparta.compiler.api import compile_model as compile  # noqa: A004 - `sparta.compile` is its public name
 from sparta.compiler.artifact import load
+from sparta.compiler.in_place import optimize
 from sparta.compiler.plan import EndToEnd, LayerPlan, Plan
 from sparta.compiler.report import Report, Totals
 from sparta.compiler.run.compiled_model import CompiledModel
+from sparta.compiler.run.partial_model import PartialModel
 from sparta.compiler.verify import Certificate
 
 __all__ = [
@@ -19,12 +21,14 @@ __all__ = [
     "CompiledModel",
     "EndToEnd",
     "LayerPlan",
+    "PartialModel",
     "Plan",
     "Report",
     "Totals",
     "compile",
     "compile_model",
     "load",
+    "optimize",
 ]
 
-front_door(globals(), ["compile", "compile_model", "load"])
+front_door(globals(), ["compile", "compile_model", "load", "optimize"])

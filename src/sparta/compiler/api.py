@@ -2,7 +2,8 @@
 
 Capture, propagate, cut what can be cut exactly, fold BatchNorms, partition into fused sub-graphs, time the candidates
 of each, time the whole, verify, hand over. Every step can only take away from the time; where it does not, or where
-anything does not work, the step before it is what runs, down to the dense original.
+anything does not work, the step before it is what runs, down to the dense original. A model that cannot be captured as
+one graph is compiled by its modules; only wrong arguments raise.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +20,27 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sparta.common.progress import Progress
+from sparta.compiler.any_size import any_size
+from sparta.compiler.calls import runnable, several
+from sparta.compiler.copying import folded_copy, is_folded
+from sparta.compiler.graph.capturing import AUTO
 from sparta.compiler.job import Job
+from sparta.compiler.partial import compiled_in_parts
+from sparta.compiler.precise import Wanted, compiled_at
 from sparta.compiler.run.compiled_model import CompiledModel
+from sparta.compiler.run.partial_model import PartialModel
 from sparta.compiler.session import Session, Tune, shown
 from sparta.compiler.settle import decided, verified
-from sparta.errors import ValueRangeError, message
-from sparta.measure.untouched import Trace, untouched
+from sparta.errors import CheckError, SpartaError, ValueRangeError, message
+from sparta.measure.untouched import untouched
 from sparta.modules import unwrapped
-from sparta.propagation.capture import call_arguments
+from sparta.precision.losses import Metric
+from sparta.propagation.caches import wants_cache, without_caches
+from sparta.propagation.capture import CaptureError, call_arguments, capture
 from sparta.spelling import also
 from sparta.tesa.spec import Spec
 
-__all__ = ["compile_in", "compile_model"]
+__all__ = ["compile_in", "compile_model", "evaluating"]
 
 
 @also(inputs="example_inputs", sample_inputs="example_inputs", dummy_input="example_inputs", target="device")
@@ -39,16 +51,20 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     *,
     device: str | torch.device | None = None,
     tune: Tune = "quick",
-    dynamic_shapes: Any = None,
+    dynamic_shapes: Any = AUTO,
     dtype: torch.dtype | None = None,
     verify: bool = True,
     budget_s: float | None = None,
     more_inputs: Sequence[Any] = (),
     activations: Mapping[str, Any] | None = None,
+    precision: str | None = None,
+    calibration: Any = None,
+    max_loss: float | None = None,
+    metric: Metric | None = None,
     inductor: bool | None = None,
     cuda_graphs: bool = True,
     progress: Progress | bool | None = None,
-) -> CompiledModel:
+) -> CompiledModel | PartialModel:
     """Return a model that computes what the masked dense model computes, as fast as measurement can make it.
 
     Parameters
@@ -56,7 +72,8 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     model
         It is not changed. One that `torch.compile` wrapped is unwrapped, and Inductor competes.
     example_inputs
-        A tensor, a tuple of positional arguments, or a dict of keyword arguments, of the sizes it will be used with.
+        A tensor, a tuple of positional arguments, or a dict of keyword arguments, of the sizes it is mostly used with;
+        or a list of such tuples or dicts, of several sizes.
     spec
         What is pruned; None reads the zeros that are in the weights.
     device
@@ -65,7 +82,8 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
         ``"quick"`` times a few candidates per layer, ``"full"`` many, and `torch.compile` as a host for the rest;
         ``"off"`` measures nothing and takes what earlier runs stored, else dense.
     dynamic_shapes
-        Dims that may change their size, as in :func:`torch.export.export`.
+        By default every size may change that the model lets change: batches, lengths, images. Dims as in
+        :func:`torch.export.export` narrow that; None compiles for the sizes of the example alone.
     dtype
         Compile the model in this dtype; floating-point inputs are converted.
     verify
@@ -75,10 +93,22 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
         step gets its share: trials end with it, and Inductor only begins what should fit. What comes once and cannot
         be cut short is capture and propagation, one candidate under way, and compiling the kernels for the first time.
     more_inputs
-        Further example inputs of other sizes (needs `dynamic_shapes`); kernels are chosen for each.
+        Further example inputs of other sizes; kernels are chosen for each.
     activations
         Grids of the inputs of layers with int8 weights in the spec, by ``"layer.input"``: (scale, zero point), or what
         :func:`sparta.create.quantize.export` returned. Those that are not given follow from the example inputs.
+    precision
+        ``"int8"`` (on the CPU), ``"fp8"`` (on the GPU), ``"bf16"``, or ``"auto"`` for the fastest within `max_loss`:
+        the model is rounded after training, layers that would hurt stay as they are, and the report has the accuracy
+        beside the speed. None compiles the model as it is. A model under quantization-aware training is taken as
+        trained.
+    calibration
+        Batches of what the model takes, to find ranges and to measure the loss; None takes the example inputs.
+    max_loss
+        The loss that a precision may cost: what `metric` falls by (0 by default), or without one the norm of the
+        change of the outputs over their norm (0.1 by default).
+    metric
+        Takes a model and returns a number, higher is better.
     inductor
         Whether `torch.compile` competes as a host; None decides by `tune`.
     cuda_graphs
@@ -97,24 +127,25 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     >>> fast(torch.randn(16, 64)).shape, fast.report.certificate.passed
     (torch.Size([16, 8]), True)
     """
+    wanted = Wanted(precision, calibration, max_loss, metric)
     session = Session(tune=tune, budget_s=budget_s, show=shown(progress))
     if not isinstance(model, nn.Module):
         raise ValueRangeError(message(f"a {type(model).__name__}", "a torch.nn.Module"))
     given = unwrapped(model)
     competes = inductor if inductor is not None else (tune == "full" or hasattr(model, "_orig_mod"))
-    given, (example_inputs, *more_inputs) = _moved(given, [example_inputs, *more_inputs], device, dtype)
-    return compile_in(
-        session,
-        given,
-        [example_inputs, *more_inputs],
-        spec,
-        dynamic_shapes=dynamic_shapes,
-        activations=activations,
-        inductor=competes,
-        cuda_graphs=cuda_graphs,
-        cast=dtype is not None,
-        check=verify,
-    )
+    if not is_folded(given):
+        given, spec = folded_copy(given, spec)
+    given, calls = _moved(given, several(example_inputs, more_inputs), device, dtype)
+    settled = {"inductor": competes, "cuda_graphs": cuda_graphs, "cast": dtype is not None, "check": verify}
+
+    def one(model: nn.Module, spec: Spec | None, activations: Mapping[str, Any] | None) -> CompiledModel | PartialModel:
+        own = session if wanted.precision != "auto" else replace(session, notes=[])
+        return compile_in(own, model, calls, spec, dynamic_shapes=dynamic_shapes, activations=activations, **settled)
+
+    if wanted.precision is None:
+        return one(given, spec, activations)
+    compiled: CompiledModel | PartialModel = compiled_at(wanted, given, calls, spec, one)
+    return compiled
 
 
 def compile_in(  # noqa: PLR0913 - as above
@@ -123,13 +154,13 @@ def compile_in(  # noqa: PLR0913 - as above
     sizes: Sequence[Any],
     spec: Spec | None = None,
     *,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: Any = AUTO,
     activations: Mapping[str, Any] | None = None,
     inductor: bool = False,
     cuda_graphs: bool = True,
     cast: bool = False,
     check: bool = True,
-) -> CompiledModel:
+) -> CompiledModel | PartialModel:
     """Compile a model within a session, whose clock and budget are then the caller's.
 
     Parameters
@@ -141,32 +172,98 @@ def compile_in(  # noqa: PLR0913 - as above
     check
         Whether the result is compared with the original.
     """
-    with untouched(model, tuple(sizes)) as trace, _evaluating(model):
-        _check_stateless(model, sizes[0], trace)
+    with untouched(model, tuple(sizes)) as trace, evaluating(model):
+        sizes = [runnable(model, one) for one in sizes]
+        changed = trace.changes()
+        whole = partial(
+            _compiled_whole,
+            session,
+            dynamic_shapes=dynamic_shapes,
+            activations=activations or {},
+            inductor=inductor,
+            cuda_graphs=cuda_graphs,
+            cast=cast,
+            check=check,
+        )
+        try:
+            _check_stateless(changed)
+            return whole(model, sizes, spec)
+        except Exception as error:
+            if _is_callers(error, model, sizes[0], dynamic_shapes):
+                raise
+
+            def part(module: nn.Module, calls: Sequence[Any], known: Spec) -> CompiledModel:
+                with untouched(module, tuple(calls)) as inner:
+                    calls = [runnable(module, one) for one in calls]
+                    _check_stateless(inner.changes())
+                    return whole(module, calls, known, dynamic_shapes=AUTO)
+
+            return compiled_in_parts(session, model, sizes, spec, error, part)
+
+
+class _ChangingModelError(ValueRangeError):
+    """A model that changes itself or its arguments when it is called: a graph of it would change copies."""
+
+
+def _compiled_whole(  # noqa: PLR0913 - as above
+    session: Session,
+    model: nn.Module,
+    sizes: Sequence[Any],
+    spec: Spec | None,
+    *,
+    dynamic_shapes: Any,
+    activations: Mapping[str, Any],
+    inductor: bool,
+    cuda_graphs: bool,
+    cast: bool,
+    check: bool,
+) -> CompiledModel:
+    """Compile a model as one graph."""
+    with without_caches(model, active=not wants_cache(call_arguments(sizes[0])[1])):
         job = Job.started(
             model, sizes[0], spec, dynamic_shapes, sizes[1:], session, cast=cast, cuda_graphs=cuda_graphs
-        ).calibrated(activations or {})
+        ).calibrated(activations)
         contest = job.contest(inductor=inductor)
         outcome, earlier = decided(contest)
         outcome, certificate = verified(job, contest, outcome, check=check)
-        return job.finished(contest.workshop, outcome, certificate, earlier)
+        other = any_size(job, contest, outcome, check=check)
+        return job.finished(
+            contest.workshop,
+            outcome,
+            certificate,
+            earlier,
+            other.graph,
+            other.sizes,
+            model_takes_more=other.model_takes_more,
+        )
 
 
-def _check_stateless(model: nn.Module, example: Any, trace: Trace) -> None:
-    """Call the model once, and raise if that changes the model or its arguments: a graph would change copies."""
-    args, kwargs = call_arguments(example)
-    with torch.no_grad():
-        model(*args, **kwargs)
-    changed = trace.changes()
+def _check_stateless(changed: Sequence[str]) -> None:
+    """Raise if a call changes the model or its arguments."""
     if changed:
         names = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
-        raise ValueRangeError(
+        raise _ChangingModelError(
             message(
                 f"a model that changes {names} when it is called",
                 "a forward in evaluation mode that is a function of its arguments",
-                "pass what it keeps as an argument and return it, or use nn.swap, which keeps the model's own code",
+                "pass what it keeps as an argument and return it",
             )
         )
+
+
+def _is_callers(error: Exception, model: nn.Module, example: Any, dynamic_shapes: Any) -> bool:
+    """Whether an error is that of wrong arguments, which no other way to compile would mend."""
+    if not isinstance(error, SpartaError) or isinstance(error, (CheckError, _ChangingModelError)):
+        return False
+    if not isinstance(error, CaptureError):
+        return True
+    if dynamic_shapes is None or dynamic_shapes == AUTO:
+        return False
+    try:
+        capture(model, example)
+    except CaptureError:
+        return False
+    return True  # it is the dims that were asked for
 
 
 def _moved(
@@ -198,7 +295,7 @@ def _device(wanted: str | torch.device) -> torch.device:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Switch every module to evaluation mode and each back to its own."""
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from sparta.common.tuning import includes
+from sparta.compiler.copying import model_copy
 from sparta.compiler.graph.bounds import check_sizes
 from sparta.compiler.graph.program import assemble
 from sparta.compiler.graph.serialize import graph_from_json, graph_to_json
@@ -27,9 +28,11 @@ from sparta.compiler.plan import Plan, choice_from_dict
 from sparta.compiler.report import Report
 from sparta.compiler.run.compiled_model import CompiledModel
 from sparta.compiler.run.kernel_module import Fused, KernelModule
+from sparta.compiler.run.partial_model import PartialModel
 from sparta.compiler.session import EFFORT, ForgivingStore, Tune, checked_tune
-from sparta.errors import FileFormatError, SpartaError, message
+from sparta.errors import FileFormatError, SpartaError, ValueRangeError, message
 from sparta.files import Budget, load_tensors, reading, save_tensors
+from sparta.modules import replace_module
 from sparta.specialize.implement import implement_named
 from sparta.specialize.int8_linear.quantized import OP, integers_of, row_scales
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec, operation_named
@@ -42,29 +45,56 @@ from sparta.tesa.state import from_state, to_state
 
 __all__ = ["FORMAT_VERSION", "load", "save"]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _KIND = "model"
 
 
 def save(model: CompiledModel, path: str | os.PathLike[str]) -> None:
     """Write a compiled model to one file; see :meth:`CompiledModel.save`."""
     tensors: dict[str, Tensor] = {}
-    kernels = {}
-    for name, module in model.kernels.items():
-        kernels[name] = _kernel_fields(name, module, tensors)
+    payload = _payload(model, tensors)
+    save_tensors(path, _KIND, FORMAT_VERSION, tensors, payload)
+
+
+def save_parts(model: PartialModel, path: str | os.PathLike[str]) -> None:
+    """Write a partly compiled model to one file; see :meth:`PartialModel.save`."""
+    tensors: dict[str, Tensor] = {}
+    parts = {}
+    for number, (name, part) in enumerate(model.parts.items()):
+        own: dict[str, Tensor] = {}
+        parts[name] = _payload(part, own)
+        tensors.update({f"{number}/{key}": tensor for key, tensor in own.items()})
+    for name, tensor in _rest(model.model, model.names).items():
+        tensors[f"rest/{name}"] = tensor
+    spec = {name: _tesa_fields(f"spec/{name}", tesa, tensors) for name, tesa in model.spec.items()}
+    payload = {"parts": parts, "report": model.report.to_dict(), "provenance": dict(model.provenance), "spec": spec}
+    save_tensors(path, _KIND, FORMAT_VERSION, tensors, payload)
+
+
+def _rest(model: nn.Module, parts: Sequence[str]) -> dict[str, Tensor]:
+    """Return the tensors of a model that are in none of its parts."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor for name, tensor in named if not any(name.startswith(f"{part}.") for part in parts)}
+
+
+def _payload(model: CompiledModel, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return what describes a compiled model, as JSON values, with its tensors put among the others."""
+    kernels = {name: _kernel_fields(name, module, tensors) for name, module in model.kernels.items()}
     held = {id(t) for module in model.kernels.values() for t in module.buffers()}
-    for name, value in model.graph.named_buffers():
-        if id(value) not in held:
-            tensors[f"tensor/{name}"] = value
-    payload = {
+    general = None if model.general is model.graph else model.general
+    for graph in (general, model.graph):
+        for name, value in graph.named_buffers() if graph is not None else ():
+            if id(value) not in held:
+                tensors[f"tensor/{name}"] = value
+    return {
         "graph": graph_to_json(model.graph.graph),
+        "general": None if general is None else graph_to_json(general.graph),
         "signature": model.signature.to_dict(),
         "kernels": kernels,
         "report": model.report.to_dict(),
         "spec": {name: _tesa_fields(f"spec/{name}", tesa, tensors) for name, tesa in model.spec.items()},
         "provenance": dict(model.provenance),
     }
-    save_tensors(path, _KIND, FORMAT_VERSION, tensors, payload)
 
 
 @also(retune="tune")
@@ -74,7 +104,8 @@ def load(
     device: str | torch.device | None = None,
     tune: Tune | bool = "off",
     max_bytes: int | None = None,
-) -> CompiledModel:
+    model: nn.Module | None = None,
+) -> CompiledModel | PartialModel:
     """Return a compiled model from its file.
 
     Parameters
@@ -89,6 +120,9 @@ def load(
     max_bytes
         How much memory the weights together, and each tensor of a call, may take. By default a file may describe what
         is 64 times as large as itself or its inputs, so that a small file of a stranger cannot take all memory.
+    model
+        For a model that was compiled in part: the model as it was given, or one of the same class and sizes, since a
+        file holds no code. It is copied, and all its tensors come from the file.
 
     Raises
     ------
@@ -107,9 +141,45 @@ def load(
     """
     tensors, payload = load_tensors(path, _KIND, FORMAT_VERSION)
     with reading(path):
-        return _Reader(tensors, payload, Budget.of_file(path, max_bytes), device).model(
-            tune=checked_tune(tune), most=max_bytes
-        )
+        budget = Budget.of_file(path, max_bytes)
+        if "parts" in payload:
+            return _with_parts(path, model, tensors, payload, budget, device, checked_tune(tune), max_bytes)
+        return _Reader(tensors, payload, budget, device).model(tune=checked_tune(tune), most=max_bytes)
+
+
+def _with_parts(
+    path: str | os.PathLike[str],
+    model: nn.Module | None,
+    tensors: Mapping[str, Tensor],
+    payload: Mapping[str, Any],
+    budget: Budget,
+    device: str | torch.device | None,
+    tune: Tune,
+    most: int | None,
+) -> PartialModel:
+    """Return a copy of a model with the compiled modules and the tensors of a file."""
+    if not isinstance(model, nn.Module):
+        given = f"{os.fspath(path)} holds modules of a {payload['provenance']['model']} that was compiled in part"
+        raise ValueRangeError(message(given, "such a model beside it", "pass load(path, model=...)"))
+    copy = model_copy(model)
+    names = tuple(str(name) for name in payload["parts"])
+    known = dict(copy.named_modules())
+    for number, name in enumerate(names):
+        if name not in known:
+            raise ValueRangeError(message(f"a model without {name!r}", "the model that was compiled"))
+        own = {key.removeprefix(f"{number}/"): t for key, t in tensors.items() if key.startswith(f"{number}/")}
+        replace_module(copy, name, _Reader(own, payload["parts"][name], budget, device).model(tune=tune, most=most))
+    stored = {key.removeprefix("rest/"): t for key, t in tensors.items() if key.startswith("rest/")}
+    rest = _rest(copy, names)
+    if {n: t.shape for n, t in rest.items()} != {n: t.shape for n, t in stored.items()}:
+        raise ValueRangeError(message("a model with other tensors", "the model that was compiled, with these sizes"))
+    reader = _Reader(tensors, payload, budget, device)
+    with torch.no_grad():
+        for name, tensor in rest.items():
+            tensor.copy_(stored[name])
+    spec = Spec({str(name): reader.tesa(f"spec/{name}", meta) for name, meta in payload["spec"].items()})
+    found = PartialModel(copy, names, Report.from_dict(payload["report"]), spec, payload["provenance"])
+    return found if device is None else found.to(device)
 
 
 class _Reader:
@@ -129,19 +199,24 @@ class _Reader:
     def model(self, *, tune: Tune, most: int | None) -> CompiledModel:
         """Return the compiled model."""
         payload, where = self.payload, self.where
-        graph = graph_from_json(payload["graph"])
+        graphs = [graph_from_json(payload["graph"])]
+        if payload.get("general") is not None:
+            graphs.append(graph_from_json(payload["general"]))
         signature = Signature.from_dict(payload["signature"])
         named = {name: t for name, t in self.tensors.items() if name.startswith("tensor/")}
         plain = {name.removeprefix("tensor/"): t.to(where) for name, t in named.items()}
         kernels = {str(n): self.kernel(str(n), fields, tune=tune) for n, fields in payload["kernels"].items()}
-        _check_fit(graph, plain, kernels, signature)
-        check_sizes(graph, plain, kernels, signature.inputs, self.budget, max_bytes=most)
-        if where.type != payload["provenance"]["device"]:
-            graph = _on_device(graph, where)
+        for graph in graphs:
+            _check_fit(graph, plain, kernels, signature)
+            check_sizes(graph, plain, kernels, signature.inputs, self.budget, max_bytes=most)
+            if where.type != payload["provenance"]["device"]:
+                _on_device(graph, where)
         report = self.report(tuned=tune != "off" or not kernels)
         spec = Spec({str(name): self.tesa(f"spec/{name}", meta) for name, meta in payload["spec"].items()})
-        module = assemble(graph, plain, kernels)
-        return CompiledModel(module, signature, report, spec, payload["provenance"], source=self.budget.source)
+        module, *others = (assemble(graph, plain, kernels) for graph in graphs)
+        source = self.budget.source
+        general = others[0] if others else None
+        return CompiledModel(module, signature, report, spec, payload["provenance"], source=source, general=general)
 
     def report(self, *, tuned: bool) -> Report:
         """Return the stored report, with what is different here."""
@@ -158,6 +233,7 @@ class _Reader:
             report.totals,
             report.certificate,
             (*report.notes, *self.notes),
+            report.machine,
         )
 
     def kernel(self, name: str, fields: Mapping[str, Any], *, tune: Tune) -> KernelModule:
@@ -281,12 +357,11 @@ def _check_fit(
         raise FileFormatError(message(given, wanted, "save it again"))
 
 
-def _on_device(graph: fx.Graph, where: torch.device) -> fx.Graph:
-    """Return the graph with the devices that are written into its calls replaced."""
+def _on_device(graph: fx.Graph, where: torch.device) -> None:
+    """Replace the devices that are written into the calls of a graph."""
     for node in graph.nodes:
         if isinstance(node.kwargs.get("device"), torch.device):
             node.update_kwarg("device", where)
-    return graph
 
 
 def _device(device: str | torch.device | None, payload: Mapping[str, Any]) -> torch.device:

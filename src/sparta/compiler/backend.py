@@ -93,12 +93,13 @@ class _Specialized:
         model = _Fixed(self._graph, dict(self._fixed.values()), list(self._fixed), free)
         tensors = tuple(value.detach() for value in free.values() if isinstance(value, Tensor))
         try:
-            return compile_model(model, tensors, **self._options)
+            found = compile_model(model, tensors, dynamic_shapes=None, **self._options)
         except (SpartaError, RuntimeError) as error:
             warnings.warn(
                 f"sparta could not compile this graph, which runs as it is: {str(error).splitlines()[0]}", stacklevel=2
             )
             return None
+        return found if isinstance(found, CompiledModel) else None
 
 
 class _Fixed(nn.Module):

@@ -6,10 +6,8 @@ report has a line on it. Only wrong arguments and models that cannot be captured
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import torch
@@ -24,14 +22,19 @@ from sparta.compiler.choose.partition import partition
 from sparta.compiler.choose.precision import Calibration
 from sparta.compiler.choose.timer import Timer
 from sparta.compiler.choose.workshop import Workshop
+from sparta.compiler.clock import machine_load
+from sparta.compiler.graph.capturing import captured_for
 from sparta.compiler.graph.constants import fold_constants
+from sparta.compiler.graph.fixed import fixed_program
 from sparta.compiler.graph.fold import fold_batch_norms
 from sparta.compiler.graph.program import Program, original_program, reduced_program
 from sparta.compiler.graph.signature import Signature
+from sparta.compiler.graph.sizes import Sizes
 from sparta.compiler.lower.experts import opaque_experts
 from sparta.compiler.lower.samples import SizeSample, size_samples
 from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.plan import LayerPlan, Plan
+from sparta.compiler.provenance import provenance_of
 from sparta.compiler.report import Report, Totals
 from sparta.compiler.run.compiled_model import CompiledModel, tensor_bytes
 from sparta.compiler.run.given import GivenModel
@@ -40,13 +43,11 @@ from sparta.compiler.session import Session
 from sparta.compiler.variant import Base
 from sparta.errors import SpartaError
 from sparta.propagation.api import given_tesas
-from sparta.propagation.capture import capture
+from sparta.propagation.capture import Captured, call_arguments
 from sparta.propagation.compact import masked_tensors
 from sparta.propagation.engine import Facts, derive
 from sparta.propagation.result import PropagationResult
-from sparta.specialize.tuning.store import device_name
 from sparta.tesa.spec import Spec
-from sparta.version import __version__
 
 __all__ = ["Job"]
 
@@ -57,11 +58,17 @@ _Parts = tuple[tuple[SubGraph, ...], tuple[SizeSample, ...]]
 
 @dataclass(frozen=True)
 class Job:
-    """A model under compilation: what it was, the two graphs, and the inputs it is measured with."""
+    """A model under compilation: what it was, the two graphs, and the inputs it is measured with.
+
+    The two graphs are for the sizes of the example where there is one, and for any size where there are several;
+    `any_size` has both for any size.
+    """
 
     model: nn.Module
+    example: Any
     result: PropagationResult
     signature: Signature
+    any_size: tuple[Program, Program]
     original: Program
     reduced: Program
     subgraphs: tuple[SubGraph, ...]
@@ -86,14 +93,20 @@ class Job:
         """Capture, propagate, reduce and partition."""
         session.show("capturing and propagating")
         with opaque_experts(model):
-            result, derived = _propagated(model, example, spec, dynamic_shapes, session)
-        signature = Signature.of(model, result.captured, cast=cast)
+            captured, sizes = captured_for(model, example, dynamic_shapes, session.note)
+            result, derived = _propagated(model, captured, spec, session)
+        signature = Signature.of(model, result.captured, cast=cast, sizes=sizes)
         inputs = tuple(_flat_inputs(signature, one) for one in (example, *more))
         original = original_program(result)
-        if cuda_graphs and _replayable(signature, original, inputs[0]):
+        if cuda_graphs and _replayable(original, inputs[0]):
             session.use_graphs()
         with torch.no_grad():
             reduced = _reduced(result, original, inputs[0], session, cut=derived)
+            any_size = original, reduced
+            if not more:
+                original = fixed_program(original, inputs[0])
+                reduced = original if any_size[0] is any_size[1] else fixed_program(reduced, inputs[0])
+                reduced = _without_masks(reduced, session)
             unchanged: tuple[Program, list[LayerPlan]] = (reduced, [])
             reduced, operators = _tried(
                 session,
@@ -104,12 +117,24 @@ class Job:
             none: _Parts = ((), tuple(SizeSample({}) for _ in inputs))
             subgraphs, samples = _tried(session, "no layer was looked at", lambda: _parts(reduced, inputs), none)
         return cls(
-            model, result, signature, original, reduced, subgraphs, inputs, samples, session, operators=tuple(operators)
+            model,
+            example,
+            result,
+            signature,
+            any_size,
+            original,
+            reduced,
+            subgraphs,
+            inputs,
+            samples,
+            session,
+            operators=tuple(operators),
         )
 
     def calibrated(self, activations: Mapping[str, Any]) -> Job:
         """Return the job with its int8 layers as such."""
-        known = Calibration(self.result.facts.given, activations, self.session.note)
+        facts, tensors = self.result.facts, self.result.captured.tensors
+        known = Calibration(facts.given, activations, self.session.note, tensors, as_read=facts.as_read)
         try:
             subgraphs, samples = known.quantized(self.reduced, self.subgraphs, self.samples)
         except SpartaError:
@@ -121,7 +146,7 @@ class Job:
 
     def contest(self, *, inductor: bool) -> Contest:
         """Choose layer by layer, and return what competes for the whole."""
-        args, kwargs = self.result.captured.args, dict(self.result.captured.kwargs)
+        args, kwargs = call_arguments(self.example)
 
         def as_given() -> Any:
             with torch.no_grad():
@@ -141,7 +166,8 @@ class Job:
             lambda: (self.subgraphs, choose_layers(self.subgraphs, self.samples, self.session)),
             none,
         )
-        workshop = Workshop(self.original, self.reduced, subgraphs, self.samples, self._given())
+        timed = self._given() if self.session.tune != "off" else None
+        workshop = Workshop(self.original, self.reduced, subgraphs, self.samples, timed)
         timer = Timer(self.session, self.session.measure, call_seconds, cuda=self._cuda)
         return Contest(as_given, workshop, tuple(plans), self.inputs, timer, inductor=inductor)
 
@@ -156,9 +182,25 @@ class Job:
         return run
 
     def finished(
-        self, workshop: Workshop, outcome: Outcome, certificate: Certificate, earlier: float | None
+        self,
+        workshop: Workshop,
+        outcome: Outcome,
+        certificate: Certificate,
+        earlier: float | None,
+        general: fx.GraphModule | None = None,
+        sizes: Sizes | None = None,
+        *,
+        model_takes_more: bool = False,
     ) -> CompiledModel:
-        """Return the module with its report."""
+        """Return the module with its report.
+
+        Parameters
+        ----------
+        general, sizes
+            The graph for any size, and the sizes that it takes.
+        model_takes_more
+            Whether the model as given is kept, for sizes that no graph takes.
+        """
         graph = workshop.graph(outcome.variant, outcome.plans)
         lost = outcome.variant.base is not Base.REDUCED
         note = f"dense: the {outcome.variant} runs"
@@ -170,17 +212,17 @@ class Job:
             place, text = next(iter(unknown.items()))
             self.session.note(f"propagation stopped at {len(unknown)} places, the first of them {place}: {text}")
         totals = _totals(self, plan, graph, earlier)
-        report = Report(plan, totals, certificate, tuple(self.session.notes))
+        report = Report(plan, totals, certificate, tuple(self.session.notes), _machine(self))
         spec = Spec(dict(self.result.facts.given))
         run = workshop.run(outcome.variant, outcome.plans)
-        return CompiledModel(graph, self.signature, report, spec, _provenance(self), run)
+        signature = replace(self.signature, sizes=sizes)
+        given = self._given() if model_takes_more else None
+        return CompiledModel(graph, signature, report, spec, _provenance(self), run, general=general, given=given)
 
     def _given(self) -> GivenModel | None:
-        """Return the model as given, to run in a graph's place; None where it cannot be copied, or is not timed."""
-        if self.session.tune == "off":
-            return None
+        """Return the model as given, to run in a graph's place; None where it cannot be copied."""
         try:
-            return GivenModel(self.model, self.original.tensors, self.signature)
+            return GivenModel(self.model, self.any_size[0].tensors, self.signature)
         except Exception:  # noqa: BLE001 - whatever a module does when it is copied; a graph of it remains
             return None
 
@@ -200,10 +242,9 @@ def _tried(session: Session, what: str, step: Callable[[], _T], fallback: _T) ->
 
 
 def _propagated(
-    model: nn.Module, example: Any, spec: Spec | None, dynamic_shapes: Any, session: Session
+    model: nn.Module, captured: Captured, spec: Spec | None, session: Session
 ) -> tuple[PropagationResult, bool]:
     """Return what follows from the spec, and whether anything does: where deriving fails, the spec itself remains."""
-    captured = capture(model, example, dynamic_shapes)
     given = given_tesas(model, captured, spec)
     try:
         return PropagationResult(captured, derive(captured, given, as_read=spec is None)), True
@@ -219,11 +260,10 @@ def _parts(program: Program, inputs: Sequence[Sequence[Any]]) -> _Parts:
     return subgraphs, tuple(size_samples(program, subgraphs, inputs))
 
 
-def _replayable(signature: Signature, program: Program, inputs: Sequence[Any]) -> bool:
-    """Whether a CUDA graph could hold a model: its tensors are on CUDA, and its sizes fixed."""
+def _replayable(program: Program, inputs: Sequence[Any]) -> bool:
+    """Whether a CUDA graph could hold a model: its tensors are on CUDA."""
     tensors = [*program.tensors.values(), *(x for x in inputs if isinstance(x, Tensor))]
-    fixed = all(given.shape is None or None not in given.shape for given in signature.inputs)
-    return fixed and bool(tensors) and all(t.is_cuda for t in tensors)
+    return bool(tensors) and all(t.is_cuda for t in tensors)
 
 
 def _reduced(
@@ -244,14 +284,20 @@ def _reduced(
             session.note(f"{norms} BatchNorms were folded into the layers before them")
         return found
 
+    program = _tried(session, "nothing was cut out", compact, original) if cut else original
+    program = _tried(session, "no BatchNorm was folded", folded, program)
+    return _without_masks(program, session)
+
+
+def _without_masks(program: Program, session: Session) -> Program:
+    """Return the program with its fixed masks as tensors, as far as attention must read them."""
+
     def plain() -> Program:
         found, masks = fold_constants(program)
         if masks:
             session.note(f"{masks} masks of attention keep everything or the past, and are not read any more")
         return found
 
-    program = _tried(session, "nothing was cut out", compact, original) if cut else original
-    program = _tried(session, "no BatchNorm was folded", folded, program)
     return _tried(session, "no mask was folded", plain, program)
 
 
@@ -274,19 +320,17 @@ def _totals(job: Job, plan: Plan, graph: fx.GraphModule, earlier: float | None) 
     )
 
 
+def _machine(job: Job) -> dict[str, str]:
+    """Return where this was measured, in words."""
+    provenance = _provenance(job)
+    versions = ", ".join(f"{name} {provenance[name]}" for name in ("sparta", "torch") if name in provenance)
+    threads = f"{torch.get_num_threads()} threads, {machine_load()}"
+    return {"machine": str(provenance["machine"]), "threads": threads, "versions": versions}
+
+
 def _provenance(job: Job) -> dict[str, Any]:
-    tensors: Mapping[str, Tensor] = job.original.tensors
-    device = next((t.device.type for t in tensors.values()), "cpu")
-    return {
-        "model": type(job.model).__qualname__,
-        "sparta": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": device_name(device),
-        "device": device,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "tune": job.session.tune,
-    }
+    device = next((t.device.type for t in job.original.tensors.values()), "cpu")
+    return provenance_of(type(job.model).__qualname__, device, job.session.tune)
 
 
 def _flat_inputs(signature: Signature, given: Any) -> list[Any]:

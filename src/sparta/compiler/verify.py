@@ -24,7 +24,7 @@ from sparta.measure.checks import check
 from sparta.propagation.inputs import fresh_inputs
 from sparta.specialize.linear.spec import apply_epilogue
 
-__all__ = ["TOLERANCES", "Certificate", "relative_error", "verify", "wrong_kernels"]
+__all__ = ["TOLERANCES", "Certificate", "agree", "relative_error", "verify", "wrong_kernels"]
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """The largest relative error (norm of the difference over norm of the output) that passes, by dtype."""
@@ -77,6 +77,17 @@ def verify(
     allowed = _allowed(coarsest, rounding=rounding)
     name = str(coarsest).removeprefix("torch.") + " with int8 layers" * rounding
     return Certificate(_SEEDS, name, allowed, error, worst, outputs, passed=True)
+
+
+def agree(expected: Sequence[Any], actual: Sequence[Any]) -> None:
+    """Raise :class:`CheckError` unless flat results agree as well as :func:`verify` asks.
+
+    >>> agree([torch.ones(2), 3], [torch.ones(2), 3])
+    """
+    if len(expected) != len(actual):
+        raise CheckError(message(f"{len(actual)} results", f"{len(expected)}"))
+    for one, two in zip(expected, actual, strict=True):
+        _difference(one, two) if isinstance(one, Tensor) else _same_value(one, two)
 
 
 def relative_error(reference: Callable[..., Any], compiled: Callable[..., Any], inputs: Sequence[Any]) -> float:

@@ -23,6 +23,7 @@ from sparta.errors import FileFormatError, message
 __all__ = ["OPERATORS", "allowed_overloads", "check_arguments", "check_text", "checked", "function_named", "name_of"]
 
 _ELEMENTWISE = """
+__and__ __or__ __xor__
 abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan
 atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil clamp clamp_max
 clamp_min clip conj conj_physical copysign cos cosh deg2rad div divide eq erf erfc erfinv exp exp2 expm1 fill fix

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.fx import _pytree as fx_pytree
 from torch.utils import _pytree as pytree
 
+from sparta.compiler.graph.sizes import Sizes
 from sparta.compiler.graph.trees import tree_from_json, tree_to_json
 from sparta.compiler.numbers import a_flag, a_whole_number
 from sparta.errors import FileFormatError, ShapeError, ValueRangeError, message
@@ -26,6 +27,7 @@ from sparta.propagation.capture import Captured
 
 __all__ = ["NOT_EXACT", "Input", "Signature", "builder"]
 
+_PLAIN = (bool, int, float, str, type(None))
 NOT_EXACT = object()
 """What :meth:`Signature.fast_path` returns for inputs that need a second look."""
 
@@ -110,6 +112,10 @@ class Signature:
         How many arguments the example gave by position, and the names of the others.
     cast
         Whether floating-point inputs are converted to the compiled dtype.
+    sizes
+        Which sizes the graph takes; None, as files of older versions have it, for what the inputs say alone.
+    defaults
+        What parameters of ``forward`` are that a call leaves out, where that is None, a number or a string.
     """
 
     parameters: tuple[str, ...]
@@ -119,18 +125,22 @@ class Signature:
     positional: int
     keywords: tuple[str, ...]
     cast: bool = False
+    sizes: Sizes | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, captured: Captured, *, cast: bool = False) -> Signature:
+    def of(cls, model: nn.Module, captured: Captured, *, cast: bool = False, sizes: Sizes | None = None) -> Signature:
         """Return the signature of a captured model."""
         info = captured.graph._codegen.pytree_info  # type: ignore[attr-defined]
         places = [node for node in captured.graph.nodes if node.op == "placeholder"]
         leaves = pytree.tree_leaves((captured.args, dict(captured.kwargs)))
         inputs = tuple(_input(node, leaf) for node, leaf in zip(places, leaves, strict=True))
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        named = tuple(p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds)
+        parameters = inspect.signature(model.forward).parameters.values()
+        named = tuple(p.name for p in parameters if p.kind in kinds)
+        defaults = {p.name: p.default for p in parameters if isinstance(p.default, _PLAIN)}
         keywords = tuple(captured.kwargs)
-        return cls(named, info.in_spec, info.out_spec, inputs, len(captured.args), keywords, cast)
+        return cls(named, info.in_spec, info.out_spec, inputs, len(captured.args), keywords, cast, sizes, defaults)
 
     @property
     def flat(self) -> bool:
@@ -173,9 +183,10 @@ class Signature:
         """The sizes and the dtypes that need no second look; None where there are none."""
         sizes: list[torch.Size | None] = []
         dtypes: list[torch.dtype | None] = []
-        for given in self.inputs:
-            exact = given.shape is not None and None not in given.shape
-            sizes.append(torch.Size(size or 0 for size in given.shape or ()) if exact else None)
+        examples = self.sizes.example if self.sizes is not None else tuple(given.shape for given in self.inputs)
+        for given, shape in zip(self.inputs, examples, strict=True):
+            exact = given.shape is not None and shape is not None and None not in shape
+            sizes.append(torch.Size(size or 0 for size in shape or ()) if exact else None)
             dtypes.append(getattr(torch, given.dtype) if exact else None)
         return sizes, dtypes
 
@@ -199,13 +210,20 @@ class Signature:
             raise ValueRangeError(message(f"{twice[0]} is given twice", "once"))
         given.update(kwargs)
         first = self.parameters[: self.positional]
+        given = {**{name: self.defaults[name] for name in (*first, *self.keywords) if name in self.defaults}, **given}
         missing = [name for name in (*first, *self.keywords) if name not in given]
-        extra = [name for name in given if name not in (*first, *self.keywords) and given[name] is not None]
+        extra = [name for name in given if name not in (*first, *self.keywords) and not self._is_default(name, given)]
         if missing or extra or len(first) < self.positional:
             asked = ", ".join((*first, *self.keywords))
             what = f"a call without {', '.join(missing)}" if missing else f"a call with {', '.join(extra)} as well"
             raise ValueRangeError(message(what, f"the arguments of the example: {asked}", "compile it with these"))
         return tuple(given[name] for name in first), {name: given[name] for name in self.keywords}
+
+    def _is_default(self, name: str, given: Mapping[str, Any]) -> bool:
+        """Whether an argument that the example left out is what it was then."""
+        value = given[name]
+        known = self.defaults.get(name)
+        return value is None or (name in self.defaults and type(value) is type(known) and value == known)
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         leaves, found = pytree.tree_flatten((args, kwargs))
@@ -244,6 +262,8 @@ class Signature:
             "positional": self.positional,
             "keywords": list(self.keywords),
             "cast": self.cast,
+            "sizes": None if self.sizes is None else self.sizes.to_dict(),
+            "defaults": dict(self.defaults),
         }
 
     @classmethod
@@ -261,9 +281,18 @@ class Signature:
             a_whole_number(fields["positional"], "the number of positional arguments"),
             _names(fields["keywords"]),
             a_flag(fields["cast"], "whether inputs are converted"),
+            None if fields.get("sizes") is None else Sizes.from_dict(fields["sizes"]),
+            _defaults(fields.get("defaults", {})),
         )
         _check_arguments(found)
         return found
+
+
+def _defaults(given: object) -> dict[str, Any]:
+    """Return the defaults of arguments that a file lists."""
+    if not isinstance(given, dict) or not all(isinstance(value, _PLAIN) for value in given.values()):
+        raise FileFormatError(message("the defaults of arguments", "None, numbers and texts", "save it again"))
+    return {str(name): value for name, value in given.items()}
 
 
 def _names(given: object) -> tuple[str, ...]:
@@ -326,5 +355,13 @@ def _input(node: fx.Node, leaf: object) -> Input:
     value = node.meta.get("val")
     if not isinstance(leaf, Tensor) or not isinstance(value, Tensor):
         return Input(node.name, None, constant=leaf)
-    shape = tuple(size if isinstance(size, int) else None for size in value.shape)
+    shape = tuple(_fixed_size(size) for size in value.shape)
     return Input(node.name, shape, str(leaf.dtype).removeprefix("torch."))
+
+
+def _fixed_size(size: int | torch.SymInt) -> int | None:
+    """Return the size of a dim that does not change, else None."""
+    if isinstance(size, int):
+        return size
+    found = size.node.shape_env.replace(size.node.expr)
+    return int(found) if found.is_Integer else None

@@ -17,10 +17,12 @@ from sparta.compiler.run.int8_links import link_layers
 __all__ = ["combined", "module_name"]
 
 
-def combined(program: Program, kernels: Mapping[SubGraph, nn.Module]) -> fx.GraphModule:
-    """Return the program with kernel modules in the places of these sub-graphs."""
+def combined(
+    program: Program, kernels: Mapping[SubGraph, nn.Module], present: Mapping[str, nn.Module] | None = None
+) -> fx.GraphModule:
+    """Return the program with kernel modules in the places of these sub-graphs, beside those that are in it by name."""
     graph, copies = program.copy()
-    modules: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = dict(present or {})
     for subgraph, module in kernels.items():
         name = module_name(subgraph)
         modules[name] = module

@@ -7,21 +7,26 @@ the mode around it, and refuses to be put into training mode instead of training
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from sparta.compiler.graph.program import copied
 from sparta.compiler.graph.signature import NOT_EXACT, Signature
 from sparta.compiler.report import Report
-from sparta.compiler.run.cuda_graph import Graphed
+from sparta.compiler.run.by_size import BySize
+from sparta.compiler.run.cuda_graph import Graphed, on_cuda
 from sparta.compiler.run.given import GivenModel
 from sparta.compiler.run.host import Host, hosted
-from sparta.compiler.run.kernel_module import KernelModule
-from sparta.errors import FileFormatError, SpartaError, ValueRangeError, message
+from sparta.compiler.run.kernel_module import DenseLayer, KernelModule
+from sparta.errors import FileFormatError, ShapeError, SpartaError, ValueRangeError, message
+from sparta.modules import member, set_member
 from sparta.tesa.spec import Spec
 
 __all__ = ["CompiledModel"]
@@ -33,7 +38,7 @@ class CompiledModel(nn.Module):
     Parameters
     ----------
     graph
-        The combined graph: flat inputs, flat outputs.
+        The combined graph: flat inputs, flat outputs; for the sizes of the example where there is a general one.
     signature
         How the original is called.
     report
@@ -46,6 +51,10 @@ class CompiledModel(nn.Module):
         The graph as its host runs it, where that was made already.
     source
         The file it was loaded from, if any: until it has run once, a failure may be the file's.
+    general
+        The graph for any other size, with the same tensors and kernels; None where `graph` is for all sizes.
+    given
+        The model as given, for sizes that no graph takes.
 
     Examples
     --------
@@ -55,7 +64,7 @@ class CompiledModel(nn.Module):
     torch.Size([3, 2])
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that a compiled model is
         self,
         graph: fx.GraphModule,
         signature: Signature,
@@ -64,9 +73,15 @@ class CompiledModel(nn.Module):
         provenance: Mapping[str, Any],
         run: Callable[..., Any] | None = None,
         source: str | None = None,
+        *,
+        general: fx.GraphModule | None = None,
+        given: GivenModel | None = None,
     ) -> None:
         super().__init__()
         self.graph = graph
+        # In a list, because its tensors and kernels are those of `graph`, and are not listed twice.
+        self._general = [] if general is None else [general]
+        self._given = given
         self.signature = signature
         self.report = report
         self.spec = spec
@@ -74,6 +89,7 @@ class CompiledModel(nn.Module):
         self._hosted = run
         self._unproven = source
         self._fast_path: Callable[[tuple[Any, ...]], Any] | None = None
+        self._other_sizes = self._by_size()
         super().train(mode=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,16 +106,21 @@ class CompiledModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the original model returns for these arguments, without gradients."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.forward(*args, **kwargs)
         signature = self.signature
-        leaves = signature.flatten(args, kwargs)
-        if not torch.is_grad_enabled():  # the usual case, without the cost of entering a context
-            return signature.unflatten(self._run(leaves))
-        with torch.no_grad():
-            return signature.unflatten(self._run(leaves))
+        try:
+            leaves = signature.flatten(args, kwargs)
+        except ShapeError:
+            if self._given is None:
+                raise
+            return self._given.model(*args, **kwargs)
+        return signature.unflatten(self._run(leaves))
 
     def _run(self, leaves: list[Any]) -> Any:
         if torch.compiler.is_compiling():
-            return self.graph(*leaves)
+            return (self.graph if self.general is None or self._as_example(leaves) else self.general)(*leaves)
         if self._unproven is not None:
             return self._first_run(leaves, self._unproven)
         return self._run_hosted(leaves)
@@ -119,6 +140,8 @@ class CompiledModel(nn.Module):
         return result
 
     def _run_hosted(self, leaves: list[Any]) -> Any:
+        if not isinstance(self._hosted, GivenModel) and not self._as_example(leaves):
+            return self._at_other_size(leaves)
         if self._hosted is None:
             self._hosted = hosted(self.graph, self.report.plan.whole.host)
         try:
@@ -136,6 +159,43 @@ class CompiledModel(nn.Module):
             self._fast_path = self._fast_path_of(self._hosted)
         return result
 
+    def _as_example(self, leaves: Sequence[Any]) -> bool:
+        """Whether flat inputs have the sizes that `graph` is for."""
+        sizes = self.signature.sizes
+        if sizes is None or self.general is self.graph or not sizes.dynamic:
+            return True
+        return all(shape is None or leaf.shape == shape for leaf, shape in zip(leaves, sizes.example, strict=True))
+
+    @staticmethod
+    def _shapes_of(leaves: Sequence[Any]) -> tuple[torch.Size | None, ...]:
+        return tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves)
+
+    def _at_other_size(self, leaves: list[Any]) -> Any:
+        """Run the graph for any size, or the model as given where that does not take these sizes."""
+        shapes = self._shapes_of(leaves)
+        run = self._other_sizes.get(shapes)
+        if run is not None:
+            return run(*leaves)
+        sizes = self.signature.sizes
+        problem = "" if sizes is None else sizes.problem(shapes)
+        if self.general is None or problem:
+            if self._given is not None:
+                return self._given(*leaves)
+            given = f"inputs of {', '.join(str(tuple(shape)) for shape in shapes if shape is not None)} ({problem})"
+            raise ShapeError(message(given, "sizes as those the model was compiled for", "compile it for these too"))
+        return self._other_sizes.made(shapes)(*leaves)
+
+    def _by_size(self) -> BySize:
+        module = self.general if self.general is not None else self.graph
+        graphed = self.report.plan.whole.host.graphed and on_cuda(module)
+        return BySize(self._general_run, record=graphed, module=module)
+
+    def _general_run(self) -> Callable[..., Any]:
+        """Return the graph for any size as its host runs it."""
+        host = self.report.plan.whole.host.plain
+        plain = host if host is Host.INDUCTOR else Host.EAGER
+        return hosted(self.general if self.general is not None else self.graph, plain, any_size=True)
+
     def _fast_path_of(self, run: Callable[..., Any]) -> Callable[[tuple[Any, ...]], Any] | None:
         """Return the short way through a host; a recorded graph has looked at its inputs' sizes already."""
         if isinstance(run, GivenModel):
@@ -147,11 +207,74 @@ class CompiledModel(nn.Module):
     def _forget_host(self) -> None:
         """Let the host be made again at the next call: it may hold tensors that are replaced now."""
         self._hosted = self._fast_path = None
+        self._other_sizes = self._by_size()
+
+    @property
+    def general(self) -> fx.GraphModule | None:
+        """The graph for any size, with the tensors and kernels of `graph`; None where only that is there."""
+        return self._general[0] if self._general else None
 
     @property
     def kernels(self) -> dict[str, KernelModule]:
-        """The kernel modules of the graph, by name."""
-        return {name: child for name, child in self.graph.named_modules() if isinstance(child, KernelModule)}
+        """The kernel modules of the graphs, by name."""
+        modules = [*self.graph.named_modules(), *(self.general.named_modules() if self.general is not None else ())]
+        return {name: child for name, child in modules if isinstance(child, KernelModule)}
+
+    @property
+    def given(self) -> GivenModel | None:
+        """The model as given, where it is kept: it runs at some size."""
+        return self._hosted if isinstance(self._hosted, GivenModel) else self._given
+
+    def tune(
+        self, *args: Any, tune: Literal["quick", "full", "off"] = "quick", budget_s: float | None = None, **kwargs: Any
+    ) -> Report:
+        """Choose kernels for the sizes of these arguments, and return the report with them.
+
+        Other sizes than the example's run at once, with the kernels of the nearest size; this measures them. The
+        choices are saved with the model.
+
+        Parameters
+        ----------
+        args, kwargs
+            As in a call of the model.
+        tune, budget_s
+            As in :func:`sparta.compile`.
+        """
+        from sparta.compiler.retune import tuned_at
+        from sparta.compiler.session import Session
+
+        session = Session(tune=tune, budget_s=budget_s)
+        leaves = self.signature.flatten(args, kwargs)
+        shapes = self._shapes_of(leaves)
+        sizes = self.signature.sizes
+        if sizes is None or not sizes.problem(shapes):
+            tuned_at(self, leaves, session)
+        return self.report
+
+    def use_general(self, graph: fx.GraphModule) -> None:
+        """Run this graph at other sizes than the example's."""
+        self._general = [graph]
+        self._other_sizes = self._by_size()
+
+    def use_at(self, leaves: Sequence[Any], run: Callable[..., Any]) -> None:
+        """Run this function of flat inputs at the sizes of these."""
+        if self._as_example(leaves):
+            self._hosted, self._fast_path = run, None
+        else:
+            self._other_sizes.made(self._shapes_of(leaves))
+            self._other_sizes.put(self._shapes_of(leaves), run)
+
+    def dense_graph(self) -> fx.GraphModule:
+        """Return the graph for any size with dense layers in the places of its kernels."""
+        graph = self.general if self.general is not None else self.graph
+        found, _ = copied(graph.graph)
+        layers: dict[str, Any] = {}
+        for node in found.nodes:
+            if node.op == "call_module":
+                layers[str(node.target)] = DenseLayer(self.kernels[str(node.target)])
+            elif node.op == "get_attr":
+                layers[str(node.target)] = member(graph, str(node.target))
+        return fx.GraphModule(layers, found, "Dense")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model to one file: graph, live weights, plan, spec, provenance and certificate; no pickle.
@@ -178,6 +301,13 @@ class CompiledModel(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - PyTorch's protocol
         before = self._float()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.general is not None and self.general is not self.graph:
+            shared = dict(self.graph.named_buffers())
+            held = {id(t) for kernel in self.kernels.values() for t in kernel.buffers()}
+            for name, tensor in list(self.general.named_buffers()):
+                if id(tensor) not in held:
+                    set_member(self.general, name, shared[name] if name in shared else fn(tensor))
+        self._given = None
         after = self._float()
         if before != after and after is not None:
             self.signature = self.signature.in_dtype(after)
@@ -191,14 +321,17 @@ class CompiledModel(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModel:
         from copy import deepcopy
 
-        copy = CompiledModel(deepcopy(self.graph, memo), self.signature, self.report, self.spec, self.provenance)
+        graph, general = deepcopy(self.graph, memo), deepcopy(self.general, memo)
+        copy = CompiledModel(graph, self.signature, self.report, self.spec, self.provenance, general=general)
         memo[id(self)] = copy
         return copy
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise ValueRangeError(
-            message("pickling a compiled model", "its own file format", "use save() and sparta.load()")
-        )
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle and `torch.save` keep: the bytes of the model's own file."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "model.sparta"
+            self.save(file)
+            return _from_bytes, (file.read_bytes(),)
 
     def extra_repr(self) -> str:
         """Say what runs."""
@@ -209,3 +342,13 @@ def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
     """Return the bytes of tensors, each storage once."""
     seen = {t.untyped_storage()._cdata: t.numel() * t.element_size() for t in tensors.values()}
     return sum(seen.values())
+
+
+def _from_bytes(file: bytes) -> Any:
+    """Return a compiled model from the bytes of its file."""
+    from sparta.compiler.artifact import load
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.sparta"
+        path.write_bytes(file)
+        return load(path)

@@ -53,10 +53,11 @@ _FRESH = frozenset(
 )
 
 
-def with_fast_paths(module: fx.GraphModule) -> Callable[..., Any]:
+def with_fast_paths(module: fx.GraphModule, *, any_size: bool = False) -> Callable[..., Any]:
     """Return a function of flat inputs that computes what a graph module does.
 
-    It holds the module's tensors as they are now: make it again when they are replaced by others.
+    It holds the module's tensors as they are now: make it again when they are replaced by others. For inputs of `any
+    size` each kernel module chooses the kernel at the call.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
@@ -76,7 +77,7 @@ def with_fast_paths(module: fx.GraphModule) -> Callable[..., Any]:
             node.replace_all_uses_with(lifted)
             first = node.next if node is first else first
             graph.erase_node(node)
-        elif (short := _fast_path_of(module, node)) is not None:
+        elif not any_size and (short := _fast_path_of(module, node)) is not None:
             node.op, node.target = "call_function", short
         elif node in in_place:
             node.target = _IN_PLACE[node.target]

@@ -7,12 +7,12 @@ change when the user's model does. A file cannot hold a model's code; saved, cop
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from sparta.compiler.copying import model_copy
 from sparta.compiler.graph.signature import Signature
 
 __all__ = ["GivenModel"]
@@ -39,13 +39,13 @@ class GivenModel:
         for name, buffer in model.named_buffers(remove_duplicate=False):
             if name in tensors:
                 shared[id(buffer)] = tensors[name]
-        self._model, self._signature = deepcopy(model, shared).eval(), signature
+        self.model, self._signature = model_copy(model, shared), signature
 
     def __call__(self, *leaves: Any) -> Any:
         """Return the flat outputs for flat inputs."""
         args, kwargs = pytree.tree_unflatten(list(leaves), self._signature.in_spec)
-        return pytree.tree_leaves(self._model(*args, **kwargs))
+        return pytree.tree_leaves(self.model(*args, **kwargs))
 
     def fast_path(self) -> Callable[[tuple[Any, ...]], Any] | None:
         """Return the short way: the model's own result for positional arguments; see :meth:`Signature.fast_path`."""
-        return self._signature.fast_path(self._model, flat=False)
+        return self._signature.fast_path(self.model, flat=False)

@@ -54,13 +54,19 @@ class Host(StrEnum):
         return {Host.GRAPH: Host.EAGER, Host.INDUCTOR_GRAPH: Host.INDUCTOR}.get(self, self)
 
 
-def hosted(module: fx.GraphModule, host: Host) -> Callable[..., Any]:
-    """Return a graph as its host runs it; without a CUDA graph where its tensors are not on CUDA."""
+def hosted(module: fx.GraphModule, host: Host, *, any_size: bool = False) -> Callable[..., Any]:
+    """Return a graph as its host runs it; without a CUDA graph where its tensors are not on CUDA.
+
+    Parameters
+    ----------
+    any_size
+        Whether it will be called with inputs of many sizes, so that kernels are looked up at each call.
+    """
     plain = host.plain
     if plain is Host.INDUCTOR:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run: Callable[..., Any] = torch.compile(module)
     else:
-        run = with_fast_paths(panelled(module) if plain is Host.PANELS else module)
+        run = with_fast_paths(panelled(module) if plain is Host.PANELS else module, any_size=any_size)
     return Graphed(run, module=module) if host.graphed and on_cuda(module) else run

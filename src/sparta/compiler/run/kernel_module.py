@@ -8,6 +8,7 @@ and where a chosen kernel does not fit any more, dense runs and says so.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,11 +22,15 @@ from sparta.compiler.lower.subgraph import SubGraph
 from sparta.errors import ShapeError, SpartaError, message
 from sparta.specialize.implement import Kernel
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
+from sparta.specialize.linear.spec import apply_epilogue
 from sparta.specialize.runtime.handles import find, register
-from sparta.specialize.tuning.select import DENSE, Choice, build
+from sparta.specialize.tuning.forgiving import ForgivingStore
+from sparta.specialize.tuning.select import DENSE, Choice, build, choose
 from sparta.tesa.attribute import TeSA
 
-__all__ = ["Fused", "KernelModule", "fused_of", "subgraph"]
+__all__ = ["DenseLayer", "Fused", "KernelModule", "fused_of", "subgraph"]
+
+_NEAR = 2.0  # the ratio of sizes up to which a kernel that was measured is taken without another look
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class KernelModule(nn.Module):
         self.notes: list[str] = []
         self.handle = register(self)
         self._built: list[tuple[int, Kernel, Sequence[Tensor]]] = []
+        self._buckets: dict[int, tuple[int, Kernel, Sequence[Tensor]]] = {}
         self._others: dict[str, KernelModule] = {}
         self.rebuild()
 
@@ -149,30 +155,66 @@ class KernelModule(nn.Module):
 
     def rebuild(self) -> None:
         """Build and pack all kernels for the present values, device and dtype."""
+        self._buckets = {}
         weight = self.weight()
-        built: list[tuple[int, Kernel, Sequence[Tensor]]] = []
-        for size, (spec, choice) in self.choices.items():
-            wanted = _moved(spec, self.live)
-            try:
-                kernel = build(wanted, choice.config)
-                packed = kernel.pack(weight)
-            except SpartaError as error:
-                note = f"{choice.implement} does not run on {self.live.device.type} in {self.live.dtype}: {error}"
-                self.notes.append(note)
-                warnings.warn(f"{note} Dense runs instead.", stacklevel=3)
-                kernel = build(wanted, {"_name": DENSE})
-                packed = kernel.pack(weight)
-            built.append((size, kernel, packed))
-        self._built = built
+        self._built = [self._packed(size, spec, choice, weight) for size, (spec, choice) in self.choices.items()]
+
+    def _packed(
+        self, size: int, spec: KernelSpec, choice: Choice, weight: Tensor
+    ) -> tuple[int, Kernel, Sequence[Tensor]]:
+        """Build and pack one kernel; dense where it does not run here."""
+        wanted = _moved(spec, self.live)
+        try:
+            kernel = build(wanted, choice.config)
+            return size, kernel, kernel.pack(weight)
+        except SpartaError as error:
+            note = f"{choice.implement} does not run on {self.live.device.type} in {self.live.dtype}: {error}"
+            self.notes.append(note)
+            warnings.warn(f"{note} Dense runs instead.", stacklevel=4)
+            kernel = build(wanted, {"_name": DENSE})
+            return size, kernel, kernel.pack(weight)
+
+    def put(self, size: int, spec: KernelSpec, choice: Choice) -> None:
+        """Let a kernel run activations of a size from now on."""
+        self.choices = {**self.choices, size: (spec, choice)}
+        built = self._packed(size, spec, choice, self.weight())
+        self._built = [*(each for each in self._built if each[0] != size), built]
+        self._buckets = {}
+
+    def spec_for(self, x: Tensor) -> KernelSpec:
+        """Return the kernel spec for an activation of this shape."""
+        fused = self.fused
+        device = self.live.device.type
+        return fused.lowering.spec(fused.weight, x, fused.attributes, fused.epilogue, device=device)
 
     def choice_for(self, x: Tensor) -> Choice:
         """Return what was chosen for an activation of this size."""
         return self.choices[self._nearest(self.fused.lowering.size(x))[0]][1]
 
     def _nearest(self, size: int) -> tuple[int, Kernel, Sequence[Tensor]]:
-        """Return the kernel of the nearest size that was measured; sizes are compared by their ratio."""
+        """Return the kernel of the nearest size that was measured; sizes are compared by their ratio.
+
+        Far from all of them, what was stored for such a size before, or comes with the package, is asked first.
+        """
         size = max(1, size)
-        return min(self._built, key=lambda each: max(each[0], size) / max(1, min(each[0], size)))
+        near = min(self._built, key=lambda each: _apart(each[0], size))
+        if _apart(near[0], size) <= _NEAR or self.fused.op != "linear":
+            return near
+        bucket = 1 << round(math.log2(size))
+        if bucket not in self._buckets:
+            self._buckets[bucket] = self._stored(bucket) or near
+        return self._buckets[bucket]
+
+    def _stored(self, rows: int) -> tuple[int, Kernel, Sequence[Tensor]] | None:
+        """Return the kernel that is known to be the fastest for so many rows, None where none is."""
+        x = torch.empty(rows, self.fused.weight.shape[1], dtype=self.live.dtype, device="meta")
+        spec = self.spec_for(x)
+        try:
+            choice = choose(spec, ForgivingStore())
+            known = choice.entry is not None or choice.implement != DENSE
+            return self._packed(rows, spec, choice, self.weight()) if known else None
+        except Exception:  # noqa: BLE001 - a store of anyone's; the nearest kernel runs
+            return None
 
     # ------------------------------------------------------------------ nn.Module's ways to change it
 
@@ -204,6 +246,24 @@ class KernelModule(nn.Module):
         """Say what runs."""
         runs = ", ".join(f"{size}: {choice}" for size, (_, choice) in self.choices.items())
         return f"{self.fused.op}, density {self.fused.weight.density:.3g}, {self.fused.epilogue}, {runs}"
+
+
+class DenseLayer(nn.Module):
+    """What a kernel module computes, by PyTorch's own ops."""
+
+    def __init__(self, kernel: KernelModule) -> None:
+        super().__init__()
+        self.fused, self.bias = kernel.fused, kernel.bias
+        self.weight = kernel.weight()
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return ``activation(layer(x) + bias) + residual``."""
+        y = self.fused.lowering.dense(self.weight, x, self.bias, self.fused.attributes)
+        return apply_epilogue(y, self.fused.epilogue, residual)
+
+
+def _apart(one: int, two: int) -> float:
+    return max(one, two) / max(1, min(one, two))
 
 
 def _moved(spec: KernelSpec, like: Tensor) -> KernelSpec:

@@ -1,0 +1,104 @@
+"""Capturing: a model becomes one graph for as many sizes of its inputs as it takes.
+
+First every dim of every input may change, then the first dims alone (the batch), then none. A dim of size 1 would be
+taken for one that is always 1, so such dims are traced with 2 where the model takes that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ShapesCollection
+from torch.utils import _pytree as pytree
+
+from sparta.compiler.graph.sizes import Sizes
+from sparta.propagation.capture import Captured, CaptureError, call_arguments, capture
+
+__all__ = ["AUTO", "captured_for"]
+
+AUTO = "auto"
+"""Let every dim change that the model lets change."""
+
+
+def captured_for(
+    model: nn.Module, example: Any, dynamic_shapes: Any, note: Callable[[str], object]
+) -> tuple[Captured, Sizes]:
+    """Return the captured model and the sizes it takes.
+
+    Parameters
+    ----------
+    dynamic_shapes
+        As in :func:`torch.export.export`, or ``"auto"``.
+    note
+        Called with a line on what could not be captured for all sizes.
+    """
+    if not (isinstance(dynamic_shapes, str) and dynamic_shapes == AUTO):
+        return _sized(capture(model, example, dynamic_shapes), example)
+    reasons: list[str] = []
+    for what, given, shapes in _attempts(model, example):
+        try:
+            captured, sizes = _sized(capture(model, given, shapes), example)
+        except (CaptureError, ValueError) as error:
+            if shapes is None:
+                raise
+            reasons.append(str(error).splitlines()[0][:300])
+            continue
+        if reasons:
+            note(f"captured for {what} only: {reasons[0]}")
+        return captured, sizes
+    raise CaptureError("no attempt was made")
+
+
+def _sized(captured: Captured, example: Any) -> tuple[Captured, Sizes]:
+    places = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    args, kwargs = call_arguments(example)
+    return captured, Sizes.of(places, pytree.tree_leaves((args, kwargs)))
+
+
+def _attempts(model: nn.Module, example: Any) -> Iterator[tuple[str, Any, Any]]:
+    leaves = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+    if any(leaf.dim() for leaf in leaves):
+        wide = _widened(model, example)
+        yield "any size", wide, _auto(model, wide, None)
+        yield "any batch size", wide, _auto(model, wide, (0,))
+    yield "the example's sizes", example, None
+
+
+def _auto(model: nn.Module, example: Any, dims: Sequence[int] | None) -> Any:
+    """Return what lets dims of all tensors change: all, or these."""
+    args, kwargs = call_arguments(example)
+    shapes = ShapesCollection()  # type: ignore[no-untyped-call]
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            shapes[leaf] = {dim: Dim.AUTO for dim in range(leaf.dim()) if dims is None or dim in dims}
+    return shapes.dynamic_shapes(model, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def _widened(model: nn.Module, example: Any) -> Any:
+    """Return an example in which dims of size 1 have size 2: all, or the first ones, as far as the model takes it."""
+    for dims in (None, (0,)):
+        wide = pytree.tree_map(lambda leaf, d=dims: _doubled(leaf, d), example)
+        if not _other(wide, example):
+            return example
+        args, kwargs = call_arguments(wide)
+        try:
+            with torch.no_grad():
+                model(*args, **kwargs)
+        except Exception:  # noqa: BLE001, S112 - whatever the model raises, it does not take these sizes
+            continue
+        return wide
+    return example
+
+
+def _doubled(leaf: Any, dims: Sequence[int] | None) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    times = [2 if size == 1 and (dims is None or dim in dims) else 1 for dim, size in enumerate(leaf.shape)]
+    return leaf.repeat(times) if 2 in times else leaf
+
+
+def _other(one: Any, two: Any) -> bool:
+    return any(a is not b for a, b in zip(pytree.tree_leaves(one), pytree.tree_leaves(two), strict=True))
