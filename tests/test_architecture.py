@@ -26,6 +26,7 @@ MAY_USE = {
     "propagation": {"tesa"},
     "specialize": {"tesa", "common", "measure"},
     "nn": {"tesa", "common", "specialize", "measure"},
+    "hf": {"tesa", "nn"},
     "precision": {"tesa", "create", "specialize"},
     "compiler": {"tesa", "common", "precision", "propagation", "specialize", "nn", "measure", "reporting"},
     "planning": {"tesa", "common", "oneshot", "propagation", "specialize", "compiler"},

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sparta import (
         compiler,
         create,
+        hf,
         measure,
         nn,
         oneshot,
@@ -53,6 +54,7 @@ __all__ = [
     "create",
     "detect",
     "errors",
+    "hf",
     "load",
     "measure",
     "nn",
@@ -75,6 +77,7 @@ _SUBPACKAGES = frozenset(
     {
         "compiler",
         "create",
+        "hf",
         "measure",
         "nn",
         "oneshot",
