@@ -52,4 +52,4 @@ def test_other_layouts_are_refused(kinds, places):
     ],
 )
 def test_triton_starts_what_is_not_understood(compiled):
-    assert direct_kernel(compiled, torch.bfloat16) is None
+    assert direct_kernel(compiled, [torch.bfloat16]) is None

@@ -156,8 +156,8 @@ def test_a_header_is_part_of_what_a_kernel_is_known_by(monkeypatch, tmp_path):
     assert [given[2] for given in compiled] == [{"shared.cuh": "int one;"}, {"shared.cuh": "int two;"}]
 
 
-@pytest.mark.parametrize("name", ["bitmap", "stream24", "threshold"])
+@pytest.mark.parametrize("name", ["bitmap", "gather", "stream24", "threshold"])
 def test_every_header_of_a_kernel_is_found(name):
     source, headers = nvrtc._with_headers(nvrtc._NATIVE / f"{name}.cu")
-    assert source.count("#include") == len(headers) == 1
+    assert source.count("#include") == len(headers) >= 1
     assert "#include" not in "".join(headers.values())  # only what a source itself includes is looked for

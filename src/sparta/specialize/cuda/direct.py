@@ -26,7 +26,13 @@ __all__ = ["DirectKernel", "direct_kernel", "parameter_layout"]
 _MAP_BYTES = 128  # of a tensor map
 _MAP = f"{_MAP_BYTES}s"
 _MAP_VALUES = 5  # a matrix is given by its tensor map, two sizes and two strides
-_MAP_KINDS = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+_MAP_KINDS = {  # CUtensorMapDataType; it has no fp8, and bytes are moved alike
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.bfloat16: 9,
+    torch.float8_e4m3fn: 0,
+    torch.int8: 0,
+}
 _PROMOTE_TO_128 = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 _LAST_WITH_SMALL_MAPS = 13010  # up to this driver, a bit must be cleared in the maps of small tensors
 _SMALL_BYTES = 128 * 1024
@@ -34,7 +40,7 @@ _MAPS = 256  # that are kept of each matrix
 _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MOST_SHARED = 228 * 1024  # above it a launch needs another attribute
 _SCRATCH = 2  # pointers after the arguments, to memory that our kernels do not ask for
-_CODES = {"i32": ("i",), "i64": ("q",)}
+_CODES = {"i32": ("i",), "i64": ("q",), "fp32": ("f",)}
 
 
 class _Attribute(ctypes.Structure):
@@ -70,14 +76,14 @@ class _Record:
 
 
 class DirectKernel:
-    """A compiled Triton kernel on the device that is current, for one dtype of its matrices.
+    """A compiled Triton kernel on the device that is current, for given dtypes of its matrices.
 
     Parameters
     ----------
     compiled
         What Triton returned when it started the kernel.
-    dtype
-        Of all matrices that the kernel takes as tensor descriptors.
+    dtypes
+        Of the matrices that the kernel takes as tensor descriptors, in their order; there may be more.
 
     Raises
     ------
@@ -86,7 +92,7 @@ class DirectKernel:
         does not tell what it is expected to.
     """
 
-    def __init__(self, compiled: Any, dtype: torch.dtype) -> None:
+    def __init__(self, compiled: Any, dtypes: Sequence[torch.dtype]) -> None:
         metadata, driver = compiled.metadata, cuda_driver()
         asks = (metadata.global_scratch_size, metadata.profile_scratch_size, metadata.launch_cooperative_grid)
         if any(asks) or metadata.num_ctas != 1 or metadata.shared > _MOST_SHARED:
@@ -104,10 +110,11 @@ class DirectKernel:
         descriptors = [kind for kind in kinds if kind.startswith("tensordesc")]
         described = list(metadata.tensordesc_meta) if descriptors else []
         odd = any(each.get("fp4_padded") or each.get("is_im2col") for each in described)
-        if odd or len(described) != len(descriptors):
+        if odd or len(described) != len(descriptors) or len(described) > len(dtypes):
             raise SpartaError(message("tensor descriptors that are not plain matrices"))
         self.maps = tuple(
-            _tensor_map(dtype, tuple(each["block_size"]), each["swizzle"], self._context) for each in described
+            _tensor_map(dtype, tuple(each["block_size"]), each["swizzle"], self._context)
+            for dtype, each in zip(dtypes, described, strict=False)
         )
         """For each matrix a function from address, rows, columns and the stride of rows to its tensor map."""
 
@@ -136,10 +143,10 @@ class DirectKernel:
             raise SpartaError(message(f"the kernel did not start: {driver_reason(failed)}"))
 
 
-def direct_kernel(compiled: Any, dtype: torch.dtype) -> DirectKernel | None:
+def direct_kernel(compiled: Any, dtypes: Sequence[torch.dtype] = ()) -> DirectKernel | None:
     """Return the kernel for direct starts; None where only Triton's own launcher can start it."""
     try:
-        return DirectKernel(compiled, dtype)
+        return DirectKernel(compiled, dtypes)
     except (SpartaError, AttributeError, KeyError, TypeError):
         return None
 

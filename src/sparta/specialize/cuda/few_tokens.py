@@ -6,6 +6,7 @@ kernel reads x in pieces of 16 bytes, so rows of x begin at multiples of them or
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 
 import torch
@@ -58,7 +59,12 @@ def fitting_residual(residual: Tensor | None, tokens: int, outputs: int) -> Tens
 
 
 def load_tile(
-    name: str, tile: TextTile, spec: tuple[torch.dtype, str | None], block: tuple[int, int], device: torch.device
+    name: str,
+    tile: TextTile,
+    spec: tuple[torch.dtype, str | None],
+    block: tuple[int, int],
+    device: torch.device,
+    constants: Mapping[str, int] | None = None,
 ) -> Function:
     """Compile ``native/<name>.cu`` for a tile and load it.
 
@@ -68,10 +74,12 @@ def load_tile(
         The dtype, and the activation of the epilogue.
     block
         Threads of a block, and its bytes of shared memory.
+    constants
+        What else the source is compiled for, by the names it has there.
     """
     dtype, activation = spec
     numbers = {key.upper(): value for key, value in asdict(tile).items()}  # type: ignore[call-overload]
-    numbers |= {"IS_HALF": int(dtype == torch.float16), "ACTIVATION": _ACTIVATIONS[activation]}
+    numbers |= {"IS_HALF": int(dtype == torch.float16), "ACTIVATION": _ACTIVATIONS[activation], **(constants or {})}
     code = compile_native(name, numbers, capability(device))
     return load_function(code, name, *block, device)
 

@@ -76,9 +76,7 @@ class Launcher:
             kernel.start(programs, [_number(value) for value in arguments], raw_stream(device))
             return
         compiled = self._function[(programs,)](*arguments, **chosen)
-        made = direct_kernel(
-            compiled, torch.float32
-        )  # the dtype is that of tensor descriptors, of which there are none
+        made = direct_kernel(compiled)
         if made is not None:
             if len(self._direct) >= _MOST_KERNELS:
                 self._direct.clear()
@@ -91,6 +89,8 @@ def _fact(value: Any, constant: bool) -> Any:  # noqa: FBT001 - a pair of a zip
         return value
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, float):
+        return float
     return value == 1, value % 16 == 0, value.bit_length() > 31
 
 

@@ -1,4 +1,4 @@
-"""Kernels in CUDA C++ that stream a packed weight once for few tokens: what ``cuda-24`` and ``cuda-bitmap`` share.
+"""Kernels in CUDA C++ that stream a packed weight once for few tokens: what they share.
 
 They differ in how the weight is packed and in which source reads it. What a call needs is worked out when a kernel is
 built, because the host must keep up with kernels of a few microseconds.
@@ -7,7 +7,7 @@ built, because the host must keep up with kernels of a few microseconds.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -22,31 +22,33 @@ from sparta.specialize.cuda.text_tile import TextTile
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import LinearKernel
 
-__all__ = ["StreamedCall", "StreamedKernel"]
+__all__ = ["StreamedCall", "StreamedKernel", "streamed_call"]
 
 
-class StreamedCall(ctypes.Structure):
-    """The argument of the kernels, with the two arrays of a packed weight; a source may take more numbers after it."""
+def streamed_call(arrays: int) -> type[ctypes.Structure]:
+    """Return the structure that kernels take as their argument, for a weight that is packed in this many arrays.
 
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("first", ctypes.c_void_p),
-        ("second", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
+    >>> [name for name, _ in streamed_call(2)._fields_][:4]
+    ['x', 'packed0', 'packed1', 'bias']
+    """
+    pointers = ["x", *(f"packed{each}" for each in range(arrays)), "bias", "residual", "y"]
+    numbers = ("tokens", "outputs", "inputs", "chunks")
+    fields = (
+        *((name, ctypes.c_void_p) for name in pointers),
         ("x_stride", ctypes.c_longlong),
-        ("tokens", ctypes.c_int),
-        ("outputs", ctypes.c_int),
-        ("inputs", ctypes.c_int),
-        ("chunks", ctypes.c_int),
+        *((name, ctypes.c_int) for name in numbers),
     )
+    return type("StreamedCall", (ctypes.Structure,), {"_fields_": fields})
+
+
+StreamedCall = streamed_call(2)
+"""The argument of kernels whose weight is packed in two arrays; a source may take more numbers after it."""
 
 
 class _Layout(Protocol):
     @property
     def grid(self) -> tuple[int, int]: ...
-    def pack(self, weight: Tensor) -> tuple[Tensor, Tensor]: ...
+    def pack(self, weight: Tensor) -> tuple[Tensor, ...]: ...
 
 
 class StreamedKernel(LinearKernel):
@@ -55,17 +57,19 @@ class StreamedKernel(LinearKernel):
     Parameters
     ----------
     layout
-        How the weight is packed, in two arrays, and its grid of slabs and chunks.
+        How the weight is packed, in arrays that the call points to, and its grid of slabs and chunks.
     shape
         Of a block: tokens and outputs that it computes, and blocks that share the input channels of the same outputs.
     block
         Threads of a block, and its bytes of shared memory.
     numbers
         What the source takes after the numbers of :class:`StreamedCall`.
+    constants
+        What the source is compiled for beside the tile, dtype and epilogue.
     """
 
     source: ClassVar[str]
-    call: ClassVar[type[StreamedCall]] = StreamedCall
+    call: ClassVar[type[ctypes.Structure]] = StreamedCall
     through_extension: ClassVar[bool] = False
 
     def __init__(
@@ -76,8 +80,9 @@ class StreamedKernel(LinearKernel):
         shape: tuple[int, int, int],
         block: tuple[int, int],
         numbers: tuple[int, ...] = (),
+        constants: Mapping[str, int] | None = None,
     ) -> None:
-        self._layout, self._tile, self._block = layout, tile, block
+        self._layout, self._tile, self._block, self._constants = layout, tile, block, dict(constants or {})
         self._activation, self._dtype = spec.epilogue.activation, HALF_FORMATS[str(spec["input"].format)]
         self._functions: dict[torch.device, Function] = {}
         self._outputs, self._inputs = spec["weight"].shape
@@ -86,7 +91,7 @@ class StreamedKernel(LinearKernel):
         self._sizes = (self._outputs, -(-self._inputs // PIECE) * PIECE, layout.grid[1], *numbers)
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
-        """Return the two arrays of a weight (N, K) of the dtype that the kernel was built for."""
+        """Return the arrays of a weight (N, K) of the dtype that the kernel was built for."""
         if operand.dtype != self._dtype:
             raise ValueRangeError(message(f"a weight in {operand.dtype}", f"{self._dtype}, as when built"))
         return self._layout.pack(operand)
@@ -95,7 +100,6 @@ class StreamedKernel(LinearKernel):
         """Return (M, N) for the inputs x (M, K), bias (N,) or None, residual (M, N) or None."""
         x, bias, residual = inputs
         assert x is not None  # noqa: S101 - the operation's convention
-        first, second = packed
         x = addressable(x, self._inputs, self._dtype)
         tokens, outputs, device = x.shape[0], self._outputs, x.device
         residual = fitting_residual(residual, tokens, outputs)
@@ -105,26 +109,29 @@ class StreamedKernel(LinearKernel):
         function = self._functions.get(device) or self._load(device)
         grid, stride = (self._blocks, -(-tokens // self._tokens)), x.stride(0)
         if self.through_extension and extension_loaded():
-            tensors, given = [x, first, second], 0b100111
+            tensors = [x, *packed]
+            first = 1 << len(tensors)  # what stands for the bias
+            given = first * 5 - 1
             if bias is not None:
                 tensors.append(bias)
-                given |= 0b1000
+                given |= first
             if residual is not None:
                 tensors.append(residual)
-                given |= 0b10000
+                given |= 2 * first
             return launch(
                 function.code, function.name, tensors,
                 (*grid, function.block, function.shared, given, stride, tokens, *self._sizes),
             )  # fmt: skip
         y = x.new_empty(tokens, outputs)
         call = self.call(
-            x.data_ptr(), first.data_ptr(), second.data_ptr(), None if bias is None else bias.data_ptr(),
+            x.data_ptr(), *[each.data_ptr() for each in packed], None if bias is None else bias.data_ptr(),
             None if residual is None else residual.data_ptr(), y.data_ptr(), stride, tokens, *self._sizes,
         )  # fmt: skip
         function.launch(grid, call, device)
         return y
 
     def _load(self, device: torch.device) -> Function:
-        function = load_tile(self.source, self._tile, (self._dtype, self._activation), self._block, device)
+        spec = (self._dtype, self._activation)
+        function = load_tile(self.source, self._tile, spec, self._block, device, self._constants)
         self._functions[device] = function
         return function

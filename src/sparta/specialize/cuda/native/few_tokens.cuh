@@ -1,7 +1,15 @@
 // What the kernels for few tokens share: the dtype, loads of what is read once, sums over blocks, and how results end.
 //
-// Compile-time numbers: IS_HALF, CLUSTER; of the kernels that have an epilogue, also ACTIVATION, TOKENS, SLABS.
+// Compile-time numbers: IS_HALF, CLUSTER; of the kernels that have an epilogue, also ACTIVATION, TOKENS, SLABS; of
+// weights in few bits, FORMAT and GROUPED, see few_bits.cuh.
 #pragma once
+
+#ifndef FORMAT
+#define FORMAT 0
+#endif
+#ifndef GROUPED
+#define GROUPED 0
+#endif
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -94,6 +102,7 @@ __device__ __forceinline__ float finish(float value) {
 #endif
 }
 
+#ifdef SLABS
 // Lays a warp's sums, as the matrix unit leaves them, into shared memory (TOKENS, PITCH) from row `first_row` on.
 template <int PITCH>
 __device__ __forceinline__ void lay_sums(float* partials, const float (&sums)[SLABS][TOKENS / 8][4], int first_row,
@@ -131,6 +140,10 @@ __device__ __forceinline__ void write(const Call& call, u32 partials, int tile, 
         }
         long long place = (long long)m * call.outputs + n;
         bool both = n + 1 < call.outputs;
+#if FORMAT && !GROUPED
+        total.x *= call.scales[n];
+        if (both) total.y *= call.scales[n + 1];
+#endif
         if (call.bias) {
             total.x += to_float(call.bias[n]);
             if (both) total.y += to_float(call.bias[n + 1]);
@@ -149,4 +162,5 @@ __device__ __forceinline__ void write(const Call& call, u32 partials, int tile, 
         }
     }
 }
+#endif
 #endif

@@ -30,6 +30,7 @@ _COVERS = 3  # coverings of the mask that are tried
 _SHARED = 227 * 1024
 _CACHED = 40 << 20  # an x of up to this size stays in the L2 cache whatever the order of tiles
 _MANY_OUTPUTS = 8192
+_SHORTEST = 32  # channels that the matrix unit takes at once of numbers of one byte
 _FEW, _SOME = 32, 192  # up to here, reading the weight bounds the time; up to there, starting programs does
 
 # TFLOP/s on stored blocks for many tokens, by height and width: reading x from the L2 cache bounds low blocks.
@@ -77,6 +78,8 @@ def candidates(weight: TeSA, tokens: int, itemsize: int, *, tma: bool) -> list[B
     else:
         fits = tokens * weight.shape[1] * itemsize <= _CACHED
         tiles = _many_tokens(covered, tokens, -(-tokens // 128) if fits else 2)
+    if itemsize == 1:
+        tiles = [_in_bytes(tile, covered) for tile in tiles]
     fitted = [_fitted(tile, itemsize, tma=tma) for tile in tiles]
     return list(dict.fromkeys(tile for tile in fitted if tile.shared_bytes(itemsize) <= _SHARED))
 
@@ -177,6 +180,17 @@ def _coverings(covered: Covered) -> list[tuple[int, int]]:
     }
     ranked = sorted(best, key=lambda height: covered[height, best[height]] / _RATES[height][best[height]])
     return [(height, best[height]) for height in ranked[:_COVERS]]
+
+
+def _in_bytes(tile: BlockTile, covered: Covered) -> BlockTile:
+    """Return a tile for numbers of one byte: twice the channels where blocks allow it, and 32 at once at least."""
+    fields = vars(tile).copy()
+    wider = min(_WIDTHS[0], 2 * tile.width)
+    if covered[tile.height, wider] <= 1.05 * covered[tile.height, tile.width]:
+        fields["width"] = wider
+    if fields["width"] < _SHORTEST:  # loads put blocks side by side, the copy engine does not
+        fields.update(blocks=max(tile.blocks, _SHORTEST // fields["width"]), tma=0, flatten=0, early=0)
+    return BlockTile(**fields)
 
 
 def _fitted(tile: BlockTile, itemsize: int, *, tma: bool) -> BlockTile:

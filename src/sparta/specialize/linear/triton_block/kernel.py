@@ -30,6 +30,8 @@ def _add_product(total, a, b, WEIGHT_FIRST: tl.constexpr, PRECISION: tl.constexp
     """Return total + a b^T, or its transpose with the weight b as the left operand."""
     if UPCAST:  # the interpreter multiplies bf16 wrongly
         a, b = a.to(tl.float32), b.to(tl.float32)
+    elif a.dtype != b.dtype:  # a weight in few bits
+        b = b.to(a.dtype)
     if WEIGHT_FIRST:
         total = tl.dot(b, a.T, total, input_precision=PRECISION)
     else:
@@ -86,10 +88,14 @@ def _sum_by_pointer(
 
 @triton.jit
 def _finish(
-    total, bias, residual, token, channel, inside, N, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    total, bias, residual, x_scale, w_scale, token, channel, inside, M, N, ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, X_SCALED: tl.constexpr, W_SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Return ``activation(total + bias) + residual`` in float32."""
+    """Return ``activation(total * scales + bias) + residual`` in float32."""
+    if X_SCALED:
+        total *= tl.load(x_scale + token, mask=token < M, other=0.0)[:, None]
+    if W_SCALED:
+        total *= tl.load(w_scale + channel, mask=channel < N, other=0.0)[None, :]
     if HAS_BIAS:
         total += tl.load(bias + channel, mask=channel < N, other=0.0).to(tl.float32)[None, :]
     if ACTIVATION == "relu":
@@ -106,11 +112,11 @@ def _finish(
 
 @triton.jit(do_not_specialize=["M", "token_tiles", "tiles"])
 def block_linear(
-    x, values, columns, schedule, bias, residual, y, M, N, K, x_stride, block_rows, token_tiles, tiles,
-    BLOCK_M: tl.constexpr, H: tl.constexpr, W: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
+    x, values, columns, schedule, bias, residual, x_scale, w_scale, y, M, N, K, x_stride, block_rows, token_tiles,
+    tiles, BLOCK_M: tl.constexpr, H: tl.constexpr, W: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, WEIGHT_FIRST: tl.constexpr, WHOLE: tl.constexpr, FLATTEN: tl.constexpr, EARLY: tl.constexpr,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, X_SCALED: tl.constexpr,
+    W_SCALED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Compute all tiles of y that fall to this program."""
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
@@ -139,7 +145,10 @@ def block_linear(
         token = first_token + tl.arange(0, BLOCK_M)
         channel = block_row * H + tl.arange(0, H)
         inside = (token < M)[:, None] & (channel < N)[None, :]
-        total = _finish(total, bias, residual, token, channel, inside, N, ACTIVATION, HAS_BIAS, HAS_RESIDUAL)
+        total = _finish(
+            total, bias, residual, x_scale, w_scale, token, channel, inside, M, N, ACTIVATION, HAS_BIAS, HAS_RESIDUAL,
+            X_SCALED, W_SCALED,
+        )  # fmt: skip
         if TMA == 2:
             y.store([first_token, block_row * H], total.to(y.dtype))
         else:

@@ -25,7 +25,9 @@ from sparta.specialize.linear.triton_block.tile import BlockTile
 __all__ = ["BlockLinearLauncher"]
 
 _Key = tuple[Any, ...]
-_Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
+_Packed = tuple[Tensor, Tensor, Tensor, Tensor | None]  # the last one are the scales of the outputs, if it has any
+_Added = tuple[Tensor | None, Tensor | None, Tensor | None]  # bias, residual, scales of the tokens
+_Tensors = tuple[Tensor, _Packed, _Added, Tensor]
 _Numbers = tuple[int, int, int, int, int, int, int]
 _MOST_CALLS = 256  # that are kept; there is one for each number of tokens
 
@@ -48,10 +50,20 @@ class BlockLinearLauncher:
         (N, K) of the weight.
     whole
         Whether every stored block lies wholly inside the weight along K, so that columns need no bounds check.
+    result
+        Dtype of the result, where it is not that of x.
     """
 
-    def __init__(self, shape: tuple[int, int], tile: BlockTile, activation: str | None, *, whole: bool) -> None:
-        self.shape, self.tile = shape, tile
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        tile: BlockTile,
+        activation: str | None,
+        *,
+        whole: bool,
+        result: torch.dtype | None = None,
+    ) -> None:
+        self.shape, self.tile, self._result = shape, tile, result
         self._constants = (tile.tokens, tile.height, tile.width, tile.blocks, tile.group)
         self._switches = (
             bool(tile.weight_first),
@@ -65,40 +77,54 @@ class BlockLinearLauncher:
         self._calls: dict[_Key, _Call] = {}
         self._processors: dict[torch.device, int] = {}
 
-    def __call__(self, packed: Sequence[Tensor], x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """Return ``activation(x W^T + bias) + residual`` for x (M, K)."""
+    def __call__(
+        self,
+        packed: Sequence[Tensor],
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        x_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Return ``activation(x W^T + bias) + residual`` for x (M, K).
+
+        Parameters
+        ----------
+        packed
+            Kept blocks, their columns, the schedule; for a weight in few bits also the scales (N,) of its outputs.
+        x_scale
+            (M,), float32: the scales of an x in fp8.
+        """
         device, dtype = x.device, x.dtype
         if not INTERPRETED and device.index != current_device():
             with torch.cuda.device(device):
-                return self(packed, x, bias, residual)
-        values, columns, schedule = packed
+                return self(packed, x, bias, residual, x_scale)
+        values, columns, schedule, *scales = packed
         key = (
             device, dtype, x.shape, x.stride(), x.data_ptr() % 16, values.dtype,
             dtype == torch.float32 and _tf32(), bias if bias is None else _facts(bias),
-            residual if residual is None else _facts(residual),
+            residual if residual is None else _facts(residual), x_scale is None,
         )  # fmt: skip
         call = self._calls.get(key)
+        held, added = (values, columns, schedule, scales[0] if scales else None), (bias, residual, x_scale)
         if call is None:
-            return self._first(key, (values, columns, schedule), x, bias, residual)
-        y = x.new_empty((call.numbers[0], self.shape[0]))
-        arguments = self._values(call, (x, values, columns, schedule, bias, residual, y))
+            return self._first(key, held, x, added)
+        y = x.new_empty((call.numbers[0], self.shape[0]), dtype=self._result)
+        arguments = self._values(call, (x, held, added, y))
         call.kernel.start(call.programs, arguments, raw_stream(device))
         return y
 
-    def _first(
-        self, key: _Key, packed: tuple[Tensor, Tensor, Tensor], x: Tensor, bias: Tensor | None, residual: Tensor | None
-    ) -> Tensor:
+    def _first(self, key: _Key, packed: _Packed, x: Tensor, given: _Added) -> Tensor:
         """Check the tensors of a call, run it, and keep what calls like it may leave out."""
-        (outputs, inputs), (values, columns, schedule) = self.shape, packed
-        self._check(x, values.dtype, residual)
+        (outputs, inputs), (values, _, schedule, scales), (bias, residual, x_scale) = self.shape, packed, given
+        self._check(x, values.dtype, residual, scaled=scales is not None)
         tokens, device = x.shape[0], x.device
-        y = x.new_empty((tokens, outputs))
+        y = x.new_empty((tokens, outputs), dtype=self._result)
         if not tokens:
             return y
         rows = x if x.stride(1) == 1 or inputs == 1 else x.contiguous()
         added = [each if each is None else each.contiguous() for each in (bias, residual)]
         if rows is not x or added[0] is not bias or added[1] is not residual:
-            return self(packed, rows, added[0], added[1])
+            return self([each for each in packed if each is not None], rows, added[0], added[1], x_scale)
         stride = x.stride(0) if tokens > 1 else inputs  # a single row may have any
         tma, precision = self._tma(x.data_ptr(), stride, x.element_size()), "tf32" if key[6] else "ieee"
         block_rows, token_tiles = schedule.shape[0], -(-tokens // self.tile.tokens)
@@ -109,11 +135,12 @@ class BlockLinearLauncher:
         compiled_for = (
             device, x.dtype, x.data_ptr() % 16, stride % 16, stride >> 31, stride == 1, tma, precision,
             bias if bias is None else (bias.dtype, bias.data_ptr() % 16),
-            residual if residual is None else (residual.dtype, residual.data_ptr() % 16),
+            residual if residual is None else (residual.dtype, residual.data_ptr() % 16), values.dtype,
         )  # fmt: skip
-        tensors, kernel = (x, values, columns, schedule, bias, residual, y), self._direct.get(compiled_for)
+        tensors, kernel = (x, packed, given, y), self._direct.get(compiled_for)
         if kernel is None:
-            self._start(compiled_for, (programs, 1, 1), self._arguments(tensors, numbers, tma, precision))
+            arguments = self._arguments(tensors, numbers, tma, precision)
+            self._start(compiled_for, (programs, 1, 1), arguments, (x.dtype, values.dtype, y.dtype))
             kernel = self._direct.get(compiled_for)
             if kernel is None:
                 return y
@@ -124,11 +151,11 @@ class BlockLinearLauncher:
         self._calls[key] = _Call(kernel, programs, tma, numbers)
         return y
 
-    def _check(self, x: Tensor, dtype: torch.dtype, residual: Tensor | None) -> None:
+    def _check(self, x: Tensor, dtype: torch.dtype, residual: Tensor | None, *, scaled: bool) -> None:
         outputs, inputs = self.shape
         if x.dim() != 2 or x.shape[1] != inputs:
             raise ShapeError(message(f"an input of shape {tuple(x.shape)}", f"(M, {inputs})"))
-        if x.dtype != dtype:
+        if x.dtype != dtype and not scaled:
             raise ValueRangeError(message(f"an input in {x.dtype}", f"{dtype}, as the weight", "cast one"))
         if residual is not None and residual.shape != (x.shape[0], outputs):
             raise ShapeError(message(f"a residual of shape {tuple(residual.shape)}", f"({x.shape[0]}, {outputs})"))
@@ -138,17 +165,19 @@ class BlockLinearLauncher:
         outputs, inputs = self.shape
         if not self.tile.tma or address % 16 or stride * size % 16 or stride < inputs:
             return 0
-        return 1 if outputs * size % 16 else self.tile.tma
+        stored = size if self._result is None else self._result.itemsize
+        return 1 if outputs * stored % 16 else self.tile.tma
 
     def _values(self, call: _Call, tensors: _Tensors) -> tuple[int | bytes, ...]:
         """Return the kernel's arguments as numbers and tensor maps."""
-        x, values, columns, schedule, bias, residual, y = tensors
+        x, (values, columns, schedule, scales), added, y = tensors
         maps, numbers = call.kernel.maps, call.numbers
         tokens, outputs, inputs, stride, *_ = numbers
         middle = (
-            columns.data_ptr(), schedule.data_ptr(), 0 if bias is None else bias.data_ptr(),
-            0 if residual is None else residual.data_ptr(),
-        )  # fmt: skip
+            columns.data_ptr(),
+            schedule.data_ptr(),
+            *[0 if each is None else each.data_ptr() for each in (*added, scales)],
+        )
         if not call.tma:
             return (x.data_ptr(), values.data_ptr(), *middle, y.data_ptr(), *numbers)
         step, rows = self.tile.step, values.shape[0] * self.tile.height
@@ -163,17 +192,17 @@ class BlockLinearLauncher:
 
     def _arguments(self, tensors: _Tensors, numbers: _Numbers, tma: int, precision: str) -> tuple[Any, ...]:
         """Return the kernel's arguments as Triton takes them."""
-        x, values, columns, schedule, bias, residual, y = tensors
+        x, (values, columns, schedule, scales), added, y = tensors
         tokens, outputs, inputs, stride = numbers[:4]
         tile = self.tile
         return (
             _described(x, [tokens, inputs], stride, [tile.tokens, tile.width]) if tma else x,
             _described(values, [values.shape[0] * tile.height, tile.step], tile.step, [tile.height, tile.width])
             if tma else values,
-            columns, schedule, bias, residual,
+            columns, schedule, *added, scales,
             _described(y, [tokens, outputs], outputs, [tile.tokens, tile.height]) if tma == 2 else y,
-            *numbers, *self._constants, tma, *self._switches, bias is not None, residual is not None, precision,
-            INTERPRETED,
+            *numbers, *self._constants, tma, *self._switches, *[each is not None for each in (*added, scales)],
+            precision, INTERPRETED,
         )  # fmt: skip
 
     def _grid(self, tiles: int, device: torch.device) -> int:
@@ -185,7 +214,9 @@ class BlockLinearLauncher:
             self._processors[device] = torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 4
         return min(tiles, self.tile.ctas * self._processors[device])
 
-    def _start(self, key: _Key, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+    def _start(
+        self, key: _Key, grid: tuple[int, int, int], arguments: tuple[Any, ...], dtypes: Sequence[torch.dtype]
+    ) -> None:
         """Have Triton start the kernel, and keep what it compiled."""
         if INTERPRETED:
             block_linear[grid](*arguments)
@@ -200,7 +231,7 @@ class BlockLinearLauncher:
         except OutOfResources as error:
             raise ValueRangeError(message(f"{self.tile} needs more than the GPU has: {error}")) from error
         self._compiled[key] = compiled
-        direct = direct_kernel(compiled, key[1])
+        direct = direct_kernel(compiled, dtypes)
         if direct is not None:
             self._direct[key] = direct
 

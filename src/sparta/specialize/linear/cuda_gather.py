@@ -1,0 +1,138 @@
+"""``cuda-gather``: unstructured weights of which little is live, for very few tokens.
+
+The kernel is CUDA C++ (``native/gather.cu``), compiled at run time for one tile. It reads a byte more than a live value
+for each, and does nothing for those that are pruned, so that its time follows the density; a bitmap takes a bit and a
+look for every element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sparta.specialize.cuda.device import AMPERE, HALF_FORMATS, takes
+from sparta.specialize.cuda.few_tokens import SHARED_BYTES, nvrtc_here
+from sparta.specialize.cuda.text_tile import TextTile
+from sparta.specialize.implement import Cause, Params, Support, TiledImplement
+from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.linear.cuda_gather_layout import GatherLayout
+from sparta.specialize.linear.spec import LinearKernel
+from sparta.specialize.linear.streamed import StreamedKernel, streamed_call
+
+__all__ = ["CudaGather", "GatherTile", "gather_fits", "gather_tiles"]
+
+_TOKENS = (1, 2, 4, 8)
+_MOST_LIVE = {1: 0.4, 2: 0.35, 4: 0.3, 8: 0.2}  # density by tokens, above which it was never the fastest on an H200
+_SHAPES = ((16, 256, 3), (32, 256, 3), (32, 512, 2), (16, 256, 4), (16, 128, 4), (64, 512, 3))  # rows, threads, depth
+
+
+@dataclass(frozen=True)
+class GatherTile(TextTile):
+    """How one block of threads cuts its work; it changes the speed, and of the result only how sums are rounded.
+
+    Parameters
+    ----------
+    tokens
+        Rows of x that a block multiplies.
+    rows
+        Outputs of a block.
+    threads
+        Of a block; threads / rows of them share an output.
+    depth
+        Pieces of 8 live values that a thread has on their way at once.
+
+    Examples
+    --------
+    >>> GatherTile.parse(str(GatherTile(2, rows=32))).parts
+    8
+    """
+
+    tokens: int = 1
+    rows: int = 16
+    threads: int = 256
+    depth: int = 3
+
+    _choices: ClassVar[dict[str, tuple[int, ...]]] = {
+        "tokens": _TOKENS,
+        "rows": (8, 16, 32, 64),
+        "threads": (64, 128, 256, 512),
+        "depth": (1, 2, 3, 4, 6),
+    }
+
+    @property
+    def parts(self) -> int:
+        """Threads that share an output."""
+        return self.threads // self.rows
+
+    def shared_bytes(self, inputs: int) -> int:
+        """Return the shared memory of a block: all of x, later the partial sums."""
+        return max(-(-inputs // 8) * 8 * self.tokens * 2, self.threads * self.tokens * 4)
+
+
+class GatherKernel(StreamedKernel):
+    """See ``native/gather.cu``."""
+
+    source = "gather"
+    call = streamed_call(3)
+    through_extension = True
+
+    def __init__(self, spec: KernelSpec, tile: GatherTile, constants: Mapping[str, int] | None = None) -> None:
+        layout = GatherLayout(spec["weight"], tile.rows, tile.parts)
+        block = (tile.threads, tile.shared_bytes(spec["weight"].shape[1]))
+        super().__init__(spec, tile, layout, (tile.tokens, tile.rows, 1), block, constants=constants)
+
+
+class CudaGather(TiledImplement):
+    """CUDA C++ on any mask, for up to 8 tokens."""
+
+    name = "cuda-gather"
+    op = "linear"
+    first_run_compiles = True
+
+    def supports(self, spec: KernelSpec) -> Support:
+        """Bf16 and fp16 on CUDA, weights and numbers of tokens for which it was the fastest somewhere."""
+        return takes(spec, HALF_FORMATS) and gather_fits(spec) and nvrtc_here(AMPERE)
+
+    def tiles(self, spec: KernelSpec) -> Sequence[object]:
+        """Return the tiles that are worth timing, the best guess first."""
+        return gather_tiles(spec)
+
+    def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
+        """Lay out the weight; the kernel is compiled at its first run."""
+        return GatherKernel(spec, GatherTile.parse(params["tile"]))
+
+
+def gather_fits(spec: KernelSpec) -> Support:
+    """Say whether a weight and a number of tokens are such that walking over live values may pay.
+
+    >>> from sparta.specialize.linear.spec import linear_spec
+    >>> from sparta.tesa.attribute import TeSA
+    >>> import torch
+    >>> gather_fits(linear_spec(TeSA.dense((16, 16)), 1, torch.bfloat16, device="cuda")).reason
+    '1.00 of the weight is live; at most 0.4 pays for so many tokens'
+    """
+    weight, tokens = spec["weight"], spec["input"].shape[0]
+    if not 0 < weight.numel < 1 << 31:
+        return Support.no(f"the weight has {weight.numel} elements; it counts from 1 to 2^31", Cause.SHAPE)
+    if tokens > _TOKENS[-1]:
+        return Support.no(f"{tokens} tokens; it walks over the weight for at most {_TOKENS[-1]}", Cause.SHAPE)
+    most = _MOST_LIVE[_width(tokens)]
+    if weight.density > most:
+        given = f"{weight.density:.2f} of the weight is live"
+        return Support.no(f"{given}; at most {most} pays for so many tokens", Cause.PATTERN)
+    if not gather_tiles(spec):
+        return Support.no(f"{weight.shape[1]} inputs are more than shared memory holds", Cause.SHAPE)
+    return Support.yes("live values and distances are streamed once")
+
+
+def gather_tiles(spec: KernelSpec) -> list[GatherTile]:
+    """Return tiles that fit into shared memory, the best guess first."""
+    inputs, width = spec["weight"].shape[1], _width(spec["input"].shape[0])
+    tiles = [GatherTile(tokens, *shape) for tokens in (width, width // 2) if tokens for shape in _SHAPES]
+    return [tile for tile in tiles if tile.shared_bytes(inputs) <= SHARED_BYTES][: len(_SHAPES)]
+
+
+def _width(tokens: int) -> int:
+    """Return how many tokens a block multiplies."""
+    return next((each for each in _TOKENS if each >= tokens), _TOKENS[-1])
