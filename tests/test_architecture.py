@@ -20,7 +20,7 @@ MAY_USE = {
     "common": set(),
     "reporting": set(),
     "sparsify": {"tesa"},
-    "oneshot": {"tesa", "sparsify", "measure"},
+    "oneshot": {"tesa", "common", "sparsify", "measure"},
     "scheduler": {"tesa", "sparsify"},
     "create": {"tesa", "sparsify"},
     "propagation": {"tesa"},

@@ -49,11 +49,11 @@ def load(folder: Path) -> tuple[nn.Module, Any]:
     return model.eval(), tokenizer
 
 
-def batches(tokenizer: Any, path: Path, tokens: int, context: int) -> list[dict[str, Tensor]]:
+def batches(tokenizer: Any, path: Path, tokens: int, context: int, device: str = "cpu") -> list[dict[str, Tensor]]:
     """Return the middle of a book as batches of one sequence each."""
     text = path.read_text(encoding="utf-8", errors="replace")
     middle = text[len(text) // 4 :][: tokens * 8]
-    ids = torch.tensor(tokenizer(middle)["input_ids"])
+    ids = torch.tensor(tokenizer(middle)["input_ids"], device=device)
     count = min(tokens, len(ids)) // context
     return [{"input_ids": part.unsqueeze(0), "use_cache": False} for part in ids[: count * context].split(context)]
 
@@ -98,6 +98,13 @@ def pruned(
     }
 
 
+def peak_mib(device: str) -> int:
+    """Return the most memory that was in use, on the device that computes."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() // 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
 def resumed(fresh: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the stored results where they answer the same question, so that their runs are not repeated."""
     if not path.exists():
@@ -118,10 +125,13 @@ def main() -> None:
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     model, tokenizer = load(given.weights)
-    calibration = batches(tokenizer, given.text[0], given.calibration_tokens, given.context)
-    held_out = batches(tokenizer, given.text[1], given.held_out_tokens, given.context)
+    model.to(given.device)
+    calibration = batches(tokenizer, given.text[0], given.calibration_tokens, given.context, given.device)
+    held_out = batches(tokenizer, given.text[1], given.held_out_tokens, given.context, given.device)
+    where = torch.cuda.get_device_name() if given.device == "cuda" else f"{platform.machine()} CPU"
     results: dict[str, Any] = {
         "perplexity_dense": perplexity(model, held_out),
         "calibration_tokens": len(calibration) * given.context,
@@ -129,7 +139,7 @@ def main() -> None:
         "peak_mib": 0,
         "runs": [],
     }
-    results = resumed(results, given.results / f"{QUESTION}.{platform.machine().replace('_', '-')}-cpu.json")
+    results = resumed(results, given.results / f"{QUESTION}.{where.lower().replace('_', '-').replace(' ', '-')}.json")
     print(f"dense {results['perplexity_dense']:.2f}", flush=True)
     done = {(run["pattern"], run["method"]) for run in results["runs"]}
     for method in given.methods:
@@ -138,11 +148,10 @@ def main() -> None:
                 continue
             results["runs"].append(pruned(model, calibration, held_out, name, method))
             print(results["runs"][-1], flush=True)
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-            results["peak_mib"] = max(results["peak_mib"], peak)
-            save(QUESTION, f"{platform.machine()} CPU", results, given.results)
+            results["peak_mib"] = max(results["peak_mib"], peak_mib(given.device))
+            save(QUESTION, where, results, given.results)
     results["runs"].sort(key=lambda run: (list(PATTERNS).index(run["pattern"]), METHODS.index(run["method"])))
-    save(QUESTION, f"{platform.machine()} CPU", results, given.results)
+    save(QUESTION, where, results, given.results)
     rows = [
         [r["pattern"], r["method"], f"{r['perplexity']:.1f}", f"{r['layer_error']:.3f}", f"{r['density']:.3f}",
          f"{r['seconds']:.0f}"] for r in results["runs"]

@@ -9,8 +9,9 @@ from sparta.arguments import front_door
 from sparta.oneshot.api import prune
 from sparta.oneshot.log import LayerLog, PruneLog
 from sparta.oneshot.methods import method, method_names
+from sparta.oneshot.offload import empty_weights
 from sparta.oneshot.problem import Layout, Problem, Solution
 
-__all__ = ["LayerLog", "Layout", "Problem", "PruneLog", "Solution", "method", "method_names", "prune"]
+__all__ = ["LayerLog", "Layout", "Problem", "PruneLog", "Solution", "empty_weights", "method", "method_names", "prune"]
 
 front_door(globals(), ["prune", "method"])

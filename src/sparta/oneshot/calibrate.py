@@ -1,7 +1,8 @@
 """Calibration: what the inputs of each layer look like, as one Gram matrix per layer.
 
 Hooks add up inputs times inputs while data runs through a model or a part of it; the inputs themselves are not kept.
-Layers that get one tensor object (query, key and value; gate and up) share one matrix.
+The sums are in float64, so that neither the order of batches nor the number of processes changes them by much. Layers
+that get one tensor object (query, key and value; gate and up) share one matrix.
 """
 
 from __future__ import annotations

@@ -74,6 +74,34 @@ class PruneLog:
             ) from error
         return pandas.DataFrame([asdict(layer) for layer in self.layers])
 
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the errors of the layers, by magnitude and as they are; return matplotlib's axes."""
+        if axes is None:
+            try:
+                from matplotlib import pyplot as plt
+            except ImportError as error:
+                raise MissingPackageError(message("a plot needs matplotlib", fix="pip install matplotlib")) from error
+            _, axes = plt.subplots(figsize=(8, max(2.0, 0.22 * len(self.layers))))
+        known = [layer for layer in self.layers if layer.error is not None]
+        places = range(len(known))
+        axes.barh(places, [layer.error_before or 0.0 for layer in known], color="lightgray", label="magnitude")
+        axes.barh(places, [layer.error or 0.0 for layer in known], height=0.5, label=self.method)
+        axes.set_yticks(places, [layer.name for layer in known])
+        axes.invert_yaxis()
+        axes.set_xlabel("relative error of the layer's output")
+        axes.legend()
+        return axes
+
+    @property
+    def brief(self) -> str:
+        """One line: how many layers, what stays and the mean error."""
+        errors = [layer.error for layer in self.layers if layer.error is not None]
+        if not errors:
+            return f"{len(self.layers)} layers"
+        density = sum(layer.density for layer in self.layers) / len(self.layers)
+        mean = sum(errors) / len(errors)
+        return f"{len(self.layers)} layers, density {density:.3f}, error {mean:.4f}, {self.seconds:.1f} s"
+
     def __str__(self) -> str:
         rows = [
             [e.name, e.pattern, f"{e.density:.4f}", _shown(e.error_before), _shown(e.error), f"{e.seconds:.2f}", e.note]

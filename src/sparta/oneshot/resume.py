@@ -32,7 +32,11 @@ class Checkpoint:
     def __init__(self, folder: str | os.PathLike[str], question: str) -> None:
         self.folder = Path(folder)
         self.question = question
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            given = f"cannot make the folder {self.folder} of a checkpoint: {error.strerror}"
+            raise FileFormatError(message(given, fix="name a folder that is yours to write")) from error
 
     def save(self, stage: int, targets: Sequence[Target], masks: Mapping[str, Tensor], logs: list[LayerLog]) -> None:
         """Store a finished stage, atomically."""

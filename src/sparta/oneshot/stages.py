@@ -7,8 +7,8 @@ calibrated by passes through the whole model, one per group of layers that share
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,9 @@ from sparta.oneshot.calibrate import Stop, call
 from sparta.oneshot.targets import Target
 
 __all__ = ["Chain", "Stage", "find_chain", "order"]
+
+
+Store = Callable[[Iterator[Tensor]], Sequence[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +42,21 @@ class Chain:
         The inputs of the block that is next, one per batch.
     calls
         By block and batch: the other arguments.
+    store
+        Keeps hidden states, in memory or elsewhere.
+    keeping
+        Holds a block while it is run on all batches.
+    in_tuples
+        Whether each block returns its hidden state in a tuple; None where a block returns anything else with it.
     """
 
     names: list[str]
     blocks: list[nn.Module]
-    hidden: list[Tensor] = field(default_factory=list)
+    hidden: Sequence[Tensor] = field(default_factory=list)
     calls: list[list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=list)
+    store: Store = list
+    keeping: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
+    in_tuples: list[bool] | None = None
 
     position: int = 0
 
@@ -56,20 +68,36 @@ class Chain:
 
     def advance(self) -> None:
         """Run the next block as it is now; its outputs become the inputs of the one after it."""
-        self.hidden = [self.run(batch) for batch in range(len(self.hidden))]
+        with self.keeping(self.blocks[self.position]):
+            self.hidden = self.store(self.run(batch) for batch in range(len(self.hidden)))
         self.position += 1
 
     def capture(self, model: nn.Module, batches: Sequence[Any]) -> bool:
-        """Fill in what each block is called with; return whether the blocks really are a chain on every batch."""
-        self.hidden, self.calls, self.position = [], [[] for _ in self.blocks], 0
-        for index, batch in enumerate(batches):
-            seen = _recorded(model, self.blocks, batch, index)
-            if seen is None:
-                return False
-            self.hidden.append(seen[0][0][0])
-            for number, (args, kwargs) in enumerate(seen):
-                self.calls[number].append((args[1:], kwargs))
+        """Fill in what each block is called with; return whether the blocks really are a chain on every batch.
+
+        Blocks that hand over nothing but their hidden state are not run for that: only the first one's input counts.
+        """
+        self.calls, self.position = [[] for _ in self.blocks], 0
+
+        def inputs() -> Iterator[Tensor]:
+            for index, batch in enumerate(batches):
+                with nullcontext() if self.in_tuples is None else _skipping(self.blocks, self.in_tuples):
+                    seen = _recorded(model, self.blocks, batch, index)
+                if seen is None:
+                    raise _NotAChainError
+                for number, (args, kwargs) in enumerate(seen):
+                    self.calls[number].append((args[1:], kwargs))
+                yield seen[0][0][0]
+
+        try:
+            self.hidden = self.store(inputs())
+        except _NotAChainError:
+            return False
         return True
+
+
+class _NotAChainError(Exception):
+    """Blocks are called in another order, or with another input, than a chain is."""
 
 
 def find_chain(model: nn.Module, targets: Sequence[Target], batch: Any) -> Chain | None:
@@ -89,7 +117,13 @@ def find_chain(model: nn.Module, targets: Sequence[Target], batch: Any) -> Chain
     chain = Chain([f"{prefix}{name}" for name, _ in container.named_children()], list(container.children()))
     if len(set(map(id, chain.blocks))) < len(chain.blocks):
         return None
-    return chain if chain.capture(model, [batch]) else None
+    with _outputs(chain.blocks) as outputs:
+        if not chain.capture(model, [batch]):
+            return None
+    if not any("forward" in vars(block) for block in chain.blocks):  # which others may have replaced
+        alone = all(output is None or output == (None,) for output in outputs)
+        chain.in_tuples = [output is not None for output in outputs] if alone else None
+    return chain
 
 
 def order(
@@ -172,6 +206,41 @@ def _recorded(
 
 def _first(output: Any) -> Any:
     return output[0] if isinstance(output, tuple | list) else output
+
+
+@contextmanager
+def _outputs(blocks: Sequence[nn.Module]) -> Iterator[list[Any]]:
+    """Collect what blocks return, tensors replaced by nothing."""
+    found: list[Any] = []
+
+    def note(_: nn.Module, __: Any, output: Any) -> None:
+        found.append(type(output)([None] * len(output)) if type(output) in {tuple, list} else None)
+
+    handles = [block.register_forward_hook(note) for block in blocks]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _skipping(blocks: Sequence[nn.Module], in_tuples: Sequence[bool]) -> Iterator[None]:
+    """Let blocks return their input as it is."""
+
+    def unchanged(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden
+
+    def wrapped(hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
+        return (hidden,)
+
+    for block, in_tuple in zip(blocks, in_tuples, strict=True):
+        block.forward = wrapped if in_tuple else unchanged
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.__dict__["forward"]
 
 
 @contextmanager

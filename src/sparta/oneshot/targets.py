@@ -37,8 +37,13 @@ class Target:
 
     name: str
     module: nn.Module
-    parameter: nn.Parameter
     transposed: bool = False
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The weight as the layer has it now."""
+        weight: nn.Parameter = self.module._parameters["weight"]  # type: ignore[assignment]
+        return weight
 
     @property
     def layout(self) -> Layout:
@@ -107,11 +112,11 @@ def _target(path: str, module: nn.Module) -> Target | None:
     if not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
         return None
     if isinstance(module, nn.Linear):
-        return Target(name, module, weight)
+        return Target(name, module)
     if isinstance(module, nn.Conv1d | nn.Conv2d):
-        return Target(name, module, weight)
+        return Target(name, module)
     if type(module).__name__ == "Conv1D" and weight.dim() == 2 and weight.shape[1] == getattr(module, "nf", None):
-        return Target(name, module, weight, transposed=True)
+        return Target(name, module, transposed=True)
     return None
 
 
@@ -146,6 +151,6 @@ def _unfolded(module: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def gram_of(target: Target, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return inputs times inputs, ``(groups, columns, columns)``."""
+    """Return inputs times inputs, ``(groups, columns, columns)``, in float64."""
     rows = target.rows(x.to(dtype))
-    return rows.transpose(1, 2) @ rows
+    return (rows.transpose(1, 2) @ rows).double()
