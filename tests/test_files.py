@@ -203,3 +203,12 @@ def test_without_a_word_the_cache_is_below_the_home_folder(tmp_path, monkeypatch
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert files.private_folder("tuning") == tmp_path / ".cache" / "sparta" / "tuning"
+
+
+@pytest.mark.parametrize("name", ["", ".", "folder", "x" * 300])
+def test_a_path_that_cannot_be_written_is_an_error_of_ours(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FileFormatError, match="cannot write"):
+        write_atomic(name, b"data")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]

@@ -248,46 +248,23 @@ def bound(name, thing):
 
 # What still escapes, by callable and parameter ("*" for all), with the reason.
 USERS_CODE = "the user's own model or callable is run on it, and its error comes out as it was raised"
-REFERENCE = "a reference is PyTorch's own ops in float64, whose word on shapes stands"
 TO_MEND = "not checked yet"
 LEFT = {
     ("compile", "example_inputs"): USERS_CODE,
     ("compile_model", "example_inputs"): USERS_CODE,
     ("compile", "progress"): USERS_CODE,
     ("compile_model", "progress"): USERS_CODE,
-    ("compact", "example_inputs"): USERS_CODE,
-    ("propagate", "example_inputs"): USERS_CODE,
-    ("capture", "example_inputs"): USERS_CODE,
-    ("prune_structured", "example_inputs"): USERS_CODE,
     ("prune_structured", "score"): USERS_CODE,
     ("prune_structured", "data"): USERS_CODE,
     ("prune", "progress"): USERS_CODE,
-    ("prune", "checkpoint"): TO_MEND,
     ("make_masks", "score"): USERS_CODE,
     ("measure_sensitivity", "evaluate"): USERS_CODE,
     ("compare", "inputs"): USERS_CODE,
     ("profile", "inputs"): USERS_CODE,
     ("profile", "fn"): USERS_CODE,
-    ("conv_reference", "*"): REFERENCE,
-    ("linear_reference", "bias"): REFERENCE,
-    ("matmul_reference", "bias"): REFERENCE,
-    ("moe_reference", "*"): REFERENCE,
-    ("softmax_reference", "x"): REFERENCE,
-    ("softmax_backward_reference", "*"): REFERENCE,
-    ("search_permutation", "*"): "takes as many escapes as asked, for as long as that takes",
-    ("kept_magnitude", "*"): TO_MEND,
-    ("Spec.save", "path"): TO_MEND,
-    ("TeSA.from_mask", "dynamic"): TO_MEND,
-    ("TeSA.dense", "dynamic"): TO_MEND,
-    ("SparseConv2d.tune", "budget_s"): TO_MEND,
-    ("SparseLinear.build", "example_inputs"): TO_MEND,
-    ("SparseLinear.forward", "x"): TO_MEND,
-    ("SparseLinear.tune", "*"): TO_MEND,
-    ("SparseInt8Linear.build", "example_inputs"): TO_MEND,
+    ("search_permutation", "escapes"): "takes as many escapes as asked, for as long as that takes",
     ("SparseInt8Linear.forward", "x"): TO_MEND,
     ("SparseInt8Linear.from_float", "calibration"): TO_MEND,
-    ("SparseSoftmax.forward", "x"): TO_MEND,
-    ("ThresholdLinear.forward", "x"): TO_MEND,
 }
 
 

@@ -117,6 +117,8 @@ def _is_unusable(value: object) -> bool:
     """Return whether a value is of the right type and still nothing to compute with: no data, complex, or too large."""
     if isinstance(value, Tensor):
         return value.is_meta or value.is_complex()
+    if isinstance(value, list | tuple):
+        return any(_is_unusable(one) for one in value if isinstance(one, Tensor))
     return isinstance(value, int) and abs(value) >= 2**63
 
 
@@ -165,11 +167,11 @@ def _fits_mapping(value: Any, parts: tuple[Any, ...]) -> bool:
 def _fits_several(value: Any, parts: tuple[Any, ...], *, ordered: bool) -> bool:
     if not isinstance(value, collections.abc.Iterable) or isinstance(value, str | bytes):
         return False
-    if isinstance(value, Tensor) and (ordered or not value.ndim):
-        return False
+    if isinstance(value, Tensor):
+        return not ordered and value.ndim > 0 and (value.ndim == 1 or parts[0] not in (int, float))
     if ordered and isinstance(value, collections.abc.Mapping):
         return False
-    return not isinstance(value, list | tuple) or all(matches(one, parts[0]) for one in value)
+    return not isinstance(value, list | tuple | collections.abc.Mapping) or all(matches(one, parts[0]) for one in value)
 
 
 _SPECIAL: dict[Any, Callable[[Any, tuple[Any, ...]], bool]] = {

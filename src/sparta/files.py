@@ -49,6 +49,20 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
     target = Path(path)
     if not target.parent.is_dir():
         raise FileFormatError(message(f"cannot write {target}: its folder does not exist", fix="create it first"))
+    try:
+        _replace(target, data)
+    except FileFormatError:
+        raise
+    except OSError as error:
+        given = f"cannot write {target}: {error.strerror or error}"
+        raise FileFormatError(message(given, fix="make room, or write where it is allowed")) from error
+    _sync_folder(target.parent)
+
+
+def _replace(target: Path, data: bytes) -> None:
+    """Write a temporary file beside the target, and put it in its place."""
+    if target.is_dir():
+        raise FileFormatError(message(f"cannot write {target}: it is a folder", fix="name a file in it"))
     _sweep(target.parent)
     prefix = f".{target.name[:100]}.sparta-{_host()}-{os.getpid()}-"
     handle, temporary = tempfile.mkstemp(prefix=prefix, dir=target.parent)
@@ -63,7 +77,6 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
             Path(temporary).unlink()
         raise
-    _sync_folder(target.parent)
 
 
 def private_folder(name: str) -> Path:

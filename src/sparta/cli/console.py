@@ -26,6 +26,7 @@ app = typer.Typer(
 
 
 _INTERRUPTED = 130
+_LONGEST = 200  # characters of a path in a message
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -78,6 +79,11 @@ def user_errors() -> Iterator[None]:
             raise typer.Exit(_INTERRUPTED) from error
         except BrokenPipeError as error:  # the reader of the output has seen enough
             raise typer.Exit(0) from error
+        except OSError as error:  # of a path that the user gave: not readable, a folder, too long a name
+            if error.filename is None:
+                raise
+            typer.echo(f"error: {error.strerror}: {str(error.filename)[:_LONGEST]}", err=True)
+            raise typer.Exit(2) from error
         finally:
             for entry in caught:
                 typer.echo(f"warning: {' '.join(str(entry.message).split())}", err=True)

@@ -11,8 +11,10 @@ too.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec
 
 import torch
 from torch.nn import functional
@@ -32,7 +34,24 @@ __all__ = [
     "sparse_softmax_forward_reference",
 ]
 
+_P = ParamSpec("_P")
 
+
+def _shapes_fit(reference: Callable[_P, torch.Tensor]) -> Callable[_P, torch.Tensor]:
+    """Decorate a reference: where PyTorch cannot put its operands together, their shapes do not fit."""
+
+    @functools.wraps(reference)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> torch.Tensor:
+        try:
+            return reference(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            given = f"operands of {reference.__name__} that do not fit: {str(error).splitlines()[0].rstrip('.')}"
+            raise ShapeError(message(given, "shapes as its documentation says")) from error
+
+    return call
+
+
+@_shapes_fit
 def matmul_reference(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -79,6 +98,7 @@ def matmul_reference(
     return _masked(product, C_mask, "C_mask")
 
 
+@_shapes_fit
 def linear_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -118,6 +138,7 @@ def linear_reference(
     return _masked(output, output_mask, "output_mask")
 
 
+@_shapes_fit
 def conv_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -165,6 +186,7 @@ def conv_reference(
     )
 
 
+@_shapes_fit
 def softmax_reference(x: torch.Tensor, mask: torch.Tensor | None = None, temperature: float = 1.0) -> torch.Tensor:
     """Return ``softmax(x / temperature)`` over the kept elements of each row, in float64.
 
@@ -196,6 +218,7 @@ def softmax_reference(x: torch.Tensor, mask: torch.Tensor | None = None, tempera
     return powers / powers.sum(dim=-1, keepdim=True).where(some, 1.0)
 
 
+@_shapes_fit
 def softmax_backward_reference(
     grad: torch.Tensor, output: torch.Tensor, mask: torch.Tensor | None = None, temperature: float = 1.0
 ) -> torch.Tensor:
@@ -274,6 +297,7 @@ def attention_reference(
     return _sum_of_kept(softmax_reference(scores, kept), kept, v)
 
 
+@_shapes_fit
 def moe_reference(
     tokens: torch.Tensor,
     expert_ids: torch.Tensor,
@@ -307,6 +331,8 @@ def moe_reference(
     >>> moe_reference(torch.tensor([[2.0, 5.0], [2.0, 5.0]]), torch.tensor([0, 1]), weights).tolist()
     [[2.0], [5.0]]
     """
+    if isinstance(expert_weights, torch.Tensor) and not expert_weights.ndim:
+        raise ShapeError(message("expert_weights without dimensions", "(E, N, K), or a weight (N, K) per expert"))
     experts = len(expert_weights)
     if tokens.ndim != 2 or expert_ids.ndim not in (1, 2) or expert_ids.shape[0] != tokens.shape[0]:
         given = f"tokens of shape {tuple(tokens.shape)} and expert_ids of shape {tuple(expert_ids.shape)}"

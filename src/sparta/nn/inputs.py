@@ -23,6 +23,7 @@ __all__ = [
     "checked_mask",
     "demand",
     "finite",
+    "need_operand",
     "need_tensors",
     "rows_to_check",
     "weight_mask_of",
@@ -42,6 +43,18 @@ def need_tensors(**inputs: object) -> None:
     for name, value in inputs.items():
         if not isinstance(value, Tensor):
             raise ValueRangeError(message(f"{name} of type {type(value).__name__}", "a torch.Tensor"))
+
+
+def need_operand(x: Tensor, weight: Tensor) -> None:
+    """Raise for an input that no implement takes: complex, or on another device than the weight.
+
+    >>> need_operand(torch.zeros(2, device="meta"), torch.zeros(2))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    sparta.errors.ValueRangeError: an input of torch.float32 on meta; allowed: real numbers on cpu; ...
+    """
+    if x.device != weight.device or x.is_complex():
+        given = f"an input of {x.dtype} on {x.device}"
+        raise ValueRangeError(message(given, f"real numbers on {weight.device}", "move it with .to(device)"))
 
 
 def as_inputs(inputs: ExampleInputs, count: int) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.measure.references import linear_reference
-from sparta.nn.inputs import ExampleInputs, as_inputs, need_tensors, rows_to_check
+from sparta.nn.inputs import ExampleInputs, as_inputs, need_operand, need_tensors, rows_to_check
 from sparta.nn.kernel_operator import PackedIndex
 from sparta.nn.masked_linear import check_rows, masked_problem, masked_spec
 from sparta.nn.operator import Chosen
@@ -154,6 +154,7 @@ class SparseLinear(PackedIndex, WeightOperator):
 
     def _dense(self, x: Tensor) -> Tensor:
         """Return the output, computed densely and masked."""
+        need_operand(x, self.weight)
         if self.input_mask is not None:
             return functional.linear(torch.where(self.input_mask, x, 0.0), self.weight, self.bias)
         if self.output_mask is not None:

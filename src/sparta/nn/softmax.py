@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparta.errors import ValueRangeError, message
 from sparta.measure.references import softmax_reference
-from sparta.nn.inputs import ExampleInputs, as_inputs, checked_mask, need_tensors
+from sparta.nn.inputs import ExampleInputs, as_inputs, checked_mask, need_operand, need_tensors
 from sparta.nn.kernel_operator import KernelOperator
 from sparta.specialize.blocks.tiled_matrix import any_group, own_block
 from sparta.specialize.kernel_spec import KernelSpec
@@ -85,6 +85,7 @@ class SparseSoftmax(KernelOperator):
     def forward(self, x: Tensor) -> Tensor:
         """Return the softmax of x (..., H, W), or of its values (..., kept * h * w), in the same form."""
         need_tensors(x=x)
+        need_operand(x, self.mask)
         check_softmax(self.mask.shape, x, self._values)
         return self._run(x, torch.full((), self.temperature, dtype=torch.float64, device=x.device))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.nn.inputs import need_tensors
+from sparta.nn.inputs import need_operand, need_tensors
 from sparta.specialize.linear.threshold import threshold_linear, threshold_obstacle
 
 __all__ = ["ThresholdLinear"]
@@ -125,6 +125,7 @@ class ThresholdLinear(nn.Module):
         need_tensors(x=x)
         if x.dim() < 1 or x.shape[-1] != self.in_features:
             raise ShapeError(message(f"an input of shape {tuple(x.shape)}", f"(..., {self.in_features})"))
+        need_operand(x, self.weight)
         return x.reshape(math.prod(x.shape[:-1]), self.in_features)
 
     def _kept(self, rows: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from sparta.errors import ShapeError, message
+from sparta.errors import ShapeError, ValueRangeError, message
 
 __all__ = ["kept_magnitude", "search_permutation"]
 
@@ -28,9 +28,11 @@ def kept_magnitude(matrix: Tensor, n: int = 2, m: int = 4) -> float:
     >>> kept_magnitude(torch.tensor([[1.0, -2.0, 3.0, 4.0]]))
     7.0
     """
+    if not 1 <= n <= m:
+        raise ValueRangeError(message(f"{n}:{m}", "n:m with 1 <= n <= m"))
+    if matrix.dim() != 2 or matrix.shape[1] % m:
+        raise ShapeError(message(f"a matrix of shape {tuple(matrix.shape)}", f"(R, C) with C a multiple of {m}"))
     rows, columns = matrix.shape
-    if columns % m:
-        raise ShapeError(message(f"{columns} columns", f"a multiple of {m}"))
     groups = matrix.abs().reshape(rows, columns // m, m)
     return float(groups.topk(n, dim=2).values.sum(dtype=torch.float64))
 
@@ -59,10 +61,12 @@ def search_permutation(matrix: Tensor, n: int = 2, m: int = 4, *, escapes: int =
     >>> kept_magnitude(matrix), kept_magnitude(matrix[:, order])
     (57.0, 90.0)
     """
-    columns = matrix.shape[1]
+    if escapes < 0:
+        raise ValueRangeError(message(f"escapes={escapes}", "0 or more"))
     magnitudes = matrix.detach().abs().float()
-    best = torch.arange(columns, device=matrix.device)
     best_kept = kept_magnitude(magnitudes, n, m)
+    columns = matrix.shape[1]
+    best = torch.arange(columns, device=matrix.device)
     total = float(magnitudes.sum(dtype=torch.float64))
     if columns < 2 * m or total - best_kept <= _NEGLIGIBLE * total:
         return best
