@@ -31,4 +31,4 @@ __all__ = [
     "tune",
 ]
 
-front_door(globals(), __all__, ["OperatorBase.build", "OperatorBase.tune"])
+front_door(globals(), __all__, ["OperatorBase.build", "OperatorBase.tune", "SparseInt8Linear.from_float"])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.nn.inputs import ExampleInputs, as_inputs, need_tensors, rows_to_check, weight_mask_of
+from sparta.nn.inputs import ExampleInputs, as_inputs, need_operand, need_tensors, rows_to_check, weight_mask_of
 from sparta.nn.operator import Chosen, OperatorBase
 from sparta.specialize.int8_linear.op import Int8State, run_int8_linear
 from sparta.specialize.int8_linear.quantization import Quantization
@@ -182,6 +182,7 @@ class SparseInt8Linear(OperatorBase):
         need_tensors(x=x)
         if x.dim() < 1 or x.shape[-1] != self.in_features:
             raise ShapeError(message(f"{what} of shape {tuple(x.shape)}", f"(..., {self.in_features})"))
+        need_operand(x, self.weight)
         wanted = self._grid.dtype
         if not x.is_floating_point() and (x.dtype != wanted or self.dynamic):
             allowed = "a floating-point dtype" + ("" if self.dynamic else f", or {wanted}")
