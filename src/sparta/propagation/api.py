@@ -8,10 +8,12 @@ from typing import Any
 from torch import nn
 
 from sparta.errors import CheckError, ValueRangeError, message
+from sparta.modules import unwrapped
 from sparta.propagation.capture import Captured, capture
 from sparta.propagation.compact import CompactModel
 from sparta.propagation.engine import derive
 from sparta.propagation.result import PropagationResult
+from sparta.propagation.sizes import AUTO
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.spec import Spec
 
@@ -22,7 +24,7 @@ def propagate(
     model: nn.Module,
     example_inputs: Any,
     spec: Spec | None = None,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: Any = AUTO,
     *,
     train: bool = False,
     probe: bool | str | Sequence[str] = False,
@@ -38,7 +40,8 @@ def propagate(
     spec
         What is known; None reads the zeros that are in the weights.
     dynamic_shapes
-        Dims that may change their size, as in :func:`torch.export.export`.
+        Dims that may change their size, as in :func:`torch.export.export`. By default all that the model lets change
+        are found; None: none, so that everything is known that holds for the sizes of the example.
     train
         Derive for the model as it is trained (batch norms use the batch's statistics, dropout is on) instead of as it
         is used. The model's own mode does not matter and is left alone.
@@ -64,6 +67,7 @@ def propagate(
     >>> tuple(small.get_parameter("0.weight").shape), tuple(small.get_parameter("2.weight").shape)
     ((3, 4), (2, 3))
     """
+    model = unwrapped(model)
     captured = capture(model, example_inputs, dynamic_shapes, train=train)
     given = given_tesas(model, captured, spec)
     asked = probe if isinstance(probe, bool) else frozenset([probe] if isinstance(probe, str) else probe)
@@ -101,7 +105,7 @@ def compact(
     model: nn.Module,
     example_inputs: Any,
     spec: Spec | None = None,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: Any = AUTO,
     *,
     train: bool = False,
     round_to: int = 1,

@@ -130,12 +130,16 @@ class Axes:
                 self.keep(self.of(node, dim), reason)
 
     def absorb(self, node: fx.Node, dim: int, by: fx.Node, *, fold: bool) -> None:
-        """Say that an op sums over a dim: cut constants must be 0, or (`fold`) the same along all other dims."""
+        """Say that an op sums over a dim: cut constants must be 0, or (`fold`) the same along all other dims.
+
+        What is summed may be one of the model's own tensors, of which some elements are known and others are not: an
+        index with any that is not known stays.
+        """
         self.sums.setdefault(by, set()).add(self.of(node, dim))
         if self.shapes_only:
             return
-        nonzero, uniform, _ = slice_values(self.facts, node, dim)
-        stuck = nonzero & ~uniform if fold else nonzero
+        nonzero, uniform, live = slice_values(self.facts, node, dim)
+        stuck = live | (nonzero & ~uniform if fold else nonzero)
         self.keep(self.of(node, dim), f"{place(by)} cannot fold the constants into its bias", stuck)
 
     def absorb_pair(self, first: tuple[fx.Node, int], second: tuple[fx.Node, int], by: fx.Node) -> None:
@@ -153,14 +157,21 @@ class Axes:
 
     @classmethod
     def solved(
-        cls, facts: Facts, graph: fx.Graph, round_to: int = 1, blocks: Blocks | None = None, share: float = 1.0
+        cls,
+        facts: Facts,
+        graph: fx.Graph,
+        round_to: int = 1,
+        blocks: Blocks | None = None,
+        share: float = 1.0,
+        only: Mapping[tuple[str, int], Tensor] | None = None,
     ) -> Axes:
         """Return the axes of a graph with the largest cut that all its ops allow.
 
         Tensors in `blocks` are cut by whole blocks only, except along axes of which that `share` or more can be cut.
+        With `only`, nothing else of the model's tensors goes than what it flags, by tensor and dim.
         """
         axes = cls(facts, graph)
-        axes._solve()
+        axes._solve(only)
         if blocks:
             axes._keep_blocks(blocks, share)
         if round_to > 1:
@@ -174,9 +185,13 @@ class Axes:
         axes._solve()
         return axes
 
-    def _solve(self) -> None:
+    def _solve(self, only: Mapping[tuple[str, int], Tensor] | None = None) -> None:
         for node in self.graph.nodes:
             self._start(node)
+            if only is not None and node.op == "get_attr" and is_tensor(node):
+                for dim, size in enumerate(shape_of(node)):
+                    going = only.get((str(node.target), dim), torch.zeros(size, dtype=torch.bool))
+                    self.keep(self.of(node, dim), "not chosen", ~going)
         for node in self.graph.nodes:
             self._tie(node)
         for root in self.roots():

@@ -19,8 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from sparta.errors import SpartaError, message
-from sparta.modules import member
+from sparta.errors import SpartaError, ValueRangeError, message
+from sparta.modules import member, unwrapped
+from sparta.propagation.advice import advice_on, quiet
+from sparta.propagation.caches import wants_cache, without_caches
+from sparta.propagation.sizes import AUTO, all_sizes, free_dims, input_sizes
+from sparta.propagation.tidy import join_views_of_heads, know_shapes_of_fake_quantization
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,6 +59,8 @@ class Captured:
         As given to :func:`capture`.
     train
         Whether this is the model as it is trained: batch norms use the batch's statistics, dropout is on.
+    model
+        The model itself, without wrappers.
     """
 
     module: fx.GraphModule
@@ -65,6 +71,7 @@ class Captured:
     kwargs: Mapping[str, Any]
     dynamic_shapes: Any
     train: bool = False
+    model: nn.Module | None = None
 
     @property
     def graph(self) -> fx.Graph:
@@ -74,6 +81,15 @@ class Captured:
     def arguments(self, given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return inputs that are given as example inputs are as positional and keyword arguments."""
         return call_arguments(given, None)
+
+    @contextmanager
+    def as_captured(self) -> Iterator[None]:
+        """Put the model into the state in which it was captured, for a while: its mode, and without caches."""
+        if self.model is None:
+            yield
+            return
+        with _mode(self.model, train=self.train), without_caches(self.model, active=not wants_cache(self.kwargs)):
+            yield
 
     def nodes(self) -> dict[str, fx.Node]:
         """Return the node of each tensor of the model that the graph uses, by the tensor's name."""
@@ -90,13 +106,16 @@ def capture(
 ) -> Captured:
     """Trace `model` into one graph; the model's own mode is restored afterwards.
 
+    Wrappers around the whole model (DataParallel, `torch.compile` and the like) are taken off. A language model is
+    traced without the cache that it returns for the next token, unless the example asks for it.
+
     Parameters
     ----------
     example_inputs
         A tensor, a tuple of positional arguments (which may be nested), or a dict of keyword arguments.
     dynamic_shapes
-        Which dims may change their size, as in :func:`torch.export.export`. Without it the graph is for the shapes
-        of the example only.
+        Which dims may change their size, as in :func:`torch.export.export`; ``"auto"`` finds all that may. With None
+        the graph is for the shapes of the example only.
     kwargs
         Keyword arguments next to positional ones.
     train
@@ -112,8 +131,9 @@ def capture(
     ['0.bias', '0.weight']
     """
     args, keywords = call_arguments(example_inputs, kwargs)
-    with _mode(model, train=train):
-        exported = _export(model, args, keywords, dynamic_shapes)
+    model = unwrapped(model)
+    with _mode(model, train=train), without_caches(model, active=not wants_cache(keywords)):
+        exported = _exported(model, args, keywords, dynamic_shapes)
     module = exported.module()
     if not isinstance(module, fx.GraphModule):
         raise CaptureError(message(f"torch.export returned a {type(module).__name__}", "a graph module"))
@@ -126,9 +146,12 @@ def capture(
     tensors.update(model.named_buffers(remove_duplicate=False))
     tied = _merge_tied(module.graph, tensors)
     _drop_unused(module.graph)
+    join_views_of_heads(module.graph)
+    if hasattr(module, "_guards_fn"):
+        module._guards_fn = input_sizes(module.graph)
     module.recompile()
     literals = _literals(module, tensors)
-    return Captured(module, tensors, literals, tied, args, keywords, dynamic_shapes, train)
+    return Captured(module, tensors, literals, tied, args, keywords, dynamic_shapes, train, model)
 
 
 def _literals(module: fx.GraphModule, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -169,6 +192,24 @@ def _mode(model: nn.Module, *, train: bool) -> Iterator[None]:
             module.training = training
 
 
+def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> Any:
+    """Export with the given dynamic dims, or with as many as can be traced."""
+    if not isinstance(dynamic_shapes, str):
+        return _export(model, args, kwargs, dynamic_shapes)
+    if dynamic_shapes != AUTO:
+        raise ValueRangeError(message(f"dynamic_shapes={dynamic_shapes!r}", f"{AUTO!r}, None, or as in torch.export"))
+    know_shapes_of_fake_quantization()
+    for shapes in free_dims(model, args, kwargs):
+        if shapes is None:
+            break
+        try:
+            with all_sizes():
+                return _export(model, args, kwargs, shapes)
+        except CaptureError:
+            continue  # fewer dims may do
+    return _export(model, args, kwargs, None)
+
+
 def _export(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -176,21 +217,16 @@ def _export(
     dynamic_shapes: Any,
 ) -> Any:
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), quiet():
             # torch's own tracer warns of its internals; what matters to the user is in the error below.
             warnings.simplefilter("ignore")
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as error:
         reason = str(error).strip().splitlines() or [""]
-        raise CaptureError(
-            message(
-                f"torch.export could not trace {type(model).__name__}{_place(error)}: "
-                f"{type(error).__name__}: {reason[0]}",
-                "a forward whose path does not depend on the values of tensors, on inputs of the example's structure",
-                "rewrite that line without data-dependent `if`, `.item()` or `len()` (torch.where, masking), or pass "
-                "the part of the model that can be traced",
-            )
-        ) from error
+        given = (
+            f"torch.export could not trace {type(model).__name__}{_place(error)}: {type(error).__name__}: {reason[0]}"
+        )
+        raise CaptureError(message(given, *advice_on(error))) from error
 
 
 def _functionalized(exported: Any) -> fx.GraphModule:

@@ -7,29 +7,30 @@ run next to the masked dense one, on the example and on other inputs, and must a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
-from sparta.aten import argument_of, set_argument
-from sparta.errors import CheckError, ShapeError, ValueRangeError, message
+from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.modules import set_member
 from sparta.propagation.axes import Axes, Blocks
 from sparta.propagation.capture import Captured
+from sparta.propagation.checking import check_equal
 from sparta.propagation.edit import Edit
-from sparta.propagation.engine import Facts
-from sparta.propagation.inputs import fresh_inputs
+from sparta.propagation.engine import Facts, derive
 from sparta.propagation.op import Op, is_tensor, shape_of
 from sparta.propagation.registry import rule_for
 from sparta.propagation.seams import Seams
+from sparta.propagation.stored import StoredGraph, plain_tree, restored, stored
 
 __all__ = ["CompactModel", "Origin", "compacted", "masked_tensors"]
 
 _ASSERT = torch.ops.aten._assert_tensor_metadata.default
+_AS_COMPLEX = torch.ops.aten.view_as_complex.default
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,22 @@ class CompactModel(fx.GraphModule):
 
     mapping: Mapping[str, Origin]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (plain_tree(self), stored(self.graph), dict(self.mapping))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompactModel:
+        copied = _rebuilt(copy.deepcopy(plain_tree(self), memo), stored(self.graph), dict(self.mapping))
+        memo[id(self)] = copied
+        return copied
+
+
+def _rebuilt(tree: nn.Module, graph: StoredGraph, mapping: dict[str, Origin]) -> CompactModel:
+    """Return a compact model from its parts."""
+    small = CompactModel(tree, restored(graph), "CompactModel")
+    small.mapping = mapping
+    small.train(tree.training)
+    return small
+
 
 def compacted(
     captured: Captured,
@@ -84,9 +101,9 @@ def compacted(
     Parameters
     ----------
     allow_empty
-        Keep one index of a dim of which nothing would remain, instead of an error.
+        Keep one index of a dim of which nothing would remain, instead of an error where a spec empties it.
     check
-        Compare with the masked dense model before returning.
+        Compare with the masked dense model, as it is and as a graph, before returning.
     seams
         Gather what a layer reads and scatter what it writes where its neighbours need more, if that saves this many
         multiply-adds for each element that is moved; None: never.
@@ -95,17 +112,8 @@ def compacted(
     blocks
         At seams, tensors are cut by whole blocks of these sizes.
     """
-    empty = axes.empty_tensors()
-    if empty and not allow_empty:
-        name, dim = empty[0]
-        raise ShapeError(
-            message(
-                f"nothing of {name!r} would remain along dim {dim}"
-                + (f" (and of {len(empty) - 1} other tensors)" if len(empty) > 1 else ""),
-                "layers with at least one live channel",
-                "keep a channel of it, remove the layer from the model, or pass allow_empty=True to keep one channel",
-            )
-        )
+    if not allow_empty:
+        _refuse_empty(captured, facts, axes)
     axes.keep_one()
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -122,6 +130,7 @@ def compacted(
     mapping, tensors = _sliced(captured, axes, edit, masked)
     if seams is not None:
         _sew(graph, mapping, tensors, worth=seams, round_to=round_to, blocks=blocks or {})
+    _copy_before_complex(graph)
     for node in graph.nodes:
         node.meta.pop("val", None)  # sizes of before the cut
     root = _tree(captured, tensors)
@@ -131,9 +140,37 @@ def compacted(
     graph.lint()
     small = CompactModel(root, graph, "CompactModel")
     small.mapping = mapping
+    small.train(captured.train)
     if check and not any(t.is_meta for t in masked.values()):
         check_equal(captured, masked, small)
     return small
+
+
+def _copy_before_complex(graph: fx.Graph) -> None:
+    """Copy what is read as complex numbers: a piece of a tensor that was cut may begin, or step, at an odd place."""
+    for node in graph.nodes:
+        if node.target is _AS_COMPLEX:
+            with graph.inserting_before(node):
+                form: dict[str, Any] = {"memory_format": torch.contiguous_format}
+                node.update_arg(0, graph.call_function(torch.ops.aten.clone.default, (node.args[0],), form))
+
+
+def _refuse_empty(captured: Captured, facts: Facts, axes: Axes) -> None:
+    """Raise for layers that the user's spec empties; what is dead in the model as it comes is no one's mistake."""
+    empty = [] if facts.as_read else axes.empty_tensors()
+    if empty:
+        before = Axes.solved(derive(captured, {}), captured.graph)
+        empty = sorted(set(empty) - set(before.empty_tensors()))
+    if empty:
+        name, dim = empty[0]
+        raise ShapeError(
+            message(
+                f"nothing of {name!r} would remain along dim {dim}"
+                + (f" (and of {len(empty) - 1} other tensors)" if len(empty) > 1 else ""),
+                "layers with at least one live channel",
+                "keep a channel of it, remove the layer from the model, or pass allow_empty=True to keep one channel",
+            )
+        )
 
 
 def _sew(
@@ -223,81 +260,6 @@ def _tree(captured: Captured, tensors: Mapping[str, Tensor]) -> nn.Module:
         if node.op == "call_module":
             root.add_module(str(node.target), captured.module.get_submodule(str(node.target)))
     return root
-
-
-# ---------------------------------------------------------------------- the check
-
-
-def check_equal(captured: Captured, masked: Mapping[str, Tensor], small: nn.Module) -> float:
-    """Raise :class:`CheckError` unless both models agree on the example and on other inputs; returns the difference."""
-    worst = 0.0
-    state = {name: buffer.clone() for name, buffer in small.named_buffers()}
-    example = (captured.args, dict(captured.kwargs))
-    for args, kwargs in (example, fresh_inputs(example, seed=0)):
-        # A forward in train mode writes to buffers: both sides get copies.
-        own = {n: t if isinstance(captured.tensors.get(n), nn.Parameter) else t.clone() for n, t in masked.items()}
-        with torch.no_grad(), _without_dropout(captured.module), _without_dropout(small):
-            expected = torch.func.functional_call(captured.module, own, args, kwargs)
-            actual = torch.func.functional_call(small, {n: t.clone() for n, t in state.items()}, args, kwargs)
-        for one, two in zip(pytree.tree_leaves(expected), pytree.tree_leaves(actual), strict=True):
-            if isinstance(one, Tensor):
-                worst = max(worst, _difference(one, two))
-    return worst
-
-
-_DROPOUT = {
-    torch.ops.aten.dropout.default: "p",
-    torch.ops.aten.feature_dropout.default: "p",
-    torch.ops.aten.scaled_dot_product_attention.default: "dropout_p",
-}
-
-
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Set the probabilities of all dropout ops to 0 for a while: two models do not drop the same elements."""
-    if not isinstance(model, fx.GraphModule):
-        yield
-        return
-    names = {node: _DROPOUT[node.target] for node in model.graph.nodes if node.target in _DROPOUT}
-    changed = [(node, name, argument_of(node, name)) for node, name in names.items() if argument_of(node, name)]
-    try:
-        for node, name, _ in changed:
-            set_argument(node, name, 0.0)
-        if changed:
-            model.recompile()
-        yield
-    finally:
-        for node, name, value in changed:
-            set_argument(node, name, value)
-        if changed:
-            model.recompile()
-
-
-def _difference(expected: Tensor, actual: Tensor) -> float:
-    if expected.shape != actual.shape:
-        raise CheckError(
-            message(f"the compact model gives {tuple(actual.shape)}, the masked one {tuple(expected.shape)}")
-        )
-    if not expected.is_floating_point():
-        wrong = int((expected != actual).sum())
-        if wrong:
-            raise CheckError(message(f"{wrong} elements of an integer output differ from the masked model's"))
-        return 0.0
-    one, two = expected.to(torch.float64), actual.to(torch.float64)
-    scale = max(1.0, float(one.nan_to_num(0, 0, 0).abs().max())) if one.numel() else 1.0
-    bound = scale * torch.finfo(expected.dtype).eps * 4096
-    gap = (one - two).abs()
-    wrong_places = ~((gap <= bound) | (one == two) | (one.isnan() & two.isnan()))
-    if bool(wrong_places.any()):
-        raise CheckError(
-            message(
-                f"{int(wrong_places.sum())} output elements of the compact model differ from the masked model's by up "
-                f"to {float(gap.nan_to_num(torch.inf).max()):.3g}",
-                f"a difference of {bound:.1g}",
-                "this is a defect of a rule: please report the model; `result.why(name)` shows the rules involved",
-            )
-        )
-    return float(gap.nan_to_num(0.0, 0.0, 0.0).max()) if gap.numel() else 0.0
 
 
 def check_round_to(round_to: int) -> None:

@@ -23,10 +23,12 @@ from sparta.propagation.constants import Known, any_over, nothing
 from sparta.propagation.op import Op, dtype_of, dynamic_dims, is_tensor, place, shape_of, tensor_inputs
 from sparta.propagation.registry import is_ruled_by_pieces, rule_for
 from sparta.tesa.attribute import CONSTANT, DEAD, LIVE, TeSA
-from sparta.tesa.bits import ANY, BitFormat, bit_format
+from sparta.tesa.bits import ANY, FORMATS, BitFormat
 from sparta.tesa.grid import Grid
 
 __all__ = ["Facts", "derive"]
+
+_FORMAT_OF = {found.dtype: found for found in FORMATS if found.dtype is not None}
 
 _SMALL = 65_536
 """Tensors of up to this many elements are computed outright when all that they depend on is constant."""
@@ -108,11 +110,11 @@ class Facts:
             return self.formats[node]
         given = self.given.get(str(node.target)) if node.op == "get_attr" else None
         own = given.format if given is not None else None
-        if own is not None and own != ANY and bit_format(dtype_of(node)) != own:
+        if own is not None and own != ANY and _own_format(node) != own:
             return own
         if node in self.needed:
             return self.needed[node]
-        return bit_format(dtype_of(node)) if dtype_of(node).is_floating_point else ANY
+        return _own_format(node) if dtype_of(node).is_floating_point else ANY
 
     def is_written(self, node: fx.Node) -> bool:
         """Whether some op of the graph writes to a parameter or buffer, which then has no fixed value."""
@@ -124,7 +126,7 @@ class Facts:
         if node.op == "get_attr":
             given = self.given.get(str(node.target))
             # A given format that is the dtype's own says nothing; what is derived may be smaller.
-            plain = given is not None and given.format in {ANY, bit_format(dtype_of(node))}
+            plain = given is not None and given.format in {ANY, _own_format(node)}
             base = base if given is None else replace(given, code=base.code) if plain else given
             const, value = base._where(CONSTANT), base.value
         else:
@@ -257,7 +259,8 @@ def _bits(facts: Facts, node: fx.Node) -> list[fx.Node]:
     """Derive the bit format of a node; news goes to its users."""
     rule = rule_for("bits", node.target) if node.op == "call_function" and is_tensor(node) else None
     found = rule(Op(node, facts)) if rule is not None else None
-    if found is None or found == facts.format_of(node) or not bit_format(dtype_of(node)).holds(found):
+    own = _own_format(node) if found is not None else ANY
+    if found is None or found == facts.format_of(node) or own == ANY or not own.holds(found):
         return []
     facts.formats[node] = found
     return list(node.users)
@@ -274,10 +277,15 @@ def _needs(facts: Facts, node: fx.Node) -> list[fx.Node]:
             rule = rule_for("needs", reader.target) if reader.op == "call_function" else None
             found.add(rule(Op(reader, facts), node) if rule is not None else None)
     wanted = found.pop() if len(found) == 1 else None
-    if wanted is None or wanted == facts.needed.get(node) or not bit_format(dtype_of(node)).holds(wanted):
+    if wanted is None or wanted == facts.needed.get(node) or not _own_format(node).holds(wanted):
         return []
     facts.needed[node] = wanted
     return node.all_input_nodes
+
+
+def _own_format(node: fx.Node) -> BitFormat:
+    """Return the format of a node's dtype; `any` for dtypes that are not one real number, such as bool and complex."""
+    return _FORMAT_OF.get(dtype_of(node), ANY)
 
 
 def _same_along_dynamic(known: Known, node: fx.Node) -> Known:

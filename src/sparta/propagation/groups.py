@@ -70,7 +70,8 @@ class Slot:
 
     def unit(self) -> int:
         """Return how many rows of its first writer one group takes."""
-        return max(1, min(int(flags.sum()) for (name, _), flags in self.groups[0].slices.items() if name == self.name))
+        sizes = (int(f.sum()) for group in self.groups for (name, _), f in group.slices.items() if name == self.name)
+        return max(1, min(sizes))
 
 
 def find_slots(facts: Facts, graph: fx.Graph) -> list[Slot]:

@@ -15,7 +15,7 @@ import torch
 
 from sparta.errors import ValueRangeError, message
 
-__all__ = ["Direction", "is_pointwise", "is_ruled_by_pieces", "rule", "rule_for", "ruled_by_pieces"]
+__all__ = ["Direction", "is_pointwise", "is_ruled_by_pieces", "pieces_of", "rule", "rule_for", "ruled_by_pieces"]
 
 Direction = Literal["constants", "observed", "axes", "rewrite", "bits", "needs"]
 _DIRECTIONS = ("constants", "observed", "axes", "rewrite", "bits", "needs")
@@ -89,6 +89,14 @@ def ruled_by_pieces(*ops: object) -> tuple[object, ...]:
     """Note that ops with several outputs, such as splits, leave it to the rules of each output; returns the ops."""
     _in_pieces.update(ops)
     return ops
+
+
+def pieces_of(op: object) -> tuple[str, object]:
+    """Return what the results of an op with several are registered under: ``rule("constants", pieces_of(op))``.
+
+    Such a rule is called with the ``operator.getitem`` that takes one result; the op itself is its first argument.
+    """
+    return "piece of", op
 
 
 def is_ruled_by_pieces(op: object) -> bool:

@@ -2,7 +2,7 @@
 
 What must go together is found by the engine that compaction uses (:mod:`sparta.propagation.groups`), so no group ever
 breaks a shape. Unlike compaction this *does* change what the model computes, and the report says by how much, on the
-data that you give.
+data that you give. With such data, what the removed channels contributed is folded into those that stay.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from torch.utils import _pytree as pytree
 
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_you_mean, message
 from sparta.propagation.api import propagate
+from sparta.propagation.axes import Axes
 from sparta.propagation.capture import Captured
-from sparta.propagation.compact import CompactModel, check_round_to
+from sparta.propagation.compact import CompactModel, check_round_to, compacted
+from sparta.propagation.compensate import compensated
 from sparta.propagation.engine import derive
 from sparta.propagation.groups import KINDS, Group, Slot, find_slots
+from sparta.propagation.op import is_tensor, shape_of
 from sparta.propagation.result import PropagationResult
+from sparta.propagation.sizes import AUTO
 from sparta.tables import table
 from sparta.tesa import names
 from sparta.tesa.attribute import TeSA
@@ -98,6 +102,8 @@ class PruningReport:
         The largest absolute difference of one output element.
     samples
         Batches that were compared.
+    folded
+        Layers whose weights make up for inputs that were removed; 0 without data.
     """
 
     slots: tuple[PrunedSlot, ...]
@@ -106,6 +112,7 @@ class PruningReport:
     change: float
     largest: float
     samples: int
+    folded: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as data."""
@@ -118,6 +125,7 @@ class PruningReport:
             "change": self.change,
             "largest": self.largest,
             "samples": self.samples,
+            "folded": self.folded,
         }
 
     def table(self) -> str:
@@ -128,6 +136,8 @@ class PruningReport:
         rows.append([f"{len(self.slots)} axes", "", f"{self.parameters} → {self.parameters_compact} parameters", ""])
         text = table(["axis", "kind", "groups", "tensors"], rows)
         compared = f"on {self.samples} batch{'es' if self.samples != 1 else ''}"
+        if self.folded:
+            compared += f", with what was removed folded into {self.folded} layers"
         return f"{text}\n\noutputs changed by {self.change:.3g} of their norm {compared}, at most {self.largest:.3g}"
 
     def __str__(self) -> str:
@@ -142,11 +152,15 @@ def prune_structured(  # noqa: PLR0913 - all but three have defaults
     score: str | Score = "l2",
     granularity: str | Sequence[str] = "auto",
     data: Iterable[Any] | None = None,
-    dynamic_shapes: Any = None,
+    compensate: bool = True,
+    dynamic_shapes: Any = AUTO,
     round_to: int = 1,
     allow_empty: bool = False,
 ) -> tuple[CompactModel, PruningReport]:
     """Remove the least important channels, neurons and heads of a model; the model itself is left as it is.
+
+    Exactly the chosen groups go: a branch that happens to be dead, such as a residual block whose last norm starts at
+    0, stays for training to wake it.
 
     Parameters
     ----------
@@ -164,9 +178,13 @@ def prune_structured(  # noqa: PLR0913 - all but three have defaults
         same position in every head), ``"query"`` (one query head of every group), ``"stream"`` (of a residual stream
         between linear layers), several of them, or ``"auto"``: channels, neurons and heads.
     data
-        Batches on which the change is measured, each as `example_inputs`; by default the example alone.
+        Batches, each as `example_inputs`: what the removed channels contributed is folded into those that stay, by
+        least squares on them, and the change is measured on them. Without data nothing is folded, and the change is
+        that on the example.
+    compensate
+        False: fold nothing, even with data.
     dynamic_shapes
-        Dims that may change their size, as in :func:`torch.export.export`; batches of other sizes need it.
+        Dims that may change their size, as in :func:`torch.export.export`; by default all that may are found.
     round_to
         Remove fewer groups, so that widths are multiples of this.
     allow_empty
@@ -202,14 +220,38 @@ def prune_structured(  # noqa: PLR0913 - all but three have defaults
         pruned.append(
             PrunedSlot(slot.name, slot.kind, len(slot.groups), len(slot.groups) - len(lowest), tuple(lowest), touched)
         )
-    given = _with_zeros(result, removed, parameters)
-    facts = derive(result.captured, given)
-    after = PropagationResult(result.captured, facts)
-    small = after.compact(round_to=1, allow_empty=allow_empty or not removed)
-    counts = after.to_dict()
-    change, largest, samples = _change(result.captured, small, data)
-    report = PruningReport(tuple(pruned), counts["parameters"], counts["parameters_compact"], change, largest, samples)
-    return small, report
+    going = _going(removed)
+    batches = None if data is None else list(data)
+    captured, folded = result.captured, 0
+    if batches and compensate:
+        fixed = _slices_of(slots, "stream")
+        captured, folded = compensated(captured, {k: v for k, v in going.items() if k not in fixed}, batches)
+    facts = derive(captured, _with_zeros(result, removed, parameters))
+    axes = Axes.solved(facts, captured.graph, only=going)
+    small = compacted(captured, facts, axes, allow_empty=True, seams=None)
+    change, largest, samples = _change(result.captured, small, batches)
+    return small, PruningReport(tuple(pruned), *_sizes(captured, axes), change, largest, samples, folded)
+
+
+def _going(removed: list[Group]) -> dict[tuple[str, int], Tensor]:
+    """Return which indices of which dims of the model's tensors go."""
+    found: dict[tuple[str, int], Tensor] = {}
+    for group in removed:
+        for key, flags in group.slices.items():
+            found[key] = found[key] | flags if key in found else flags
+    return found
+
+
+def _slices_of(slots: list[Slot], kind: str) -> set[tuple[str, int]]:
+    """Return the tensors and dims that axes of a kind lie along."""
+    return {key for slot in slots if slot.kind == kind for group in slot.groups for key in group.slices}
+
+
+def _sizes(captured: Captured, axes: Axes) -> tuple[int, int]:
+    """Return the elements of the tensors that the graph uses, before and after."""
+    nodes = [n for name, n in captured.nodes().items() if name in captured.tensors and is_tensor(n)]
+    after = (math.prod(int(axes.kept(n, d).sum()) for d in range(len(shape_of(n)))) for n in nodes)
+    return sum(math.prod(shape_of(n)) for n in nodes), sum(after)
 
 
 def _kinds(granularity: str | Sequence[str]) -> set[str]:

@@ -12,9 +12,11 @@ from sparta.propagation.rules import (
     linear,
     norms,
     quantize,
+    recurrent,
     reductions,
     shapes,
     slicing,
+    spectral,
 )
 
 __all__ = [
@@ -29,7 +31,9 @@ __all__ = [
     "linear",
     "norms",
     "quantize",
+    "recurrent",
     "reductions",
     "shapes",
     "slicing",
+    "spectral",
 ]

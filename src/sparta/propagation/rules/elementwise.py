@@ -7,6 +7,7 @@ which :func:`sparta.propagation.propagate` lets you deny with ``assume_finite=Fa
 
 from __future__ import annotations
 
+import math
 from functools import reduce
 
 import torch
@@ -212,28 +213,27 @@ def prelu(op: Op) -> Known | None:
 def prelu_observed(op: Op, seen: Grid) -> _Seen:
     """Observe the slope of a channel where the channel is observed."""
     slope = op["weight"]
-    per_channel = _channel_seen(seen, shape_of(slope)[0])
-    return [(op["self"], seen), (slope, per_channel)]
+    return [(op["self"], seen), (slope, _channel_seen(seen, shape_of(slope)))]
 
 
 @rule("axes", _aten.prelu.default)
 def prelu_axes(op: Op, axes: Axes) -> None:
     """Cut channels of the input with their slopes."""
     axes.broadcast(op["self"], op.node)
-    if shape_of(op["weight"])[0] > 1 and len(op.shape) > 1:
+    if math.prod(shape_of(op["weight"])) > 1 and len(op.shape) > 1:
         axes.equal(axes.of(op["weight"], 0), axes.of(op.node, 1))
 
 
 def _per_channel(grid: Grid, shape: tuple[int, ...]) -> Grid:
     """Return a grid of one value per channel (dim 1) broadcast to `shape`."""
-    if grid.shape == (1,) or len(shape) < 2:
+    if math.prod(grid.shape) == 1 or len(shape) < 2:
         return grid.broadcast_to(shape)
     return grid.reshape((1, grid.shape[0], *(1 for _ in shape[2:]))).broadcast_to(shape)
 
 
-def _channel_seen(seen: Grid, size: int) -> Grid:
-    """Return which channels (dim 1) are observed, for a parameter of `size` values."""
-    if size == 1 or len(seen.shape) < 2:
-        return unbroadcast(seen, (1,)) if size == 1 else unbroadcast(seen, (size,))
-    rank = len(seen.shape)
-    return unbroadcast(seen, (1, size, *(1 for _ in range(rank - 2)))).reshape((size,))
+def _channel_seen(seen: Grid, shape: tuple[int, ...]) -> Grid:
+    """Return which slopes are observed, for a parameter of one value or of one value per channel (dim 1)."""
+    size, rank = math.prod(shape), len(seen.shape)
+    if size == 1 or rank < 2:
+        return unbroadcast(seen, shape)
+    return unbroadcast(seen, (1, size, *(1 for _ in range(rank - 2)))).reshape(shape)

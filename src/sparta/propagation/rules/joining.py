@@ -7,7 +7,9 @@ read backwards, one output at a time.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -16,7 +18,7 @@ from sparta.propagation.axes import Axes
 from sparta.propagation.constants import Known, spread
 from sparta.propagation.edit import Edit
 from sparta.propagation.op import Op, dynamic_dims, shape_of, tensor_inputs
-from sparta.propagation.registry import rule, ruled_by_pieces
+from sparta.propagation.registry import Direction, pieces_of, rule, rule_for, ruled_by_pieces
 from sparta.propagation.rules.indexing import line_axes, line_observed, line_of
 from sparta.propagation.rules.slicing import others_equal, stretch, take_known
 from sparta.tesa.grid import Grid
@@ -116,6 +118,12 @@ def _piece(op: Op) -> tuple[fx.Node, int, int, Op] | None:
     return source, dim, sum(sizes[:number]), whole
 
 
+def _own_rule(direction: Direction, op: Op) -> Callable[..., Any] | None:
+    """Return the rule of one result of an op that has several, or None."""
+    made = op.node.args[0]
+    return rule_for(direction, pieces_of(made.target)) if isinstance(made, fx.Node) else None
+
+
 def _piece_index(op: Op, found: tuple[fx.Node, int, int, Op]) -> Tensor:
     source, dim, start, whole = found
     length = 1 if whole.node.target is _aten.unbind.int else op.shape[dim]
@@ -126,6 +134,10 @@ def _piece_index(op: Op, found: tuple[fx.Node, int, int, Op]) -> Tensor:
 @rule("constants", operator.getitem)
 def piece(op: Op) -> Known | None:
     """Take what is known of one piece of a split."""
+    own = _own_rule("constants", op)
+    if own is not None:
+        known: Known | None = own(op)
+        return known
     found = _piece(op)
     if found is None:
         return None
@@ -135,6 +147,10 @@ def piece(op: Op) -> Known | None:
 @rule("observed", operator.getitem)
 def piece_observed(op: Op, seen: Grid) -> _Seen:
     """Observe the piece in its stretch."""
+    own = _own_rule("observed", op)
+    if own is not None:
+        stated: _Seen = own(op, seen)
+        return stated
     found = _piece(op)
     line = line_of(op)
     if line is not None:
@@ -151,6 +167,10 @@ def piece_observed(op: Op, seen: Grid) -> _Seen:
 @rule("axes", operator.getitem)
 def piece_axes(op: Op, axes: Axes) -> None:
     """Tie the piece to its stretch."""
+    own = _own_rule("axes", op)
+    if own is not None:
+        own(op, axes)
+        return
     found = _piece(op)
     line = line_of(op)
     if line is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from sparta.propagation.axes import Axes
 from sparta.propagation.constants import Known, aligned, einsum_any, grid_of_letters, unbroadcast
 from sparta.propagation.edit import Edit
-from sparta.propagation.op import Op, shape_of
+from sparta.propagation.op import Op, dynamic_dims, shape_of
 from sparta.propagation.registry import rule
 from sparta.tesa.grid import Grid
 
@@ -36,12 +36,20 @@ class Letters(NamedTuple):
 
 
 def contraction(
-    op: Op, first: Known, second: Known, letters: Letters, weight: Callable[[], Tensor | None] | None = None
+    op: Op,
+    first: Known,
+    second: Known,
+    letters: Letters,
+    weight: Callable[[], Tensor | None] | None = None,
+    *,
+    summed_dynamic: bool = False,
 ) -> Known | None:
     """Return what is known of an einsum of two tensors.
 
     Parameters
     ----------
+    summed_dynamic
+        Whether the size of a dim that is summed over may change at run time.
     weight
         Returns the values of the second tensor if it is a parameter: then a constant of the first needs no constant
         partner. It is called only where there are such constants.
@@ -49,6 +57,9 @@ def contraction(
     if not op.facts.assume_finite:
         return None
     first, second = first.finite(), second.finite()
+    if summed_dynamic:
+        # How many terms are added is known at run time only; a sum of zeros is 0 however many there are.
+        first, second = first.only(first.zero()), second.only(second.zero())
     grids = [first.zero(), first.fixed(), first.value, second.zero(), second.fixed(), second.value]
     words = [letters.first] * 3 + [letters.second] * 3
     (zero_1, fixed_1, value_1, zero_2, fixed_2, value_2), blocks = aligned(grids, words)
@@ -69,11 +80,14 @@ def contraction(
             return None
         dense = Grid(tuple(values.shape), (1,) * values.dim(), values.to(torch.float64))
         (value_1, value_2), blocks = aligned([first.value, dense], letters[:2])
-    summed = next(name for name in letters.first if name not in letters.out)
-    size, block = blocks[summed]
-    counts = torch.full((value_1.shape[letters.first.index(summed)],), float(block), dtype=torch.float64)
-    counts[-1] = size - block * (len(counts) - 1)
-    total = torch.einsum(f"{letters.first},{letters.second},{summed}->{letters.out}", value_1, value_2, counts)
+    words, operands = [*letters[:2]], [value_1, value_2]
+    for summed in [name for name in letters.first if name not in letters.out]:
+        size, block = blocks[summed]
+        counts = torch.full((value_1.shape[letters.first.index(summed)],), float(block), dtype=torch.float64)
+        counts[-1] = size - block * (len(counts) - 1)
+        words.append(summed)
+        operands.append(counts)
+    total = torch.einsum(f"{','.join(words)}->{letters.out}", *operands)
     return Known(const, grid_of_letters(total, letters.out, blocks)).only(const)
 
 
@@ -88,6 +102,15 @@ def contraction_observed(op: Op, first: Known, second: Known, letters: Letters, 
     kept = Grid.combine(torch.logical_and, anyone, first.zero())
     of_second = einsum_any(seen, alive_1, (letters.out, letters.first, letters.second))
     return Grid.combine(torch.logical_or, of_first, kept), of_second
+
+
+def _sums_dynamic(nodes: list[fx.Node], letters: Letters) -> bool:
+    """Whether the size of a summed dim may change at run time."""
+    for node, word in zip(nodes, letters[:2], strict=True):
+        own = word[len(word) - len(shape_of(node)) :]
+        if any(own[dim] not in letters.out for dim in dynamic_dims(node)):
+            return True
+    return False
 
 
 def _not(grid: Grid) -> Grid:
@@ -192,7 +215,8 @@ def matmul(op: Op) -> Known | None:
     """Know an output whose every term is closed."""
     nodes, (first, second), letters = _matmul_known(op)
     values = op.values(nodes[1])
-    return contraction(op, first, second, letters, values if len(letters.second) == 2 and letters.out else None)
+    weight = values if len(letters.second) == 2 and letters.out else None
+    return contraction(op, first, second, letters, weight, summed_dynamic=_sums_dynamic(nodes, letters))
 
 
 @rule("observed", *_MATMULS)
@@ -212,18 +236,18 @@ def matmul_axes(op: Op, axes: Axes) -> None:
 
 
 def _tie_letters(op: Op, axes: Axes, nodes: list[fx.Node], letters: Letters) -> None:
-    """Cut dims of one letter together; an index of the summed one goes only where it adds nothing."""
-    summed: list[tuple[fx.Node, int]] = []
+    """Cut dims of one letter together; an index of a summed one goes only where it adds nothing."""
+    summed: dict[str, list[tuple[fx.Node, int]]] = {}
     for node, whole_word in zip(nodes, letters[:2], strict=True):
         word = whole_word[len(whole_word) - len(shape_of(node)) :]  # a batch dim may be missing: it is broadcast
         for dim, name in enumerate(word):
             if name in letters.out:
                 axes.broadcast_dim((node, dim), (op.node, letters.out.index(name)))
             else:
-                summed.append((node, dim))
-    first, second = summed
-    axes.equal(axes.of(*first), axes.of(*second))
-    axes.absorb_pair(first, second, op.node)
+                summed.setdefault(name, []).append((node, dim))
+    for first, second in summed.values():
+        axes.equal(axes.of(*first), axes.of(*second))
+        axes.absorb_pair(first, second, op.node)
 
 
 @rule("constants", _aten.addmm.default)
@@ -274,8 +298,9 @@ def einsum(op: Op) -> Known | None:
     parsed = _einsum_operands(op)
     if parsed is None:
         return None
-    (first, second), letters = parsed
-    return contraction(op, op.known(first), op.known(second), letters)
+    nodes, letters = parsed
+    first, second = (op.known(n) for n in nodes)
+    return contraction(op, first, second, letters, summed_dynamic=_sums_dynamic(nodes, letters))
 
 
 @rule("observed", _aten.einsum.default)
@@ -301,14 +326,25 @@ def einsum_axes(op: Op, axes: Axes) -> None:
 
 
 def _einsum_operands(op: Op) -> tuple[list[fx.Node], Letters] | None:
-    """Return operands and letters of an einsum of two tensors with one summed letter, or None for another kind."""
+    """Return operands and letters of an einsum of two tensors, or None where a dim is repeated, traced or lonely."""
     equation = str(op["equation"]).replace(" ", "")
-    if "->" not in equation or "." in equation or len(op["tensors"]) != 2:
+    nodes = list(op["tensors"])
+    if "->" not in equation or len(nodes) != 2 or nodes[0] is nodes[1]:
         return None
     left, out = equation.split("->")
-    first, second = left.split(",")
-    summed = (set(first) | set(second)) - set(out)
+    words = left.split(",")
+    free = [name for name in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if name not in equation]
+    missing = [len(shape_of(n)) - len(w.replace("...", "")) for n, w in zip(nodes, words, strict=True) if "..." in w]
+    if len(set(missing)) > 1:
+        return None  # one of them is repeated along dims that it does not have
+    dots = "".join(free[: missing[0]]) if missing else ""
+    first, second, out = (word.replace("...", dots) for word in (*words, out))
+    lonely = set(first) ^ set(second)
     repeated = any(len(set(word)) != len(word) for word in (first, second, out))
-    if repeated or len(summed) != 1 or not summed <= set(first) & set(second):
+    sizes: dict[str, int] = {}
+    pairs = [
+        pair for n, word in zip(nodes, (first, second), strict=True) for pair in zip(word, shape_of(n), strict=True)
+    ]
+    if repeated or not lonely <= set(out) or any(sizes.setdefault(name, size) != size for name, size in pairs):
         return None
-    return list(op["tensors"]), Letters(first, second, out)
+    return nodes, Letters(first, second, out)

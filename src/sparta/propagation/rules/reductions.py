@@ -14,7 +14,7 @@ from torch import fx
 from sparta.propagation.axes import Axes
 from sparta.propagation.constants import Known, any_over, with_dims
 from sparta.propagation.edit import Edit
-from sparta.propagation.op import Op, shape_of
+from sparta.propagation.op import Op, dynamic_dims, shape_of
 from sparta.propagation.registry import rule
 from sparta.tesa.grid import Grid
 
@@ -24,6 +24,7 @@ _aten = torch.ops.aten
 _Seen = list[tuple[fx.Node, Grid]]
 
 _SUMS = (_aten.sum.default, _aten.sum.dim_IntList, _aten.mean.default, _aten.mean.dim)
+_COUNTED = frozenset({_aten.sum.default, _aten.sum.dim_IntList})
 _EXTREMES = (_aten.amax.default, _aten.amin.default)
 _OTHERS = (
     *(_aten.var.dim, _aten.var.correction, _aten.std.dim, _aten.std.correction, _aten.prod.dim_int),
@@ -53,6 +54,8 @@ def total(op: Op) -> Known | None:
     """Know a sum or a mean of constants."""
     source, dims = _reduced(op)
     known = op.known(source).finite()
+    if op.node.target in _COUNTED and set(dynamic_dims(source)) & set(dims):
+        known = known.only(known.zero())  # how many are summed is known at run time only
     open_ = any_over(Grid(known.shape, known.const.block, ~known.const.cells), dims)
     value = _sum_over(known.value, dims)
     if op.node.target in {_aten.mean.default, _aten.mean.dim}:
@@ -69,7 +72,7 @@ def extreme(op: Op) -> Known | None:
     return op.known(source).uniform_over(dims).map(lambda g: g.reshape(op.shape))
 
 
-@rule("observed", *_SUMS, *_EXTREMES, *_OTHERS)
+@rule("observed", *_SUMS, *_EXTREMES, *_OTHERS, _aten.linalg_vector_norm.default)
 def reduced_observed(op: Op, seen: Grid) -> _Seen:
     """Observe all that goes into an observed output."""
     source, dims = _reduced(op)
@@ -116,6 +119,33 @@ def complete_total(op: Op, edit: Edit) -> None:
         edit.after(op.node, _aten.mul.Scalar, edit.size(source, dims[0]) / size)
 
 
+_NORM = _aten.linalg_vector_norm.default
+
+
+@rule("constants", _NORM)
+def length(op: Op) -> Known | None:
+    """Know the length of a line of zeros."""
+    source, dims = _reduced(op)
+    if op["ord"] <= 0 or not op.facts.assume_finite:
+        return None
+    zero = op.known(source).zero()
+    moved = any_over(Grid(zero.shape, zero.block, ~zero.cells), dims)
+    const = Grid(moved.shape, moved.block, ~moved.cells).reshape(op.shape)
+    return Known(const, Grid.uniform(op.shape, 0.0, torch.float64))
+
+
+@rule("axes", _NORM)
+def length_axes(op: Op, axes: Axes) -> None:
+    """Let the reduced dims lose zeros, which add nothing to a length."""
+    source, dims = _reduced(op)
+    _tie_rest(op, axes, source, dims)
+    for dim in dims:
+        if op["ord"] > 0:
+            axes.absorb(source, dim, op.node, fold=False)
+        else:
+            axes.keep(axes.of(source, dim), "a reduced dim")
+
+
 @rule("axes", *_EXTREMES, *_OTHERS)
 def reduced_axes(op: Op, axes: Axes) -> None:
     """Keep the reduced dims."""
@@ -141,6 +171,17 @@ def softmax(op: Op) -> Known | None:
     masked = Grid.combine(lambda c, v: c & (v == -math.inf), known.const, known.value)
     other = any_over(Grid(masked.shape, masked.block, ~masked.cells), [dim]).broadcast_to(op.shape)
     const = Grid.combine(torch.logical_and, masked, other)
+    return Known(const, Grid.uniform(op.shape, 0.0, torch.float64))
+
+
+@rule("constants", _aten.cumsum.default)
+def running_sum(op: Op) -> Known | None:
+    """Know the running sum of a line of zeros."""
+    zero = op.known(op["self"]).zero()
+    if not op.shape:
+        return None
+    moved = any_over(Grid(zero.shape, zero.block, ~zero.cells), [op.dim(op["dim"])])
+    const = Grid(moved.shape, moved.block, ~moved.cells).broadcast_to(op.shape)
     return Known(const, Grid.uniform(op.shape, 0.0, torch.float64))
 
 
