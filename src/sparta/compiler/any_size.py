@@ -7,8 +7,8 @@ right is taken, what it gets wrong is left to the model as given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,14 @@ from torch.utils import _pytree as pytree
 
 from sparta.compiler.choose.end_to_end import Contest, Outcome
 from sparta.compiler.choose.partition import partition
+from sparta.compiler.choose.precision import rounding_kernels, simulated
 from sparta.compiler.choose.workshop import Workshop
 from sparta.compiler.graph.sizes import Shapes, Sizes
 from sparta.compiler.job import Job
+from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.run.combine import combined
 from sparta.compiler.run.host import Host, hosted
+from sparta.compiler.run.kernel_module import KernelModule
 from sparta.compiler.variant import Base
 from sparta.compiler.verify import agree
 from sparta.errors import CheckError
@@ -50,48 +53,85 @@ class AnySize:
     model_takes_more: bool = False
 
 
-def any_size(job: Job, contest: Contest, outcome: Outcome, *, check: bool) -> AnySize:
-    """Return the graph for any size with the kernels that were chosen, and the sizes that it is right at."""
+def any_size(job: Job, contest: Contest, outcome: Outcome, *, check: bool, all_sizes: bool = True) -> AnySize:
+    """Return the graph for any size with the kernels that were chosen, and the sizes that it is right at.
+
+    Parameters
+    ----------
+    check
+        Whether the model is called at other sizes.
+    all_sizes
+        Whether sizes that the graph does not take are wanted as well: the model as given then runs them.
+    """
     sizes = job.signature.sizes
     if sizes is None or not job.inputs[0]:
         return AnySize(None, sizes)
-    graph = _general(job, contest.workshop, outcome) if sizes.dynamic else None
+    graph, kernels = _general(job, contest.workshop, outcome) if sizes.dynamic else (None, {})
     if not check:
         return AnySize(graph, sizes)
-    probes = _Probes(job, sizes, contest.timer.call_seconds)
+    probes = _Probes(job, sizes, contest.timer.call_seconds, _Rounded.of(job, kernels))
     if graph is None:
-        return AnySize(None, sizes, probes.model_takes_more())
+        return AnySize(None, sizes, all_sizes and probes.model_takes_more())
     run = hosted(graph, Host.EAGER, any_size=True)
     if not probes.right(run, sizes.example):
         job.session.note("sizes: the example's only, because the graph for any size did not agree with the model")
-        return AnySize(None, sizes, model_takes_more=True)
+        return AnySize(None, sizes, model_takes_more=all_sizes)
     probes.try_others(run)
-    return AnySize(graph, probes.sizes, probes.model_takes_more())
+    return AnySize(graph, probes.sizes, all_sizes and probes.model_takes_more())
 
 
-def _general(job: Job, workshop: Workshop, outcome: Outcome) -> fx.GraphModule:
-    """Return the graph for any size, with kernels where the one for the example has them."""
+def _general(job: Job, workshop: Workshop, outcome: Outcome) -> tuple[fx.GraphModule, Mapping[SubGraph, KernelModule]]:
+    """Return the graph for any size, with kernels where the one for the example has them, and these."""
     original, reduced = job.any_size
     if outcome.variant.base is not Base.REDUCED:
-        return original.module()
+        return original.module(), {}
     if reduced is workshop.reduced:
-        return workshop.graph(outcome.variant, outcome.plans)
+        return workshop.graph(outcome.variant, outcome.plans), workshop.kernels(outcome.plans, outcome.variant.kernels)
     kernels = workshop.kernels(outcome.plans, outcome.variant.kernels)
     known = {subgraph.name: (subgraph, kernel) for subgraph, kernel in kernels.items()}
     pairs = {}
     for found in partition(reduced, reduced.values(job.inputs[0])) if known else ():
         subgraph, kernel = known.get(found.name, (None, None))
         if subgraph is not None and kernel is not None and found.epilogue == subgraph.epilogue:
-            pairs[found] = kernel
-    return combined(reduced, pairs)
+            pairs[_as_chosen(found, subgraph)] = kernel
+    return combined(reduced, pairs), pairs
+
+
+def _as_chosen(found: SubGraph, chosen: SubGraph) -> SubGraph:
+    """Return a sub-graph of the graph for any size with what was found out about it: its operation, grids, pattern."""
+    anchor = replace(found.anchor, attributes=chosen.anchor.attributes)
+    return replace(chosen, anchor=anchor, nodes=found.nodes, residual=found.residual)
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """What a graph whose kernels round their inputs is compared with.
+
+    Parameters
+    ----------
+    plain
+        The same graph in real numbers, which agrees with the model.
+    simulated
+        The same with inputs rounded, which agrees with the kernels.
+    """
+
+    plain: Callable[..., Any]
+    simulated: Callable[..., Any]
+
+    @staticmethod
+    def of(job: Job, kernels: Mapping[SubGraph, KernelModule]) -> _Rounded | None:
+        """Return it where a kernel rounds, else None."""
+        rounding = rounding_kernels(kernels)
+        reduced = job.any_size[1]
+        return _Rounded(reduced.module(), simulated(reduced, rounding)) if rounding else None
 
 
 class _Probes:
     """Calls of the model at other sizes."""
 
-    def __init__(self, job: Job, sizes: Sizes, call_seconds: float) -> None:
+    def __init__(self, job: Job, sizes: Sizes, call_seconds: float, rounded: _Rounded | None = None) -> None:
         self.sizes, self._seconds = sizes, 2 * call_seconds
-        self._job, self._reference = job, job.reference()
+        self._job, self._reference, self._rounded = job, job.reference(), rounded
         self._left = _MOST_PROBES
         self._more = False
         self._tried: set[Shapes] = set()
@@ -105,7 +145,10 @@ class _Probes:
             except Exception:  # noqa: BLE001 - the model does not take these sizes
                 return None
             try:
-                agree(expected, pytree.tree_leaves(run(*leaves)))
+                if self._rounded is not None:
+                    agree(expected, pytree.tree_leaves(self._rounded.plain(*leaves)))
+                    expected = pytree.tree_leaves(self._rounded.simulated(*leaves))
+                agree(expected, pytree.tree_leaves(run(*leaves)), rounding=self._rounded is not None)
             except (CheckError, RuntimeError, TypeError, ValueError, IndexError):
                 return False
         self.sizes = self.sizes.relaxed(shapes)

@@ -13,7 +13,8 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -30,9 +31,11 @@ from sparta.compiler.run.compiled_model import CompiledModel
 from sparta.compiler.run.kernel_module import Fused, KernelModule
 from sparta.compiler.run.partial_model import PartialModel
 from sparta.compiler.session import EFFORT, ForgivingStore, Tune, checked_tune
+from sparta.compiler.stored import put_tensor, read_tensors
 from sparta.errors import FileFormatError, SpartaError, ValueRangeError, message
-from sparta.files import Budget, load_tensors, reading, save_tensors
+from sparta.files import Budget, kind_of, load_tensors, reading, save_tensors
 from sparta.modules import replace_module
+from sparta.specialize.conv.int8 import CONV_OPS
 from sparta.specialize.implement import implement_named
 from sparta.specialize.int8_linear.quantized import OP, integers_of, row_scales
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec, operation_named
@@ -46,7 +49,7 @@ from sparta.tesa.state import from_state, to_state
 __all__ = ["FORMAT_VERSION", "load", "save"]
 
 FORMAT_VERSION = 3
-_KIND = "model"
+_KIND, _LANGUAGE_MODEL = "model", "language model"
 
 
 def save(model: CompiledModel, path: str | os.PathLike[str]) -> None:
@@ -85,7 +88,7 @@ def _payload(model: CompiledModel, tensors: dict[str, Tensor]) -> dict[str, Any]
     for graph in (general, model.graph):
         for name, value in graph.named_buffers() if graph is not None else ():
             if id(value) not in held:
-                tensors[f"tensor/{name}"] = value
+                put_tensor(tensors, name, value, model.spec.get(name))
     return {
         "graph": graph_to_json(model.graph.graph),
         "general": None if general is None else graph_to_json(general.graph),
@@ -139,6 +142,9 @@ def load(
     >>> load(f"{folder}/model.sparta")(torch.ones(3, 4)).shape
     torch.Size([3, 2])
     """
+    if kind_of(path) == _LANGUAGE_MODEL:
+        generation = import_module("sparta.generation")  # it stands above this room, and is found when it is needed
+        return cast("CompiledModel", generation.load_generator(path, device=device, max_bytes=max_bytes))
     tensors, payload = load_tensors(path, _KIND, FORMAT_VERSION)
     with reading(path):
         budget = Budget.of_file(path, max_bytes)
@@ -203,8 +209,7 @@ class _Reader:
         if payload.get("general") is not None:
             graphs.append(graph_from_json(payload["general"]))
         signature = Signature.from_dict(payload["signature"])
-        named = {name: t for name, t in self.tensors.items() if name.startswith("tensor/")}
-        plain = {name.removeprefix("tensor/"): t.to(where) for name, t in named.items()}
+        plain = read_tensors(self.tensors, where)
         kernels = {str(n): self.kernel(str(n), fields, tune=tune) for n, fields in payload["kernels"].items()}
         for graph in graphs:
             _check_fit(graph, plain, kernels, signature)
@@ -215,7 +220,7 @@ class _Reader:
         spec = Spec({str(name): self.tesa(f"spec/{name}", meta) for name, meta in payload["spec"].items()})
         module, *others = (assemble(graph, plain, kernels) for graph in graphs)
         source = self.budget.source
-        general = others[0] if others else None
+        general = others[0] if others else module if payload.get("any_size") is True else None
         return CompiledModel(module, signature, report, spec, payload["provenance"], source=source, general=general)
 
     def report(self, *, tuned: bool) -> Report:
@@ -234,6 +239,7 @@ class _Reader:
             report.certificate,
             (*report.notes, *self.notes),
             report.machine,
+            report.precision,
         )
 
     def kernel(self, name: str, fields: Mapping[str, Any], *, tune: Tune) -> KernelModule:
@@ -303,7 +309,7 @@ class _Reader:
 
 def _kernel_fields(name: str, module: KernelModule, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return what a kernel module is, as JSON values, with its tensors put among the others."""
-    integers = module.fused.op == OP and module.live.dtype == torch.float32
+    integers = module.fused.op in (OP, *CONV_OPS.values()) and module.live.dtype == torch.float32
     tensors[f"live/{name}"] = _integers(module) if integers else module.live
     if module.bias is not None:
         tensors[f"bias/{name}"] = module.bias
@@ -326,7 +332,9 @@ def _kernel_fields(name: str, module: KernelModule, tensors: dict[str, Tensor]) 
 
 def _integers(module: KernelModule) -> Tensor:
     """Return the live weights of an int8 layer as integers."""
-    return integers_of(module.weight(), row_scales(module.fused.weight))[module.fused.weight.mask(module.live.device)]
+    weight, known = module.weight(), module.fused.weight
+    integers = integers_of(weight.flatten(1), row_scales(known)).reshape(weight.shape)
+    return integers[known.mask(module.live.device)]
 
 
 def _retuned(module: KernelModule, spec: KernelSpec, tune: Tune) -> Choice:

@@ -141,7 +141,10 @@ def _compiled(
             metric=wanted.metric,
             dynamic=None if device == "cpu" else True,
         )
-    fast = one(found.model, found.spec, found.activations)
+    rounded = found.model
+    if device == "cuda" and _dtype_of(rounded) == torch.float32:
+        rounded = _cast(rounded)  # kernels of fp8 take and give 16 bits
+    fast = one(rounded, found.spec, found.activations)
     fast.report = replace(fast.report, precision=_measured(found.report, found.judge, fast))
     return fast
 

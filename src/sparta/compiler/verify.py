@@ -79,7 +79,7 @@ def verify(
     return Certificate(_SEEDS, name, allowed, error, worst, outputs, passed=True)
 
 
-def agree(expected: Sequence[Any], actual: Sequence[Any]) -> None:
+def agree(expected: Sequence[Any], actual: Sequence[Any], *, rounding: bool = False) -> None:
     """Raise :class:`CheckError` unless flat results agree as well as :func:`verify` asks.
 
     >>> agree([torch.ones(2), 3], [torch.ones(2), 3])
@@ -87,7 +87,7 @@ def agree(expected: Sequence[Any], actual: Sequence[Any]) -> None:
     if len(expected) != len(actual):
         raise CheckError(message(f"{len(actual)} results", f"{len(expected)}"))
     for one, two in zip(expected, actual, strict=True):
-        _difference(one, two) if isinstance(one, Tensor) else _same_value(one, two)
+        _difference(one, two, rounding=rounding) if isinstance(one, Tensor) else _same_value(one, two)
 
 
 def relative_error(reference: Callable[..., Any], compiled: Callable[..., Any], inputs: Sequence[Any]) -> float:

@@ -21,14 +21,23 @@ from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.run.combine import combined
 from sparta.compiler.run.kernel_module import KernelModule
 from sparta.errors import SpartaError, ValueRangeError, message
+from sparta.specialize.conv.int8 import CONV_OPS
 from sparta.specialize.int8_linear.quantization import Quantization
 from sparta.specialize.int8_linear.quantized import INT8_IMPLEMENTS, OP, integers_of
 from sparta.specialize.linear.spec import apply_epilogue
+from sparta.specialize.scaled_linear.spec import FP8, FP8_IMPLEMENTS
+from sparta.specialize.scaled_linear.spec import OP as SCALED_OP
 from sparta.tesa.attribute import TeSA
 
 __all__ = ["Calibration", "rounding_kernels", "simulated"]
 
-_OPERATIONS = {"linear": OP}
+_OPERATIONS: Mapping[str, Mapping[str, str]] = {
+    "int8": {"linear": OP, **CONV_OPS},
+    FP8: {"linear": SCALED_OP},
+}
+"""The operation for a weight of these bits, by that in real numbers."""
+ROUNDING_IMPLEMENTS = INT8_IMPLEMENTS | FP8_IMPLEMENTS
+"""Those that round their inputs; others compute in real numbers."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +96,11 @@ class Calibration:
 
     def _quantized(self, program: Program, subgraph: SubGraph, samples: Sequence[SizeSample]) -> SubGraph:
         known = self.weights.get(_source(program, subgraph))
-        if known is None or str(known.format) != "int8" or subgraph.lowering.op not in _OPERATIONS:
+        operations = {} if known is None else _OPERATIONS.get(str(known.format), {})
+        if known is None or subgraph.lowering.op not in operations:
             return subgraph
+        if str(known.format) == FP8:
+            return self._in_fp8(program, subgraph, known)
         try:
             scales = self._scales(program, subgraph, known)
             integers = integers_of(subgraph.weight.flatten(1), scales).reshape(subgraph.weight.shape)
@@ -98,11 +110,24 @@ class Calibration:
             return subgraph
         return replace(
             subgraph,
-            lowering=lowering_of(_OPERATIONS[subgraph.lowering.op]),
+            lowering=lowering_of(operations[subgraph.lowering.op]),
             anchor=replace(subgraph.anchor, attributes={**subgraph.anchor.attributes, **grid.to_dict()}),
             weight=integers.float() * scales.float().reshape(-1, *[1] * (integers.dim() - 1)),
             scales=scales,
         )
+
+    def _in_fp8(self, program: Program, subgraph: SubGraph, known: TeSA) -> SubGraph:
+        """Return a sub-graph with a weight in fp8; kernels may round its inputs where a grid of them is given."""
+        name = f"{_layer(program, subgraph)}input"
+        grid = self.inputs.get(name)
+        try:
+            scales = self._scales(program, subgraph, known)
+        except SpartaError as error:
+            self.note(f"{subgraph.name} stays in {subgraph.weight.dtype}: {error}")
+            return subgraph
+        rounding = {"activations": None if grid is None else FP8, "input_scale": getattr(grid, "scale", None)}
+        anchor = replace(subgraph.anchor, attributes={**subgraph.anchor.attributes, **rounding})
+        return replace(subgraph, lowering=lowering_of(SCALED_OP), anchor=anchor, scales=scales, format=FP8)
 
     def _grid(self, name: str, activations: Sequence[Tensor]) -> Quantization:
         if name in self.inputs:
@@ -114,7 +139,8 @@ class Calibration:
 
     def _scales(self, program: Program, subgraph: SubGraph, known: TeSA) -> Tensor:
         """Return the scales (N,) of a weight's channels as they are in the program: cut, and with norms folded in."""
-        if subgraph.weight.dtype != torch.float32 or subgraph.weight.device.type != "cpu":
+        integers = str(known.format) == "int8"
+        if integers and (subgraph.weight.dtype != torch.float32 or subgraph.weight.device.type != "cpu"):
             where = f"{subgraph.weight.dtype} on {subgraph.weight.device.type}"
             raise ValueRangeError(message(f"an int8 weight in {where}", "float32 on cpu"))
         if not bool(known.scale.cells.isfinite().all()) or bool((known.zero_point.cells != 0).any()):
@@ -158,7 +184,7 @@ def rounding_kernels(kernels: Mapping[SubGraph, KernelModule]) -> dict[SubGraph,
     return {
         subgraph: module
         for subgraph, module in kernels.items()
-        if any(choice.implement in INT8_IMPLEMENTS for _, choice in module.choices.values())
+        if any(choice.implement in ROUNDING_IMPLEMENTS for _, choice in module.choices.values())
     }
 
 
@@ -177,7 +203,7 @@ class _Simulated(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return ``activation(layer(rounded x) + bias) + residual``."""
         subgraph, attributes = self._subgraph, self._subgraph.anchor.attributes
-        rounds = self._kernel[0].choice_for(x).implement in INT8_IMPLEMENTS
+        rounds = self._kernel[0].choice_for(x).implement in ROUNDING_IMPLEMENTS
         given = subgraph.lowering.on_grid(x, attributes) if rounds else x
         wide = [None if t is None else t.to(torch.float64) for t in (subgraph.bias, residual)]
         exact = subgraph.lowering.dense(subgraph.weight.to(torch.float64), given.to(torch.float64), wide[0], attributes)

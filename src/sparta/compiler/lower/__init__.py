@@ -5,7 +5,9 @@ from __future__ import annotations
 from sparta.compiler.lower.base import Anchor, Lowering
 from sparta.compiler.lower.conv import ConvLowering
 from sparta.compiler.lower.linear import LinearLowering
+from sparta.compiler.lower.quantized_conv import QuantizedConvLowering
 from sparta.compiler.lower.quantized_linear import QuantizedLinearLowering
+from sparta.compiler.lower.scaled_linear import ScaledLinearLowering
 from sparta.errors import NameNotFoundError, did_you_mean
 
 __all__ = ["LOWERINGS", "Anchor", "Lowering", "lowering_of", "register_lowering"]
@@ -15,6 +17,9 @@ LOWERINGS: list[Lowering] = [
     ConvLowering("conv2d"),
     ConvLowering("conv1d"),
     QuantizedLinearLowering(),
+    QuantizedConvLowering("conv2d"),
+    QuantizedConvLowering("conv1d"),
+    ScaledLinearLowering(),
 ]
 """What is recognised in a graph, in this order."""
 

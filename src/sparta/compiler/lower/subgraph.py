@@ -39,8 +39,9 @@ class SubGraph:
         Bias, activation and residual.
     weight, bias
         The tensors, the weight as the operation takes it.
-    scales
-        (N,), of the output channels of a weight that lies on an int8 grid; None for one that does not.
+    scales, format
+        (N,), of the output channels of a weight that lies on a grid of 8 bits, and its bits; None for one that does
+        not.
     live
         Which weights are live, where the spec says so; None reads it from the weight. A live weight may be zero: then
         it keeps its place in its block.
@@ -55,13 +56,14 @@ class SubGraph:
     weight: Tensor
     bias: Tensor | None
     scales: Tensor | None = None
+    format: str = "int8"
     live: Tensor | None = None
 
     @cached_property
     def tesa(self) -> TeSA:
         """What is known of the weight: what is pruned, and its grid if it has one."""
         known = TeSA.from_zeros(self.weight) if self.live is None else TeSA.from_mask(self.live)
-        return known if self.scales is None else known.with_format("int8", scale=self.scales)
+        return known if self.scales is None else known.with_format(self.format, scale=self.scales)
 
     def spec(self, x: Tensor) -> KernelSpec:
         """Return the kernel spec for an activation of this shape and dtype."""

@@ -1,0 +1,286 @@
+"""`compile(precision=...)`: the rounded model runs, with its accuracy in the report, and comes back from a file."""
+
+import pytest
+import torch
+from torch import nn
+
+import sparta
+from compiler.conftest import forcing
+from sparta.create import quantize as training
+from sparta.errors import ArgumentError, FileFormatError, NameNotFoundError, ValueRangeError
+from sparta.files import load_tensors, save_tensors
+from sparta.specialize.int8_linear.quantization import Quantization
+from sparta.specialize.int8_linear.spec import OP
+
+
+class Sentences(nn.Module):
+    """A small encoder of sentences: embeddings, attention-free layers, a head."""
+
+    def __init__(self, words=200, width=32):
+        super().__init__()
+        self.table = nn.Embedding(words, width)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def pruned(model, pattern, sparsity=0.75):
+    spec = sparta.Spec.from_pattern(model, pattern, sparsity)
+    spec.apply(model)
+    return spec
+
+
+def change(one, two):
+    return float((one - two).detach().norm() / two.detach().norm())
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Return a pruned model, its spec, its data, and what it compiles to with int8 kernels."""
+    torch.manual_seed(0)
+    model = Sentences()
+    spec = pruned(model, sparta.Block(4, 1))
+    with torch.no_grad():  # so that others of their rows round to zero
+        model.up.weight[:, 3] *= 1e-4
+        model.up.weight[:, 7] *= 1e-4
+        model.down.weight[:, 5] *= 1e-4
+        model.down.weight[:, 9] *= 1e-4
+    data = [torch.randint(0, 200, (4, 6)) for _ in range(3)]
+    with forcing("cpu-int8"):
+        fast = sparta.compile(model, data[0], spec, precision="int8", calibration=data, tune="off")
+    return model, spec, data, fast
+
+
+def test_int8_kernels_run_on_the_blocks_of_the_spec(compiled):
+    model, spec, data, fast = compiled
+    layers = {layer.name: layer for layer in fast.report.plan.layers}
+    assert {layer.op for layer in layers.values()} == {OP}
+    assert {layer.first.implement for layer in layers.values()} == {"cpu-int8"}
+    assert {layer.pattern for layer in layers.values()} == {"block 4×1"}
+    for name, kernel in fast.kernels.items():
+        mask = spec[f"{name.partition('.')[0]}.weight"].mask()
+        assert torch.equal(kernel.fused.weight.mask(), mask)
+        zeros = kernel.weight()[mask] == 0
+        assert bool(zeros.any())  # live weights that rounded to zero
+    assert 0 < change(fast(data[1]), model(data[1])) < 0.05
+
+
+def test_the_report_has_accuracy_beside_speed(compiled):
+    model, _, data, fast = compiled
+    precision = fast.report.precision
+    assert precision.measured
+    expected = torch.stack([model(batch) for batch in data]).detach()
+    found = torch.stack([fast(batch) for batch in data])
+    assert precision.change == pytest.approx(change(found, expected), rel=1e-3)
+    for text in (str(fast.report), fast.report.full):
+        assert "accuracy: the outputs change by" in text
+        assert "precision int8: 3 in int8" in text
+    assert fast.report.certificate.passed
+    assert fast.report.certificate.dtype == "float32 with int8 layers"
+
+
+def test_what_runs_is_the_simulated_model(compiled):
+    from sparta.precision import quantize
+
+    model, spec, data, fast = compiled
+    found = quantize(model, data, spec=spec, max_loss=0.1)
+    for batch in data:
+        torch.testing.assert_close(fast(batch), found.simulated(batch), rtol=1e-4, atol=1e-4)
+
+
+def test_files_hold_integers_and_are_smaller(compiled, tmp_path):
+    model, spec, data, fast = compiled
+    fast.save(tmp_path / "int8.sparta")
+    sparta.compile(model, data[0], spec, tune="off").save(tmp_path / "fp32.sparta")
+    assert (tmp_path / "int8.sparta").stat().st_size < 0.6 * (tmp_path / "fp32.sparta").stat().st_size
+    tensors, _ = load_tensors(tmp_path / "int8.sparta", "model", 99)
+    assert tensors["integers/table.weight"].dtype == torch.int8
+    assert not [name for name, t in tensors.items() if t.dim() == 2 and t.is_floating_point() and t.shape[1] > 1]
+    again = sparta.load(tmp_path / "int8.sparta")
+    assert torch.equal(again(data[1]), fast(data[1]))
+    assert again.report.precision == fast.report.precision
+    assert {layer.pattern for layer in again.report.plan.layers} == {"block 4×1"}
+    assert str(again.spec["up.weight"].format) == "int8"
+    assert torch.equal(again.spec["up.weight"].mask(), spec["up.weight"].mask())
+
+
+@pytest.mark.parametrize("damage", ["lost", "wide", "shape"])
+def test_files_with_other_scales_are_refused(compiled, tmp_path, damage):
+    fast = compiled[-1]
+    fast.save(tmp_path / "model.sparta")
+    tensors, payload = load_tensors(tmp_path / "model.sparta", "model", 99)
+    scales = tensors.pop("scales/table.weight")
+    if damage == "wide":
+        tensors["scales/table.weight"] = scales.double()
+    if damage == "shape":
+        tensors["scales/table.weight"] = scales[:3]
+    save_tensors(tmp_path / "other.sparta", "model", 2, tensors, payload)
+    with pytest.raises(FileFormatError, match="8-bit integers with their scales"):
+        sparta.load(tmp_path / "other.sparta")
+
+
+def test_without_calibration_the_example_serves_and_the_report_says_so():
+    model, x = nn.Linear(16, 8), torch.randn(4, 16)
+    fast = sparta.compile(model, x, precision="int8", tune="off")
+    assert "calibrated on the example inputs alone" in str(fast.report)
+
+
+def test_layers_that_would_hurt_stay_and_say_why():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+    data = [torch.randn(16, 32) for _ in range(2)]
+    with forcing("cpu-int8"):
+        fast = sparta.compile(model, data[0], precision="int8", calibration=data, max_loss=0.0, tune="off")
+    assert fast.report.precision.change == 0
+    assert "stays in fp32: rounding it alone changes the outputs by" in str(fast.report)
+    assert torch.equal(fast(data[0]), model(data[0]).detach())
+
+
+def test_a_metric_is_measured_on_what_runs():
+    torch.manual_seed(0)
+    model, data = nn.Linear(16, 4), [torch.randn(32, 16)]
+    wanted = model(data[0]).argmax(1)
+
+    def accuracy(candidate):
+        return float((candidate(data[0]).argmax(1) == wanted).float().mean())
+
+    fast = sparta.compile(model, data[0], precision="int8", calibration=data, metric=accuracy, max_loss=0.2, tune="off")
+    assert fast.report.precision.metric == (1.0, accuracy(fast))
+    assert "metric" in str(fast.report)
+
+
+def test_convolutions_with_their_norms():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1)).eval()
+    with torch.no_grad():
+        net[1].weight.copy_(torch.linspace(-2, 2, 8))
+        net[1].running_var.uniform_(0.5, 2)
+    data = [torch.randn(2, 4, 8, 8) for _ in range(2)]
+    with forcing("cpu-int8"):
+        fast = sparta.compile(net, data[0], precision="int8", calibration=data, tune="off")
+    assert {layer.op for layer in fast.report.plan.layers} == {"int8_conv2d"}
+    assert {layer.first.implement for layer in fast.report.plan.layers} == {"cpu-int8"}
+    assert 0 < change(fast(data[1]), net(data[1])) < 0.05
+
+
+def test_a_convolution_comes_back_from_a_file(tmp_path):
+    net, x = nn.Conv2d(4, 8, 3), torch.randn(1, 4, 8, 8)
+    with forcing("cpu-int8"):
+        fast = sparta.compile(net, x, precision="int8", tune="off")
+    fast.save(tmp_path / "model.sparta")
+    tensors, _ = load_tensors(tmp_path / "model.sparta", "model", 99)
+    assert {t.dtype for name, t in tensors.items() if name.startswith("live/")} == {torch.int8}
+    assert torch.equal(sparta.load(tmp_path / "model.sparta")(x), fast(x))
+
+
+def test_weights_stored_the_other_way_round():
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 24))
+
+        def forward(self, x):
+            return x @ self.weight
+
+    model, x = Product(), torch.randn(6, 16)
+    with forcing("cpu-int8"):
+        fast = sparta.compile(model, x, precision="int8", tune="off")
+    assert [layer.first.implement for layer in fast.report.plan.layers] == ["cpu-int8"]
+    assert 0 < change(fast(x), model(x)) < 0.03
+
+
+# ---------------------------------------------------------------------- trained models
+
+
+def trained(*, calibrated=True):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    spec = sparta.Spec.from_pattern(model, sparta.Block(4, 1), 0.8)
+    spec.apply(model)
+    x = torch.randn(32, 64)
+    training.prepare(model)
+    if calibrated:
+        training.calibrate(model, [x])
+    return model, spec, x
+
+
+def test_trained_models_go_the_same_way_with_their_own_grids():
+    model, spec, x = trained()
+    with forcing("cpu-int8"):
+        fast = sparta.compile(model, x, precision="int8", tune="off")
+    assert {layer.pattern for layer in fast.report.plan.layers} == {"block 4×1"}
+    learned = training.export(model).activations["0.input"]
+    grid = Quantization.from_dict(next(iter(fast.kernels.values())).fused.attributes)
+    assert (grid.scale, grid.zero_point) == (learned.scale, learned.zero_point)
+    assert fast.report.precision.change < 0.01  # of what training saw
+    assert change(fast(x), model.eval()(x)) < 0.01
+    assert torch.equal(fast.spec["0.weight"].mask(), spec["0.weight"].mask())
+
+
+def test_a_model_that_was_never_calibrated_is_refused():
+    model, _, x = trained(calibrated=False)
+    with pytest.raises(ValueRangeError, match="not calibrated"):
+        sparta.compile(model, x, precision="int8", tune="off")
+
+
+# ---------------------------------------------------------------------- other precisions
+
+
+def test_bf16_keeps_the_interface():
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(4, 32)
+    fast = sparta.compile(model, x, precision="bf16", tune="off")
+    assert fast(x).dtype == torch.float32
+    assert 0 < fast.report.precision.change < 0.02
+    assert next(iter(fast.graph.buffers())).dtype == torch.bfloat16
+    kept = sparta.compile(model, x, precision="bf16", max_loss=1e-6, tune="off")
+    assert torch.equal(kept(x), model(x).detach())
+    assert "bf16 costs" in str(kept.report)
+
+
+def test_auto_takes_what_is_within_the_loss():
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(4, 32)
+    fast = sparta.compile(model, x, precision="auto", tune="off")
+    assert fast.report.precision.precision.startswith("auto (")
+    assert fast.report.precision.change <= 0.1
+    assert "tried: int8" in str(fast.report)
+
+
+def test_fp8_is_refused_on_the_cpu_with_advice():
+    with pytest.raises(ValueRangeError, match="pass precision='int8'"):
+        sparta.compile(nn.Linear(4, 4), torch.randn(2, 4), precision="fp8")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "match"),
+    [
+        ({"precision": "int7"}, NameNotFoundError, "int8"),
+        ({"calibration": [torch.randn(4, 16)]}, ValueRangeError, "calibration without a precision"),
+        ({"max_loss": 0.1}, ValueRangeError, "max_loss without a precision"),
+        ({"precision": "int8", "max_loss": -0.1}, ValueRangeError, "0 or more"),
+        ({"precision": "int8", "metric": 3}, ValueRangeError, "a function of a model"),
+        ({"precision": "int8", "calibration": torch.randn(4, 16)}, ArgumentError, "an iterable of batches"),
+        ({"precision": "int8", "calibration": [{"x": torch.randn(4, 16)}]}, ValueRangeError, "the structure of"),
+        ({"precision": "int8", "calibration": [torch.full((4, 16), torch.nan)]}, ValueRangeError, "NaN"),
+        ({"precision": "int8", "calibration": [torch.ones(4, 16)]}, ValueRangeError, "zero width"),
+    ],
+)
+def test_bad_input_is_refused(wrong, error, match):
+    with pytest.raises(error, match=match):
+        sparta.compile(nn.Linear(16, 4), torch.randn(4, 16), tune="off", **wrong)
+
+
+def test_other_dtypes_are_refused_with_advice():
+    model, x = nn.Linear(16, 4).double(), torch.randn(4, 16).double()
+    with pytest.raises(ValueRangeError, match=r"dtype=torch.float32"):
+        sparta.compile(model, x, precision="int8", tune="off")
+    assert sparta.compile(model, x, precision="int8", dtype=torch.float32, tune="off").report.precision.rounded
+
+
+def test_other_sizes_run_in_int8_too(compiled):
+    model, _, _, fast = compiled
+    assert "sizes: the example's only" not in fast.report.full
+    for shape in ((1, 3), (7, 11)):
+        ids = torch.randint(0, 200, shape)
+        assert 0 < change(fast(ids), model(ids)) < 0.05
