@@ -1,6 +1,7 @@
 """The compiled model computes what the original does, is called as it is, and says what it runs and why."""
 
 import copy
+import io
 import json
 import pickle
 import threading
@@ -16,7 +17,7 @@ from compiler import nets
 from compiler.conftest import forcing
 from sparta.compiler import Report
 from sparta.compiler.run.eager import with_fast_paths
-from sparta.errors import CheckError, MissingPackageError, NameNotFoundError, ShapeError, ValueRangeError
+from sparta.errors import MissingPackageError, NameNotFoundError, ShapeError, ValueRangeError
 from sparta.specialize.implement import Kernel
 from sparta.specialize.tuning.select import Choice
 
@@ -235,8 +236,8 @@ def test_it_is_called_as_the_original_is(forced):
         fast(x, scale=0.5)
     with pytest.raises(ValueRangeError, match="given twice"):
         fast(x, mask, scale=0.5, x=x)
-    with pytest.raises(ShapeError, match="dynamic_shapes"):
-        fast(x[:1], mask, scale=0.5)
+    with pytest.raises(ShapeError, match="any×any×32"):
+        fast(x[..., :16], mask, scale=0.5)
     with pytest.raises(ValueRangeError, match="float64"):
         fast(x.double(), mask, scale=0.5)
     with pytest.raises(ValueRangeError, match="a tensor"):
@@ -328,10 +329,15 @@ def test_torch_compile_reaches_the_kernels(forced):
     torch._dynamo.reset()
 
 
-def test_it_cannot_be_pickled(forced):
-    fast = sparta.compile(nets.pruned(nets.Mlp()), torch.randn(6, 32), tune="off")
-    with pytest.raises(ValueRangeError, match="save"):
-        pickle.dumps(fast)
+def test_it_can_be_pickled_and_kept_by_torch_save(forced):
+    x = torch.randn(6, 32)
+    fast = sparta.compile(nets.pruned(nets.Mlp()), x, tune="off")
+    again = pickle.loads(pickle.dumps(fast))  # noqa: S301 - our own
+    assert torch.equal(again(x), fast(x))
+    kept = io.BytesIO()
+    torch.save(fast, kept)
+    kept.seek(0)
+    assert torch.equal(torch.load(kept, weights_only=False)(x), fast(x))
 
 
 def test_threads_share_a_compiled_model(forced):
@@ -436,10 +442,11 @@ def test_a_kernel_with_wrong_numbers_is_replaced(forced, monkeypatch):
     assert "not verified" in str(trusting.report)
 
 
-def test_a_model_that_is_no_function_is_refused():
+def test_a_model_that_is_no_function_runs_as_it_was():
     class Random(nn.Module):
         def forward(self, x):
             return x + torch.rand(x.shape)
 
-    with pytest.raises(CheckError, match="randomness"):
-        sparta.compile(Random(), torch.randn(3, 4), tune="off")
+    fast = sparta.compile(Random(), torch.zeros(3, 4), tune="off")
+    assert not torch.equal(fast(torch.zeros(3, 4)), fast(torch.zeros(3, 4)))
+    assert "randomness" in fast.report.notes[0]

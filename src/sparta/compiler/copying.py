@@ -86,6 +86,8 @@ def _computed(module: nn.Module) -> Any:
 
 def _fold(module: nn.Module, kind: str, name: str) -> None:
     if kind == "parametrization":
+        own = type(module)  # which the model itself has too, and which loses a property below
+        module.__class__ = type(own.__name__, own.__bases__, dict(own.__dict__))
         parametrize.remove_parametrizations(module, name, leave_parametrized=True)
     elif kind == "prune":
         prune.remove(module, name)  # type: ignore[no-untyped-call]

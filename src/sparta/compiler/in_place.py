@@ -93,9 +93,11 @@ class _Layers:
     def __init__(self, model: nn.Module, example: Any, spec: Spec | None) -> None:
         self.model, self.example = model, example
         before = dict(model.named_modules())
+        if spec is not None:
+            spec.apply(model)
+        self.expected = self._results()
         self.swapped: dict[str, OperatorBase] = swap(model, spec)
         self.dense = {name: before[name] for name in self.swapped}
-        self.expected = self._results()
 
     def choose(self, session: Session) -> None:
         """Tune the sparse layers, and put those back that dense runs faster."""

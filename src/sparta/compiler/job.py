@@ -21,6 +21,7 @@ from sparta.compiler.choose.layers import choose_layers
 from sparta.compiler.choose.partition import partition
 from sparta.compiler.choose.precision import Calibration
 from sparta.compiler.choose.timer import Timer
+from sparta.compiler.choose.unlowered import unlowered
 from sparta.compiler.choose.workshop import Workshop
 from sparta.compiler.clock import machine_load
 from sparta.compiler.graph.capturing import captured_for
@@ -116,6 +117,8 @@ class Job:
             )
             none: _Parts = ((), tuple(SizeSample({}) for _ in inputs))
             subgraphs, samples = _tried(session, "no layer was looked at", lambda: _parts(reduced, inputs), none)
+            for line in unlowered(reduced, subgraphs):
+                session.note(line)
         return cls(
             model,
             example,

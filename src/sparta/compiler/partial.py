@@ -201,9 +201,10 @@ def _report(session: Session, model: nn.Module, work: _Parts, certificate: Certi
     """Return one report on all parts."""
     layers: list[LayerPlan] = []
     for path, part in work.done.items():
-        layers += [
-            replace(layer, name=f"{path}.{layer.name}" if layer.name else path) for layer in part.report.plan.layers
-        ]
+        names = (
+            (layer, path if layer.name == "weight" else f"{path}.{layer.name}") for layer in part.report.plan.layers
+        )
+        layers.extend(replace(layer, name=name) for layer, name in names)
     sparse = sum(layer.sparse for layer in layers)
     reason = f"{len(work.done)} modules are compiled ({sparse} sparse layers); the rest runs as it was written"
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -166,8 +166,9 @@ def test_the_short_way_into_a_model_gives_what_the_long_way_gives():
         for _ in range(3):  # the first call makes the host
             torch.testing.assert_close(fast(x, y)["both"], expected)
             torch.testing.assert_close(fast(x=x, y=y)["both"], expected)
+        torch.testing.assert_close(fast(x[:2], y)["both"], model(x[:2], y)["both"])
         with pytest.raises(sparta.errors.ShapeError):
-            fast(x[:2], y)
+            fast(x[:, :2], y)
         with pytest.raises(sparta.errors.SpartaError):
             fast(x)
         seen = []

@@ -210,7 +210,7 @@ class Signature:
             raise ValueRangeError(message(f"{twice[0]} is given twice", "once"))
         given.update(kwargs)
         first = self.parameters[: self.positional]
-        given = {**{name: self.defaults[name] for name in (*first, *self.keywords) if name in self.defaults}, **given}
+        given = {**{name: value for name, value in self.defaults.items() if name in self._constants}, **given}
         missing = [name for name in (*first, *self.keywords) if name not in given]
         extra = [name for name in given if name not in (*first, *self.keywords) and not self._is_default(name, given)]
         if missing or extra or len(first) < self.positional:
@@ -218,6 +218,18 @@ class Signature:
             what = f"a call without {', '.join(missing)}" if missing else f"a call with {', '.join(extra)} as well"
             raise ValueRangeError(message(what, f"the arguments of the example: {asked}", "compile it with these"))
         return tuple(given[name] for name in first), {name: given[name] for name in self.keywords}
+
+    @cached_property
+    def _constants(self) -> frozenset[str]:
+        """The names of arguments that were no tensors, and held none, in the example."""
+        args, kwargs = self.in_spec.child(0), self.in_spec.child(1)
+        children = [*map(args.child, range(args.num_children)), *map(kwargs.child, range(kwargs.num_children))]
+        places, found = iter(self.inputs), set()
+        for name, child in zip((*self.parameters[: self.positional], *kwargs.context), children, strict=False):
+            leaves = [next(places) for _ in range(child.num_leaves)]
+            if all(leaf.shape is None for leaf in leaves):
+                found.add(name)
+        return frozenset(found)
 
     def _is_default(self, name: str, given: Mapping[str, Any]) -> bool:
         """Whether an argument that the example left out is what it was then."""

@@ -1,0 +1,168 @@
+"""A compiled model takes the sizes that the model takes, with the kernels of the nearest size, also from a file."""
+
+import pytest
+import torch
+from torch import nn
+
+import sparta
+from compiler import nets
+from sparta.compiler.graph.sizes import Sizes
+from sparta.errors import FileFormatError, ShapeError
+
+
+def agree(found, expected):
+    torch.testing.assert_close(found, expected.detach(), atol=1e-5, rtol=1e-4)
+
+
+def through_a_file(fast, tmp_path):
+    fast.save(tmp_path / "model.sparta")
+    return sparta.load(tmp_path / "model.sparta")
+
+
+@pytest.mark.parametrize("example", [(1, 6), (4, 7)])
+def test_text_of_any_length_with_padding(forced, tmp_path, example):
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.places = nn.Embedding(50, 32), nn.Embedding(24, 32)
+            self.block = nets.Attention()
+
+        def forward(self, ids, attention_mask):
+            places = torch.arange(ids.shape[1])
+            kept = attention_mask[:, None, None, :].bool()
+            hidden = self.block(self.tokens(ids) + self.places(places), kept)["hidden"]
+            weight = attention_mask[..., None].float()
+            return (hidden * weight).sum(1) / weight.sum(1)
+
+    def batch(size, length):
+        lengths = torch.randint(1, length + 1, (size, 1))
+        return {"ids": torch.randint(0, 50, (size, length)), "attention_mask": (torch.arange(length) < lengths).long()}
+
+    model = nets.pruned(Encoder())
+    fast = sparta.compile(model, batch(*example), tune="off")
+    loaded = through_a_file(fast, tmp_path)
+    for size in ((1, 1), (1, 6), (2, 6), (5, 1), (3, 24), (9, 13)):
+        given = batch(*size)
+        agree(fast(**given), model(**given))
+        agree(loaded(**given), model(**given))
+    for run in (fast, loaded):
+        with pytest.raises(IndexError):  # as the model itself: there are 24 places
+            run(**batch(2, 25))
+    assert any(layer.sparse for layer in fast.report.plan.layers)
+
+
+def test_images_of_any_size(forced, tmp_path):
+    model = nets.pruned(nets.Cnn())
+    fast = sparta.compile(model, torch.randn(1, 3, 16, 16), tune="off")
+    loaded = through_a_file(fast, tmp_path)
+    assert fast.kernels
+    for shape in ((1, 3, 16, 16), (4, 3, 16, 16), (2, 3, 21, 9), (1, 3, 40, 40)):
+        x = torch.randn(shape)
+        agree(fast(x), model(x))
+        agree(loaded(x), model(x))
+
+
+def test_a_size_that_the_model_fixes_is_told():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Flatten(), nn.Linear(4 * 64, 3)).eval()
+    fast = sparta.compile(model, torch.randn(2, 1, 8, 8), tune="off")
+    agree(fast(torch.ones(5, 1, 8, 8)), model(torch.ones(5, 1, 8, 8)))
+    with pytest.raises(ShapeError, match="does not hold"):
+        fast(torch.ones(5, 1, 8, 9))
+
+
+class Branching(nn.Module):
+    """A path that depends on a size: one graph is right on one side of it only."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x) if x.shape[0] < 6 else self.linear(x) * 2
+
+
+def test_sizes_that_no_graph_takes_are_left_to_the_model():
+    model = Branching().eval()
+    fast = sparta.compile(model, torch.randn(3, 8), tune="off")
+    for size in (1, 3, 5, 6, 40):
+        x = torch.randn(size, 8)
+        agree(fast(x), model(x))
+
+
+def test_a_file_refuses_sizes_that_its_graph_is_wrong_at(tmp_path):
+    loaded = through_a_file(sparta.compile(Branching().eval(), torch.randn(3, 8), tune="off"), tmp_path)
+    with pytest.raises(ShapeError):
+        loaded(torch.randn(6, 8))
+
+
+def test_sizes_can_be_fixed_and_several_calls_be_given(forced):
+    model = nets.pruned(nets.Mlp())
+    fixed = sparta.compile(model, torch.randn(6, 32), tune="off", dynamic_shapes=None)
+    assert fixed.general is None
+    with pytest.raises(ShapeError):
+        fixed(torch.randn(5, 32))
+    fast = sparta.compile(model, [(torch.randn(4, 32),), (torch.randn(40, 32),)], tune="off")
+    assert all(set(layer.choices) == {4, 40} for layer in fast.report.plan.layers)
+    for size in (1, 4, 13, 40):
+        x = torch.randn(size, 32)
+        agree(fast(x), model(x))
+
+
+def test_another_size_is_tuned_on_request(forced, tmp_path):
+    model = nets.pruned(nets.Mlp())
+    fast = sparta.compile(model, torch.randn(4, 32), tune="off")
+    report = fast.tune(torch.randn(64, 32), tune="off")
+    assert all(set(layer.choices) == {4, 64} for layer in report.plan.sparse)
+    loaded = through_a_file(fast, tmp_path)
+    assert {size for kernel in loaded.kernels.values() for size in kernel.choices} == {4, 64}
+    for size in (4, 64, 20):
+        x = torch.randn(size, 32)
+        agree(fast(x), model(x))
+        agree(loaded(x), model(x))
+
+
+def test_a_layer_that_was_dense_gets_a_kernel_where_it_wins(tmp_path):
+    model = nets.pruned(nets.Mlp())
+    fast = sparta.compile(model, torch.randn(4, 32), tune="off")
+    assert not fast.kernels
+    from compiler.conftest import forcing
+
+    with forcing(), pytest.MonkeyPatch.context() as patch:
+        from compiler.conftest import chosen
+
+        patch.setattr("sparta.compiler.choose.layers.choose", lambda spec, _store=None: chosen(spec))
+        fast.tune(torch.randn(64, 32), tune="off")
+    assert fast.kernels
+    loaded = through_a_file(fast, tmp_path)
+    for size in (4, 64):
+        x = torch.randn(size, 32)
+        agree(fast(x), model(x))
+        agree(loaded(x), model(x))
+
+
+def test_copies_and_moved_models_take_any_size(forced):
+    import copy
+
+    model, x = nets.pruned(nets.Mlp()), torch.randn(9, 32)
+    fast = sparta.compile(model, torch.randn(4, 32), tune="off")
+    agree(copy.deepcopy(fast)(x), model(x))
+    with pytest.warns(UserWarning, match="Dense runs instead"):
+        fast.double()
+    torch.testing.assert_close(fast(x.double()), model.double()(x.double()).detach(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"dims": [["s0", ["import", "os"]]]},
+        {"dims": [["s0"]]},
+        {"guards": [["eq", "unknown", 1]]},
+        {"ranges": {"s0": [-1, None]}},
+        {"guards": [[[["add"]]]]},
+    ],
+)
+def test_sizes_of_files_are_checked(damage):
+    sizes = Sizes(((2, 8),), (("s0", 8),), {"s0": (1, None)}, (["le", "s0", 64],))
+    assert Sizes.from_dict(sizes.to_dict()) == sizes
+    with pytest.raises(FileFormatError):
+        Sizes.from_dict({**sizes.to_dict(), **damage})
