@@ -29,6 +29,7 @@ MAY_USE = {
     "hf": {"tesa", "nn"},
     "precision": {"tesa", "create", "specialize"},
     "compiler": {"tesa", "common", "precision", "propagation", "specialize", "nn", "measure", "reporting"},
+    "generation": {"tesa", "common", "propagation", "specialize", "nn", "measure", "compiler"},
     "planning": {"tesa", "common", "oneshot", "propagation", "specialize", "compiler"},
 }
 EVERYTHING = {"report", "cli", "__init__"}

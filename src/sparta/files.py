@@ -166,6 +166,22 @@ def load_tensors(path: str | os.PathLike[str], kind: str, version: int) -> tuple
         return load(data), payload
 
 
+def kind_of(path: str | os.PathLike[str]) -> str | None:
+    """Return what kind of file this says it is, from its header alone; None where it does not say.
+
+    >>> kind_of("no such file") is None
+    True
+    """
+    try:
+        with Path(path).open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(size, _HEADER_LIMIT)))
+        found = header["__metadata__"]["sparta"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, str) else None
+
+
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str], fix: str = "save it again") -> Iterator[None]:
     """Turn whatever the contents of a bad file set off inside the block into a FileFormatError that names the file.

@@ -8,12 +8,14 @@ one graph is compiled by its modules; only wrong arguments raise.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +137,12 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     competes = inductor if inductor is not None else (tune == "full" or hasattr(model, "_orig_mod"))
     if not is_folded(given):
         given, spec = folded_copy(given, spec)
-    given, calls = _moved(given, several(example_inputs, more_inputs), device, dtype)
+    calls = several(example_inputs, more_inputs)
+    if _is_language_model(given, calls[0], precision) and dynamic_shapes == AUTO and not activations:
+        where = {"device": device, "dtype": dtype, "precision": precision, "max_loss": max_loss, "metric": metric}
+        how = {"tune": tune, "verify": verify, "budget_s": budget_s, "progress": progress}
+        return cast("CompiledModel", _generation().compile_generator(given, calls[0], spec, **where, **how))
+    given, calls = _moved(given, calls, device, dtype)
     settled = {"inductor": competes, "cuda_graphs": cuda_graphs, "cast": dtype is not None, "check": verify}
 
     def one(model: nn.Module, spec: Spec | None, activations: Mapping[str, Any] | None) -> CompiledModel | PartialModel:
@@ -146,6 +153,17 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
         return one(given, spec, activations)
     compiled: CompiledModel | PartialModel = compiled_at(wanted, given, calls, spec, one)
     return compiled
+
+
+def _generation() -> Any:
+    """Return the room of language models; it stands above this one, and is found when it is needed."""
+    return import_module("sparta.generation")
+
+
+def _is_language_model(model: nn.Module, example: Any, precision: str | None) -> bool:
+    """Whether a model is compiled with its `generate`: one of transformers that can, called with its cache."""
+    known = "transformers" in sys.modules and hasattr(model, "generate") and precision in (None, "int8", "auto")
+    return known and bool(_generation().generates(model, example))
 
 
 def compile_in(  # noqa: PLR0913 - as above
@@ -175,6 +193,7 @@ def compile_in(  # noqa: PLR0913 - as above
     with untouched(model, tuple(sizes)) as trace, evaluating(model):
         sizes = [runnable(model, one) for one in sizes]
         changed = trace.changes()
+        trace.put_back()
         whole = partial(
             _compiled_whole,
             session,
@@ -195,7 +214,9 @@ def compile_in(  # noqa: PLR0913 - as above
             def part(module: nn.Module, calls: Sequence[Any], known: Spec) -> CompiledModel:
                 with untouched(module, tuple(calls)) as inner:
                     calls = [runnable(module, one) for one in calls]
-                    _check_stateless(inner.changes())
+                    changed = inner.changes()
+                    inner.put_back()
+                    _check_stateless(changed)
                     return whole(module, calls, known, dynamic_shapes=AUTO)
 
             return compiled_in_parts(session, model, sizes, spec, error, part)
@@ -226,7 +247,7 @@ def _compiled_whole(  # noqa: PLR0913 - as above
         contest = job.contest(inductor=inductor)
         outcome, earlier = decided(contest)
         outcome, certificate = verified(job, contest, outcome, check=check)
-        other = any_size(job, contest, outcome, check=check)
+        other = any_size(job, contest, outcome, check=check, all_sizes=dynamic_shapes == AUTO)
         return job.finished(
             contest.workshop,
             outcome,

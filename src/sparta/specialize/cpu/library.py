@@ -21,10 +21,12 @@ __all__ = [
     "ACTIVATIONS",
     "CONV_CALL",
     "INT8_CALL",
+    "INT8_CONV_CALL",
     "PANEL_CALL",
     "STREAM_CALL",
     "Library",
     "PanelMatrix",
+    "ShortMatrix",
     "StreamMatrix",
     "load",
 ]
@@ -48,6 +50,9 @@ INT8_CALL = struct.Struct("@PPqqqPPPfiiiiifiiiPqiifi")
 # x, y, bias, residual, rows and columns of slots, what is used; images, four strides of x, twelve numbers of the plan
 # and `direct`, in the order of native/conv.h; activation, threads.
 CONV_CALL = struct.Struct("@7P17q3i")
+# The same over places; image, multiplier, offset, row sums; channels, inverse scale, whether x is unsigned, its zero,
+# whether no weight is -128.
+INT8_CONV_CALL = struct.Struct("@7P17q3i4Pqfiii")
 
 
 class PanelMatrix(Structure):
@@ -92,6 +97,26 @@ class StreamMatrix(Structure):
     )
 
 
+class ShortMatrix(Structure):
+    """A weight in a short format, packed for one token or a few; see ``native/short_stream.h``."""
+
+    _fields_ = (
+        ("channels", c_int64),
+        ("inputs", c_int64),
+        ("groups", c_int64),
+        ("starts", c_void_p),
+        ("bits", c_void_p),
+        ("deltas", c_void_p),
+        ("values", c_void_p),
+        ("scales", c_void_p),
+        ("costs", c_void_p),
+        ("form", c_int32),
+        ("height", c_int32),
+        ("format", c_int32),
+        ("prefetch", c_int32),
+    )
+
+
 @dataclass(frozen=True)
 class Library:
     """An open kernel library: its instruction set, the floats in one of its vectors, its functions."""
@@ -119,6 +144,18 @@ class Library:
     def multiply_int8(self, matrix: int, call: bytes) -> None:
         """Run the kernel for 8-bit integers; the :class:`PanelMatrix` there has four of them in every value."""
         code = self.handle.sparta_multiply_int8(matrix, call)
+        if code:
+            raise_for(code)
+
+    def multiply_int8_conv(self, matrix: int, call: bytes) -> None:
+        """Run the kernel for images of 8-bit integers: the address of a matrix of places, and an ``INT8_CONV_CALL``."""
+        code = self.handle.sparta_multiply_int8_conv(matrix, call)
+        if code:
+            raise_for(code)
+
+    def multiply_short(self, matrix: int, call: bytes) -> None:
+        """Run the kernel for short formats: the address of a :class:`ShortMatrix`, and a ``STREAM_CALL``."""
+        code = self.handle.sparta_multiply_short(matrix, call)
         if code:
             raise_for(code)
 
@@ -175,6 +212,8 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.sparta_multiply_panels.argtypes = (c_void_p, c_char_p)
     handle.sparta_multiply_conv.argtypes = (c_void_p, c_char_p)
     handle.sparta_multiply_int8.argtypes = (c_void_p, c_char_p)
+    handle.sparta_multiply_int8_conv.argtypes = (c_void_p, c_char_p)
+    handle.sparta_multiply_short.argtypes = (c_void_p, c_char_p)
     handle.sparta_multiply_generated.argtypes = (
         *(c_void_p, c_int64, c_int64, c_int64, c_void_p),
         c_char_p,

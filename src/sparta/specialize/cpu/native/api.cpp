@@ -1,10 +1,13 @@
 // The C interface of the CPU kernels: plain structures and pointers, no exceptions, an error code for what this library
 // does not hold. It is compiled once for each instruction set; the caller loads the one that fits the machine.
 #include "conv.h"
+#include "decode.h"
 #include "gemv.h"
 #include "generated.h"
 #include "int8.h"
+#include "int8_conv.h"
 #include "pool.h"
+#include "short_stream.h"
 #include "spmm.h"
 
 #define SPARTA_EXPORT extern "C" __attribute__((visibility("default")))
@@ -51,6 +54,21 @@ SPARTA_EXPORT int sparta_multiply_int8(const sparta::PanelMatrix* matrix, const 
   return sparta::multiply_int8(*matrix, *call) ? kDone : kNoMemory;
 }
 
+SPARTA_EXPORT int sparta_multiply_int8_conv(const sparta::PanelMatrix* matrix, const sparta::Int8ConvCall* call) {
+  for (int vectors = 1; vectors <= matrix->mv; ++vectors) {
+    if (!sparta::find_int8_kernel(matrix->bn, vectors)) return kUnknownTile;
+  }
+  if (matrix->mv < 1) return kUnknownTile;
+  if (call->conv.images <= 0 || matrix->channels <= 0) return kDone;
+  return sparta::multiply_int8_conv(*matrix, *call) ? kDone : kNoMemory;
+}
+
+SPARTA_EXPORT int sparta_multiply_short(const sparta::ShortMatrix* matrix, const sparta::StreamCall* call) {
+  if (!sparta::knows_short(*matrix)) return kUnknownTile;
+  if (call->tokens <= 0 || matrix->channels <= 0) return kDone;
+  return sparta::multiply_short(*matrix, *call) ? kDone : kNoMemory;
+}
+
 SPARTA_EXPORT int sparta_multiply_generated(const sparta::GeneratedGroup* groups, int64_t count, int64_t channels,
                                             int64_t inputs, const float* values, const sparta::PanelCall* call) {
   if (call->tokens <= 0 || channels <= 0) return kDone;
@@ -60,6 +78,21 @@ SPARTA_EXPORT int sparta_multiply_generated(const sparta::GeneratedGroup* groups
 SPARTA_EXPORT int sparta_max_pool(const sparta::PoolCall* call) {
   if (call->planes <= 0 || call->out_rows <= 0 || call->out_columns <= 0) return kDone;
   return sparta::max_pool(*call) ? kDone : kNoMemory;
+}
+
+SPARTA_EXPORT int sparta_multiply_decoded(const sparta::DecodeMatrix* matrix, const float* x, int64_t x_stride,
+                                          int64_t tokens, float* y, int64_t y_stride, int threads) {
+  if (tokens <= 0 || matrix->channels <= 0) return kDone;
+  return sparta::multiply_decoded(*matrix, x, x_stride, tokens, y, y_stride, threads) ? kDone : kNoMemory;
+}
+
+SPARTA_EXPORT int64_t sparta_decode_buffer(const sparta::DecodeProgram* program, int64_t rows) {
+  return sparta::decode_buffer(*program, rows);
+}
+
+SPARTA_EXPORT int sparta_decode(const sparta::DecodeProgram* program, const sparta::DecodeCall* call) {
+  if (call->batch <= 0 || call->tokens <= 0) return kDone;
+  return sparta::decode_step(*program, *call) ? kDone : kNoMemory;
 }
 
 // Token-major to panel and back: what neighbouring sparse layers do once, at both ends.

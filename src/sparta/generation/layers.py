@@ -1,0 +1,216 @@
+"""Sparse linear layers inside a model of transformers: its own code runs, and pruned layers run sparse kernels.
+
+Each layer keeps the parameters it had, so everything that transformers does with a model goes on working. Kernels are
+chosen by measurement for the rows of one decoding step and for those of the example, as for any compiled layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sparta.compiler.lower import lowering_of
+from sparta.compiler.plan import LayerPlan
+from sparta.compiler.run.kernel_module import Fused, KernelModule
+from sparta.compiler.session import EFFORT, Session
+from sparta.errors import SpartaError
+from sparta.modules import replace_module
+from sparta.specialize.kernel_spec import Epilogue, KernelSpec
+from sparta.specialize.tuning.select import DENSE, Choice, choose, tune_kernel
+from sparta.tesa.attribute import TeSA
+from sparta.tesa.prunable import input_axis
+
+__all__ = [
+    "SparseLayer",
+    "is_linear",
+    "is_transposed",
+    "kernel_of",
+    "layer_plans",
+    "layer_spec",
+    "put_layers",
+    "row_counts",
+    "weight_of",
+]
+
+_OP = "linear"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer: PyTorch's own, or the one of GPT-2, whose weight is (inputs, outputs).
+
+    >>> is_linear(nn.Linear(2, 2)), is_linear(nn.ReLU())
+    (True, False)
+    """
+    return type(module) is nn.Linear or is_transposed(module)
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Return the weight (N, K) of a linear layer."""
+    weight = cast("Tensor", module.weight).detach()
+    return weight.t() if is_transposed(module) else weight
+
+
+class SparseLayer(nn.Module):
+    """A linear layer that runs the kernel chosen for its rows.
+
+    Parameters
+    ----------
+    layer
+        The dense layer, whose parameters it shares.
+    kernel
+        The kernels and their packed weights.
+    """
+
+    def __init__(self, layer: nn.Module, kernel: KernelModule) -> None:
+        super().__init__()
+        for name, parameter in layer.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        if getattr(layer, "bias", None) is None:
+            self.register_parameter("bias", None)
+        self.transposed = is_transposed(layer)
+        # Not a sub-module: the state of this layer is that of the dense one.
+        object.__setattr__(self, "kernel", kernel)
+
+    kernel: KernelModule
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (..., N) for x (..., K)."""
+        live = self.kernel.live
+        if x.dtype == live.dtype and x.device == live.device and x.dim() > 1 and x.numel():
+            return self.kernel(x)  # type: ignore[no-any-return]
+        weight = cast("Tensor", self.weight)
+        return functional.linear(x, weight.t() if self.transposed else weight, cast("Tensor | None", self.bias))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseLayer:
+        copied = SparseLayer(self, self.kernel)
+        copied.transposed = self.transposed
+        return copied
+
+    def extra_repr(self) -> str:
+        """Say what runs."""
+        return self.kernel.extra_repr()
+
+
+def row_counts(model: nn.Module, names: Mapping[str, Any], calls: list[Callable[[], Any]]) -> dict[str, list[int]]:
+    """Return how many rows each of the named layers gets in each of several calls, without repetition."""
+    seen: dict[str, list[int]] = {name: [] for name in names}
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if inputs and isinstance(inputs[0], Tensor) and inputs[0].numel():
+                rows = inputs[0].numel() // inputs[0].shape[-1]
+                if rows not in seen[name]:
+                    seen[name].append(rows)
+
+        return hook
+
+    hooks = [model.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
+    try:
+        with torch.no_grad():
+            for call in calls:
+                call()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def put_layers(
+    model: nn.Module, tesas: Mapping[str, TeSA], rows: Mapping[str, list[int]], session: Session
+) -> dict[str, SparseLayer]:
+    """Replace the layers for which a sparse kernel wins, in place; return them by name.
+
+    Parameters
+    ----------
+    tesas
+        What is known of the weights (N, K) of linear layers, by the names of the layers.
+    rows
+        The numbers of rows that kernels are chosen for, by layer.
+    """
+    put: dict[str, SparseLayer] = {}
+    for at, (name, tesa) in enumerate(tesas.items()):
+        layer = model.get_submodule(name)
+        kernel = _chosen(layer, tesa, rows.get(name) or [1], session, 1 / (len(tesas) - at))
+        if kernel is None:
+            continue
+        put[name] = SparseLayer(layer, kernel)
+        replace_module(model, name, put[name])
+        session.show(f"{name}: {kernel.extra_repr()}")
+    return put
+
+
+def _chosen(layer: nn.Module, tesa: TeSA, rows: list[int], session: Session, share: float) -> KernelModule | None:
+    """Return the kernels of a layer; None where dense runs all its sizes, or its dtype has no kernels."""
+    weight, bias = weight_of(layer), cast("Tensor | None", layer.bias)
+    lowering = lowering_of(_OP)
+    shift = None if bias is None else bias.detach()
+    choices: dict[int, tuple[KernelSpec, Choice]] = {}
+    with torch.no_grad():
+        masked = tesa.apply(weight)
+        for count in rows:
+            x = torch.randn(count, weight.shape[1], generator=torch.Generator().manual_seed(0))
+            x = x.to(weight.device, weight.dtype)
+            spec = layer_spec(layer, tesa, count)
+            try:
+                if session.tune == "off" or session.left <= 0:
+                    choices[count] = (spec, choose(spec, session.store))
+                else:
+                    trials, seconds = EFFORT[session.tune]
+                    problem = lowering.problem(spec, masked, x, shift, None)
+                    most = session.share(share, seconds)
+                    with session.step(most):
+                        choice = tune_kernel(problem, max_trials=trials, max_seconds=most, store=session.store)
+                    choices[count] = (spec, choice)
+            except (SpartaError, RuntimeError) as error:
+                session.gave_up(f"a linear layer of {tuple(weight.shape)}", error)
+                return None
+        if all(choice.implement == DENSE for _, choice in choices.values()):
+            return None
+        return kernel_of(layer, tesa, choices)
+
+
+def kernel_of(layer: nn.Module, tesa: TeSA, choices: Mapping[int, tuple[KernelSpec, Choice]]) -> KernelModule:
+    """Return the kernels of a linear layer that were chosen for its rows."""
+    weight, bias = weight_of(layer), cast("Tensor | None", layer.bias)
+    fused = Fused(_OP, tesa.with_format(weight.dtype), {}, Epilogue(bias=bias is not None))
+    live = weight[tesa.mask(weight.device)].clone()
+    return KernelModule(fused, live, None if bias is None else bias.detach().clone(), choices)
+
+
+def layer_spec(layer: nn.Module, tesa: TeSA, rows: int) -> KernelSpec:
+    """Return the kernel spec of a linear layer for a number of rows."""
+    weight = weight_of(layer)
+    x = torch.empty(rows, weight.shape[1], dtype=weight.dtype, device="meta")
+    epilogue = Epilogue(bias=layer.bias is not None)
+    return lowering_of(_OP).spec(tesa.with_format(weight.dtype), x, {}, epilogue, device=weight.device.type)
+
+
+def layer_plans(layers: Mapping[str, SparseLayer]) -> list[LayerPlan]:
+    """Return what a report says of the layers."""
+    plans = []
+    for name, layer in layers.items():
+        kernel = layer.kernel
+        tesa = kernel.fused.weight
+        choices = {size: choice for size, (_, choice) in kernel.choices.items()}
+        rows = next(iter(choices))
+        flops = 2 * rows * tesa.numel
+        live = 2 * rows * tesa.count("live")
+        plans.append(
+            LayerPlan(name, _OP, tesa.describe_pattern(), tesa.density, tuple(tesa.shape), choices, flops, live)
+        )
+    return plans
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module is the linear layer of GPT-2.
+
+    >>> is_transposed(nn.Linear(2, 2))
+    False
+    """
+    if isinstance(module, SparseLayer):
+        return module.transposed
+    return type(module).__name__ == "Conv1D" and input_axis(module) == 0

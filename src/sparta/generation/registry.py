@@ -1,0 +1,86 @@
+"""Classes of transformers by the names that files give: only what its own registry of auto classes lists.
+
+A file names a model type and a class. Both are looked up in transformers' tables, and what is imported is what the
+table says, never what the file says. Settings of a configuration that name code elsewhere are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from sparta.errors import FileFormatError, MissingPackageError, did_you_mean, message
+
+__all__ = ["architecture", "config_fields", "config_from", "transformers_module"]
+
+_ELSEWHERE = (
+    *("auto_map", "quantization_config", "custom_pipelines", "_name_or_path", "name_or_path"),
+    *("_commit_hash", "transformers_version", "architectures", "kernel_config"),
+)
+_IMPLEMENTATIONS = ("eager", "sdpa", "grouped_mm", "batched_mm")
+_MOST_PARTS = 1 << 14  # layers or experts that a configuration may ask for
+_COUNTED = ("layer", "block", "expert", "codebook")
+
+
+def transformers_module() -> Any:
+    """Return transformers; raises :class:`MissingPackageError` where it is not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        given = "this file holds a language model with `generate`, which needs transformers"
+        raise MissingPackageError(message(given, fix="pip install transformers")) from error
+    return transformers
+
+
+def architecture(model_type: object, name: object) -> tuple[type[Any], type[nn.Module]]:
+    """Return the configuration class and the model class that transformers has under these names.
+
+    >>> architecture("llama", "LlamaForCausalLM")[1].__name__
+    'LlamaForCausalLM'
+    """
+    package = transformers_module()
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise FileFormatError(did_you_mean(str(model_type)[:100], list(CONFIG_MAPPING), "model type of transformers"))
+    tables = [v for k, v in vars(modeling_auto).items() if k.endswith("_MAPPING_NAMES") and isinstance(v, Mapping)]
+    listed = [table[model_type] for table in tables if model_type in table]
+    known = {each for entry in listed for each in ([entry] if isinstance(entry, str) else entry)}
+    found = next((each for each in known if each == name), None)
+    if found is None:
+        raise FileFormatError(did_you_mean(str(name)[:100], known, f"class of {model_type} in transformers"))
+    return CONFIG_MAPPING[model_type], getattr(package, found)
+
+
+def config_fields(config: Any) -> dict[str, Any]:
+    """Return a configuration as JSON values, without what names code or files elsewhere."""
+    fields = config.to_dict()
+    attention = getattr(config, "_attn_implementation", None)
+    kept = {key: value for key, value in fields.items() if key not in _ELSEWHERE}
+    return {**kept, "sparta_attention": attention if attention in _IMPLEMENTATIONS else None}
+
+
+def config_from(kind: type[Any], fields: Mapping[str, Any]) -> Any:
+    """Return the configuration of stored fields; raises for one that is out of all proportion."""
+    plain = {str(key): value for key, value in fields.items() if key not in _ELSEWHERE and not str(key).startswith("_")}
+    attention = plain.pop("sparta_attention", None)
+    for key in [key for key in plain if "implementation" in key]:
+        del plain[key]  # it may name a kernel to fetch
+    _check_counts(plain)
+    config = kind.from_dict(plain)
+    if attention in _IMPLEMENTATIONS:
+        config._attn_implementation = attention
+    return config
+
+
+def _check_counts(fields: Mapping[str, Any]) -> None:
+    """Raise for more layers or experts than any model has: building them would take forever."""
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            _check_counts(value)
+        counted = any(part in str(key) for part in _COUNTED)
+        if counted and isinstance(value, int) and not isinstance(value, bool) and value > _MOST_PARTS:
+            raise FileFormatError(message(f"{str(key)[:100]}={value}", f"at most {_MOST_PARTS}", "save it again"))

@@ -1,0 +1,202 @@
+"""Trial calls of a language model: what is compared before a compiled one is handed over, and what is timed.
+
+A trial is a prompt and, where the model keeps a cache, one token after it. Prompts are the example's and random ones of
+its size; a decoder also gets two sequences of which one is padded on the left. Logits of padding are not compared, for
+nobody reads them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparta.compiler.certificate import Certificate
+from sparta.compiler.verify import TOLERANCES
+from sparta.errors import CheckError, ValueRangeError, message
+from sparta.measure.timing import Comparison, compare_own_time
+from sparta.propagation.capture import call_arguments
+
+__all__ = ["agreement", "certified", "decode_call", "named_example", "prompt_call", "timed"]
+
+_SEEDS = (0, 1)
+_ELEMENT = 30.0
+_IDS = ("input_ids", "decoder_input_ids")
+_SECONDS = 2.0
+
+
+def named_example(model: nn.Module, example: Any) -> dict[str, Any]:
+    """Return example inputs by name; an encoder-decoder's decoder starts with its first token where none is given."""
+    args, kwargs = call_arguments(example)
+    try:
+        named = dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+    except TypeError as error:
+        raise ValueRangeError(message(f"example inputs that do not fit the model: {error}")) from error
+    named.update(named.pop("kwargs", {}))
+    config: Any = model.config
+    takes = inspect.signature(model.forward).parameters
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in takes:
+        first = next((v for v in named.values() if isinstance(v, Tensor)), None)
+        if named.get("decoder_input_ids") is None and named.get("decoder_inputs_embeds") is None and first is not None:
+            start = getattr(config, "decoder_start_token_id", None) or getattr(config, "bos_token_id", None) or 0
+            named["decoder_input_ids"] = torch.full((first.shape[0], 1), int(start), device=first.device)
+    return named
+
+
+# ---------------------------------------------------------------------- what is compared
+
+
+def certified(
+    reference: Callable[[Mapping[str, Any]], list[Tensor]],
+    compiled: Callable[[Mapping[str, Any]], list[Tensor]],
+    model: Any,
+    example: Mapping[str, Any],
+) -> Certificate:
+    """Compare what two models return for the trials; raises :class:`CheckError` where they do not agree.
+
+    Parameters
+    ----------
+    reference, compiled
+        From named inputs to the tensors to compare, as :func:`outputs` makes them.
+    """
+    error = worst = 0.0
+    count, dtype = 0, torch.float32
+    for named in [dict(example), *(_fresh(model, example, seed) for seed in _SEEDS), *_padded(model, example)]:
+        for expected, actual in zip(reference(named), compiled(named), strict=True):
+            dtype = expected.dtype
+            relative, single = _difference(expected, actual)
+            error, worst, count = max(error, relative), max(worst, single), count + 1
+    return Certificate(_SEEDS, str(dtype).removeprefix("torch."), TOLERANCES[dtype], error, worst, count, passed=True)
+
+
+def outputs(model: Any, named: Mapping[str, Any]) -> list[Tensor]:
+    """Return the logits of a prompt and, for a decoder with a cache, of one token after it."""
+    with torch.no_grad():
+        first = model(**named)
+        mask: Any = named.get("attention_mask")
+        decoder = not getattr(model.config, "is_encoder_decoder", False)
+        found = [first.logits[mask.bool()] if decoder and _covers(mask, first.logits) else first.logits]
+        cache = getattr(first, "past_key_values", None)
+        ids = named.get("input_ids")
+        if not decoder or cache is None or not isinstance(ids, Tensor) or ids.dim() != 2:
+            return found
+        more: dict[str, Any] = {"input_ids": ids[:, -1:], "past_key_values": cache}
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            more["attention_mask"] = torch.cat([mask, mask.new_ones(mask.shape[0], 1)], 1)
+        return [*found, model(**more).logits]
+
+
+def agreement(expected: list[Tensor], actual: list[Tensor]) -> tuple[float, float]:
+    """Return the relative error of logits, and the share of positions whose largest logit is the same.
+
+    >>> agreement([torch.tensor([[1.0, 2.0]])], [torch.tensor([[2.0, 1.0]])])[1]
+    0.0
+    """
+    wide = [(a.double().flatten(0, -2), b.double().flatten(0, -2)) for a, b in zip(expected, actual, strict=True)]
+    gap = sum(float((a - b).square().sum()) for a, b in wide) ** 0.5
+    norm = sum(float(a.square().sum()) for a, _ in wide) ** 0.5
+    same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in wide])
+    return gap / max(norm, 1e-30), float(same.double().mean())
+
+
+def _difference(expected: Tensor, actual: Tensor) -> tuple[float, float]:
+    if actual.shape != expected.shape:
+        raise CheckError(message(f"logits of shape {tuple(actual.shape)}", f"{tuple(expected.shape)}"))
+    allowed = TOLERANCES.get(expected.dtype, 0.0)
+    left, right = actual.double(), expected.double()
+    if not bool(((left == right) | (left.isfinite() & right.isfinite()) | (left.isnan() & right.isnan())).all()):
+        raise CheckError(message("logits that are infinite or NaN on one side only"))
+    gap = torch.where(right.isfinite(), left - right, 0.0)
+    truth = torch.where(right.isfinite(), right, 0.0)
+    relative = float(gap.norm()) / max(float(truth.norm()), 1e-30)
+    single = float(gap.abs().max()) / max(float(truth.abs().max()), 1e-30) if gap.numel() else 0.0
+    if relative > allowed or single > _ELEMENT * allowed:
+        given = f"the compiled model differs from the original by {relative:.3g} (relative), {single:.3g} at most"
+        raise CheckError(message(given, f"{allowed:.3g} in {expected.dtype}"))
+    return relative, single
+
+
+def _covers(mask: Any, logits: Tensor) -> bool:
+    return isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape == logits.shape[:2]
+
+
+def _fresh(model: Any, example: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Return inputs of the example's sizes with random tokens and random floats."""
+    generator = torch.Generator().manual_seed(seed)
+    named = dict(example)
+    for name, value in example.items():
+        if not isinstance(value, Tensor):
+            continue
+        if name in _IDS:
+            named[name] = torch.randint(0, _vocabulary(model), value.shape, generator=generator).to(value)
+        elif value.is_floating_point() and "mask" not in name:
+            named[name] = torch.randn(value.shape, generator=generator).to(value)
+    return named
+
+
+def _padded(model: Any, example: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return two random sequences of which one is padded on the left; nothing for models that are no plain decoder."""
+    ids = example.get("input_ids")
+    if getattr(model.config, "is_encoder_decoder", False) or not isinstance(ids, Tensor) or ids.dim() != 2:
+        return []
+    if (
+        set(example) - {"input_ids", "attention_mask", "use_cache"}
+        or "attention_mask" not in inspect.signature(model.forward).parameters
+    ):
+        return []
+    tokens = max(4, ids.shape[1])
+    two = torch.randint(0, _vocabulary(model), (2, tokens), generator=torch.Generator().manual_seed(2)).to(ids.device)
+    mask = torch.ones_like(two)
+    mask[0, : tokens // 2] = 0
+    return [{"input_ids": two, "attention_mask": mask}]
+
+
+def _vocabulary(model: Any) -> int:
+    return int(model.get_input_embeddings().weight.shape[0]) if hasattr(model, "get_input_embeddings") else 2
+
+
+# ---------------------------------------------------------------------- what is timed
+
+
+def prompt_call(model: Any, example: Mapping[str, Any]) -> Callable[[], Tensor]:
+    """Return a function that runs the example as a prompt, as `generate` does: with logits of the last token alone."""
+    named = dict(example)
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        named["logits_to_keep"] = 1
+
+    def call() -> Tensor:
+        with torch.no_grad():
+            return model(**named).logits  # type: ignore[no-any-return]
+
+    return call
+
+
+def decode_call(model: Any, example: Mapping[str, Any]) -> Callable[[], Tensor] | None:
+    """Return a function that runs one token after the example; None where that is not a matter of a cache alone."""
+    ids = example.get("input_ids")
+    if getattr(model.config, "is_encoder_decoder", False) or not isinstance(ids, Tensor):
+        return None
+    with torch.no_grad():
+        cache = getattr(model(**example), "past_key_values", None)
+    if cache is None or not hasattr(cache, "crop"):
+        return None
+    mask = example.get("attention_mask")
+    more: dict[str, Any] = {"input_ids": ids[:, -1:], "past_key_values": cache}
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        more["attention_mask"] = torch.cat([mask, mask.new_ones(mask.shape[0], 1)], 1)
+
+    def call() -> Tensor:
+        with torch.no_grad():
+            logits = model(**more).logits
+            cache.crop(-1)
+            return logits  # type: ignore[no-any-return]
+
+    return call
+
+
+def timed(functions: Mapping[str, Callable[[], Tensor]], seconds: float = _SECONDS) -> Comparison:
+    """Time functions interleaved, by the time that is their own."""
+    return compare_own_time(functions, warmup=2, iters=40, max_seconds=seconds)
