@@ -17,6 +17,8 @@ KERNELS = (
     "linear/test_cpu.py",
     "conv/test_cpu.py",
     "int8_linear/test_cpu.py",
+    "conv/test_int8.py",
+    "cpu/test_short.py",
     "linear/test_cpu_generated.py",
     "cpu/test_pool.py",
 )

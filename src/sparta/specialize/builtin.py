@@ -10,13 +10,24 @@ from sparta.specialize.attention.spec import BlocksAttention, DenseAttention
 from sparta.specialize.attention.triton_flash import TritonFlash, TritonFlashSeqlen
 from sparta.specialize.conv.cpu import CpuConv1d, CpuConv2d
 from sparta.specialize.conv.dense import DenseConv1d, DenseConv2d
+from sparta.specialize.conv.int8 import (
+    CpuInt8Conv1d,
+    CpuInt8Conv2d,
+    DenseQuantizedConv1d,
+    DenseQuantizedConv2d,
+    RealQuantizedConv1d,
+    RealQuantizedConv2d,
+)
 from sparta.specialize.implement import Implement
 from sparta.specialize.int8_linear.cpu import CpuInt8Linear
+from sparta.specialize.int8_linear.cpu_weight8 import CpuWeight8
 from sparta.specialize.int8_linear.dense import OneDnnInt8Linear, TorchInt8Linear
 from sparta.specialize.int8_linear.quantized import CpuQuantized, DenseQuantized
 from sparta.specialize.linear.cpu import CpuLinear
+from sparta.specialize.linear.cpu_bf16 import CpuBf16
 from sparta.specialize.linear.cpu_generated import CpuGenerated
 from sparta.specialize.linear.cuda_24 import TwoFour
+from sparta.specialize.linear.cuda_24_resident import TwoFourResident
 from sparta.specialize.linear.cuda_bitmap import CudaBitmap
 from sparta.specialize.linear.cuda_gather import CudaGather
 from sparta.specialize.linear.cusparselt import CuSparseLt
@@ -31,8 +42,9 @@ from sparta.specialize.matmul.spec import BlocksMatmul, DenseMatmul
 from sparta.specialize.matmul.triton_block import TritonBlockMatmul
 from sparta.specialize.moe.spec import DenseMoE, SortedMoE
 from sparta.specialize.moe.triton_ragged import TritonRagged
-from sparta.specialize.scaled_linear.cuda_24 import ScaledTwoFour
+from sparta.specialize.scaled_linear.cuda_24 import ScaledResident, ScaledTwoFour
 from sparta.specialize.scaled_linear.cuda_gather import ScaledGather
+from sparta.specialize.scaled_linear.cusparselt import ScaledCuSparseLt
 from sparta.specialize.scaled_linear.dense import DenseFp8, DenseScaled
 from sparta.specialize.scaled_linear.triton_block import Fp8Block, ScaledBlock
 from sparta.specialize.seqlen_attention.spec import DenseSeqlenAttention, LengthsSeqlenAttention
@@ -45,9 +57,11 @@ _LINEAR: tuple[type[Implement], ...] = (
     DenseLinear,
     CpuGenerated,
     CpuLinear,
+    CpuBf16,
     CuSparseLt,
     TritonBlock,
     TwoFour,
+    TwoFourResident,
     CudaBitmap,
     CudaGather,
     SplitLinear,
@@ -56,10 +70,19 @@ _LINEAR: tuple[type[Implement], ...] = (
     TvmLinear,
 )
 _CONVOLUTIONS: tuple[type[Implement], ...] = (DenseConv2d, CpuConv2d, DenseConv1d, CpuConv1d)
+_INT8_CONVOLUTIONS: tuple[type[Implement], ...] = (
+    DenseQuantizedConv2d,
+    RealQuantizedConv2d,
+    CpuInt8Conv2d,
+    DenseQuantizedConv1d,
+    RealQuantizedConv1d,
+    CpuInt8Conv1d,
+)
 _INT8_LINEAR: tuple[type[Implement], ...] = (
     DenseQuantized,
     CpuQuantized,
     CpuInt8Linear,
+    CpuWeight8,
     OneDnnInt8Linear,
     TorchInt8Linear,
 )
@@ -69,6 +92,8 @@ _SCALED_LINEAR: tuple[type[Implement], ...] = (
     Fp8Block,
     ScaledBlock,
     ScaledTwoFour,
+    ScaledResident,
+    ScaledCuSparseLt,
     ScaledGather,
 )
 _MATMUL: tuple[type[Implement], ...] = (DenseMatmul, BlocksMatmul, CpuMaskedInput, TritonBlockMatmul, SampledMatmul)
@@ -80,6 +105,7 @@ _MOE: tuple[type[Implement], ...] = (DenseMoE, SortedMoE, TritonRagged)
 IMPLEMENTS: tuple[type[Implement], ...] = (
     *_LINEAR,
     *_CONVOLUTIONS,
+    *_INT8_CONVOLUTIONS,
     *_INT8_LINEAR,
     *_SCALED_LINEAR,
     *_MATMUL,

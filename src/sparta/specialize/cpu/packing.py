@@ -18,7 +18,18 @@ from torch import Tensor
 from sparta.errors import ShapeError, message
 from sparta.specialize.cpu.tile import MOST_AHEAD, Tile
 
-__all__ = ["Layout", "is_float", "offset_table", "pack_entries", "pack_mask"]
+__all__ = [
+    "Bools",
+    "Ints",
+    "Layout",
+    "columns_of",
+    "is_float",
+    "offset_table",
+    "pack_entries",
+    "pack_mask",
+    "running_sums",
+    "value_sources",
+]
 
 BLOCK_ROWS = 32  # kBlockRows of native/spmm.h
 CHUNK_INPUTS = 32  # kChunkInputs of native/gemv.h
@@ -143,7 +154,7 @@ def pack_entries(mask: Bools, tile: Tile) -> tuple[Layout, Ints, Ints]:
     first_row = np.repeat(np.tile(rows, len(lists)), counts)
     source, padded = _sources(mask, first_row, column, tile.block)
     arrays = {
-        "starts": _running(counts),
+        "starts": running_sums(counts),
         "rows": rows.astype(np.int32),
         "costs": _block_costs(counts.reshape(len(lists), -1).sum(0), tile.block, outputs),
         "chunk_columns": np.array(bounds),
@@ -156,6 +167,16 @@ def offset_table(offsets: Ints) -> Tensor:
     return _tensor(_with_padding(offsets.astype(np.int32), MOST_AHEAD))
 
 
+def columns_of(mask: Bools, height: int) -> tuple[Ints, Ints]:
+    """Return how many columns of each block of `height` rows have a live weight, and which, block after block."""
+    return _lists(_any_in_blocks(mask, height))
+
+
+def value_sources(mask: Bools, first_row: Ints, column: Ints, height: int) -> Ints:
+    """Return where the values of columns lie in the flattened weight, -1 for pruned ones."""
+    return _sources(mask, first_row, column, height)[0]
+
+
 def _pack_stream(mask: Bools, tile: Tile) -> Layout:
     kept = _any_in_blocks(mask, tile.block)
     counts, column = _lists(kept)
@@ -163,9 +184,9 @@ def _pack_stream(mask: Bools, tile: Tile) -> Layout:
     # 16 bits hold 65536 input channels, read as unsigned.
     index_type = np.uint16 if mask.shape[1] <= 2**16 else np.uint32
     arrays = {
-        "starts": _running(counts),
+        "starts": running_sums(counts),
         "indices": _with_padding(column.astype(index_type), _PADDING),
-        "costs": _running(counts * tile.block + 4),
+        "costs": running_sums(counts * tile.block + 4),
     }
     return _layout(mask, len(kept), arrays, source, padded=padded)
 
@@ -190,12 +211,12 @@ def _pack_permuted(mask: Bools) -> Layout:
     group_steps = np.bincount(np.insert(step_group, before, step_group[before]), minlength=groups)
     rows = np.pad(np.count_nonzero(mask, axis=1), (0, groups * _LANES - outputs))
     arrays = {
-        "starts": _running(rows.reshape(groups, _LANES).sum(axis=1)),
+        "starts": running_sums(rows.reshape(groups, _LANES).sum(axis=1)),
         "indices": _with_padding(index, _PADDING),
-        "step_starts": _running(group_steps),
+        "step_starts": running_sums(group_steps),
         "step_lanes": _with_padding(np.insert(lanes, before, 0), _PADDING),
         "step_advances": _with_padding(advances, _PADDING),
-        "costs": _running(group_steps + 4),
+        "costs": running_sums(group_steps + 4),
     }
     return _layout(mask, groups, arrays, source, padded=False)
 
@@ -242,7 +263,11 @@ def _pack_bitmap(mask: Bools) -> Layout:
     whole[:, :inputs] = mask
     bits = np.packbits(whole, axis=1, bitorder="little").view("<u2").reshape(-1)
     counts = np.count_nonzero(mask, axis=1)
-    arrays = {"starts": _running(counts), "step_lanes": _with_padding(bits, _PADDING), "costs": _running(counts + 4)}
+    arrays = {
+        "starts": running_sums(counts),
+        "step_lanes": _with_padding(bits, _PADDING),
+        "costs": running_sums(counts + 4),
+    }
     return _layout(mask, outputs, arrays, np.flatnonzero(mask), padded=False)
 
 
@@ -302,10 +327,10 @@ def _block_costs(entries: Ints, block: int, outputs: int) -> Ints:
     """Return running costs of blocks of output rows: every entry costs its loads, every row its store."""
     index = np.arange(len(entries)) * block // BLOCK_ROWS
     cost = np.bincount(index, entries * (block + 1) + 8 * block, minlength=-(-outputs // BLOCK_ROWS))
-    return _running(cost.astype(np.int64))
+    return running_sums(cost.astype(np.int64))
 
 
-def _running(counts: Ints) -> Ints:
+def running_sums(counts: Ints) -> Ints:
     """Return 0 and the running sums of counts."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -112,8 +113,8 @@ def integers_here(spec: KernelSpec) -> Support:
         no = f"int8 kernels run for fp32 models, not {spec['input'].format}", Cause.DTYPE
     elif weight.count("live") and str(weight.format) != "int8":
         no = f"the weight is {weight.format}, not int8", Cause.DTYPE
-    elif weight.shape[1] > MOST_INPUTS:
-        no = f"32 bits hold sums with K up to {MOST_INPUTS}, not {weight.shape[1]}", Cause.SHAPE
+    elif math.prod(weight.shape[1:]) > MOST_INPUTS:
+        no = f"32 bits hold sums with K up to {MOST_INPUTS}, not {math.prod(weight.shape[1:])}", Cause.SHAPE
     elif any(grid is not None and not SCALES[0] <= grid.scale <= SCALES[1] for grid in grids):
         no = f"a scale outside {SCALES[0]} to {SCALES[1]}", Cause.OTHER
     else:

@@ -91,14 +91,14 @@ def int8_linear_spec(
 
 
 def row_scales(weight: TeSA) -> Tensor:
-    """Return the scale of each row (N,) of an int8 weight, float64; raises where a row has several, or none.
+    """Return the scale of each row (N,) of an int8 weight (N, ...), float64; raises where a row has several, or none.
 
     >>> row_scales(TeSA.dense((2, 4)).with_format("int8", scale=torch.tensor([0.5, 0.25]))).tolist()
     [0.5, 0.25]
     """
     if not weight.count("live"):
         return torch.ones(weight.shape[0], dtype=torch.float64)
-    scales = weight.scale.dense()
+    scales = weight.scale.dense().flatten(1)
     if bool((scales != scales[:, :1]).any()):
         raise ValueRangeError(message("a weight with several scales in a row", "one scale per output channel, or one"))
     if not bool(scales.isfinite().all()) or bool((weight.zero_point.cells != 0).any()):

@@ -1,0 +1,134 @@
+"""Int8 convolutions are exact: equal, bit for bit, to the convolution of integers, in every build and geometry."""
+
+import os
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparta.errors import ShapeError, ValueRangeError
+from sparta.specialize.conv.cpu_image import IMAGES
+from sparta.specialize.conv.int8 import CONV_OPS, conv_reference, int8_conv_spec
+from sparta.specialize.conv.int8_packed import PackedInt8Conv
+from sparta.specialize.conv.spec import ConvGeometry
+from sparta.specialize.cpu import runnable_isas
+from sparta.specialize.cpu.tile import Tile
+from sparta.specialize.implement import implement_named, supported
+from sparta.specialize.int8_linear.quantization import Quantization
+from sparta.specialize.kernel_spec import Epilogue
+from sparta.specialize.tuning.select import build
+from sparta.tesa.attribute import TeSA
+
+GRIDS = [Quantization(0.02), Quantization(0.03, 100, "uint8"), Quantization(0.01, -128), Quantization(0.05, 0, "uint8")]
+EPILOGUES = [
+    Epilogue(),
+    Epilogue(bias=True, activation="relu"),
+    Epilogue(bias=True, activation="relu6"),
+    Epilogue(bias=True, activation="relu", residual=True, residual_first=True),
+]
+
+
+@st.composite
+def layers(draw):
+    """A spec of any geometry, the weight's integers, an image, bias and residual."""
+    dims = draw(st.sampled_from([1, 2, 2, 2]))
+    kernel = [draw(st.sampled_from([1, 1, 2, 3])) for _ in range(dims)]
+    groups = draw(st.sampled_from([1, 1, 2]))
+    each = draw(st.sampled_from([4, 8])) if groups > 1 else draw(st.integers(1, 18))
+    outputs = groups * draw(st.sampled_from([4, 8])) if groups > 1 else draw(st.integers(1, 40))
+    geometry = ConvGeometry.make(
+        dims,
+        stride=[draw(st.integers(1, 3)) for _ in range(dims)],
+        padding=[(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in range(dims)],
+        dilation=draw(st.integers(1, 2)),
+        groups=groups,
+    )
+    size = [draw(st.integers(2 * (k - 1) + 1, 24)) for k in kernel]
+    shape, grid = (outputs, each, *kernel), draw(st.sampled_from(GRIDS))
+    mask = torch.rand(shape) < draw(st.sampled_from([0.0, 0.3, 1.0]))
+    weight = TeSA.from_mask(mask).with_format("int8", scale=torch.rand(outputs, dtype=torch.float64) + 0.1)
+    images = (draw(st.integers(1, 2)), each * groups, *size)
+    epilogue = draw(st.sampled_from(EPILOGUES))
+    spec = int8_conv_spec(weight, images, grid, geometry, epilogue=epilogue)
+    integers = torch.randint(draw(st.sampled_from([-128, -127])), 128, shape).to(torch.int8)
+    x = torch.randn(images) * draw(st.sampled_from([1.0, 100.0]))
+    bias = torch.randn(outputs) if epilogue.bias else None
+    out = (images[0], outputs, *geometry.output_size(size, kernel))
+    return spec, integers, x, bias, torch.randn(out) if epilogue.residual else None
+
+
+@settings(max_examples=80, deadline=None)
+@given(layers(), st.sampled_from(runnable_isas()), st.sampled_from(IMAGES), st.integers(1, 4), st.data())
+def test_results_equal_the_convolution_of_integers(layer, isa, image, mv, data):
+    spec, integers, x, bias, residual = layer
+    tile = Tile(block=data.draw(st.sampled_from([1, 4])), mv=mv)
+    with mock.patch.dict(os.environ, {"SPARTA_CPU_ISA": isa}):
+        kernel = build(spec, {"_name": "cpu-int8", "tile": str(tile), "image": image})
+    strange = x.to(memory_format=torch.channels_last) if x.dim() == 4 and data.draw(st.booleans()) else x
+    y = kernel.run(kernel.pack(integers), strange, bias, residual)
+    assert torch.equal(y, conv_reference(spec, integers, x, bias, residual))
+
+
+@settings(max_examples=15, deadline=None)
+@given(layers())
+def test_every_implement_agrees_on_the_grid(layer):
+    spec, integers, x, bias, residual = layer
+    x = Quantization.from_dict(spec.attributes).rounded(x)
+    truth = conv_reference(spec, integers, x, bias, residual)
+    scales = spec["weight"].scale.dense()[:, :1].float() if spec["weight"].count("live") else 1.0
+    names = {implement.name for implement in supported(spec)[0]}
+    assert {"dense", "cpu", "cpu-int8"} <= names
+    for name in names:
+        config = {"_name": name, **implement_named(name, spec.op).default(spec)}
+        kernel = build(spec, config)
+        for weight in (integers, integers * scales):
+            torch.testing.assert_close(kernel.run(kernel.pack(weight), x, bias, residual), truth, rtol=1e-3, atol=1e-2)
+
+
+def test_inputs_that_are_no_numbers_are_as_the_grid_says():
+    x = torch.randn(1, 4, 6, 6)
+    x[0, 1, 2, 2], x[0, 0, 3, 3], x[0, 2, 0, 0] = torch.nan, torch.inf, -torch.inf
+    weight = TeSA.dense((8, 4, 3, 3)).with_format("int8", scale=0.1)
+    integers = torch.randint(-127, 128, (8, 4, 3, 3)).to(torch.int8)
+    spec = int8_conv_spec(weight, x.shape, Quantization(0.02, 7), ConvGeometry.make(2, padding=1))
+    for isa in runnable_isas():
+        with mock.patch.dict(os.environ, {"SPARTA_CPU_ISA": isa}):
+            kernel = build(spec, {"_name": "cpu-int8", **implement_named("cpu-int8", spec.op).default(spec)})
+        y = kernel.run(kernel.pack(integers), x, None, None)
+        assert torch.equal(y, conv_reference(spec, integers, x, None, None))
+
+
+def test_groups_that_have_no_whole_places_run_in_real_numbers():
+    weight = TeSA.dense((8, 1, 3, 3)).with_format("int8", scale=0.1)
+    spec = int8_conv_spec(weight, (1, 8, 9, 9), Quantization(0.02), ConvGeometry.make(2, groups=8))
+    answer = implement_named("cpu-int8", CONV_OPS["conv2d"]).supports(spec)
+    assert not answer
+    assert "a group has 1" in answer.reason
+    assert supported(spec)[0]
+    with pytest.raises(ShapeError, match="a multiple of 4"):
+        PackedInt8Conv(torch.ones(8, 1, 3, 3) > 0, ConvGeometry.make(2, groups=8))
+
+
+def test_wrong_specs_and_arguments_say_what_is_allowed():
+    weight, grid = TeSA.dense((8, 4, 3, 3)).with_format("int8", scale=0.1), Quantization(0.1)
+    packed = PackedInt8Conv(torch.ones(8, 4, 3, 3) > 0, ConvGeometry.make(2))
+    integers = torch.ones(8, 4, 3, 3, dtype=torch.int8)
+    values, scales, x = packed.pack_integers(integers), (torch.ones(8), None), torch.zeros(1, 4, 5, 5)
+    for call, error, text in [
+        (lambda: int8_conv_spec(TeSA.dense((8, 4, 3, 3)), (1, 4, 5, 5), grid), ValueRangeError, "a weight in"),
+        (lambda: int8_conv_spec(weight, (1, 4, 5, 5), Quantization.per_token()), ValueRangeError, "a static one"),
+        (lambda: int8_conv_spec(weight, (1, 5, 5, 5), grid), ShapeError, "an input of shape"),
+        (lambda: packed.pack_integers(integers.float()), ShapeError, "int8"),
+        (lambda: packed.run(x[:, :3], values, scales, grid), ShapeError, "x of shape"),
+        (lambda: packed.run(x, (values[0][1:], values[1]), scales, grid), ShapeError, "pack_integers"),
+        (lambda: packed.run(x, values, (torch.ones(7), None), grid), ShapeError, "a scale of shape"),
+        (lambda: packed.run(x, values, scales, Quantization.per_token()), ValueRangeError, "a static one"),
+        (lambda: PackedInt8Conv(torch.ones(8, 4, 3, 3) > 0, ConvGeometry.make(2), block=8), ValueRangeError, "1 or 4"),
+    ]:
+        with pytest.raises(error, match=text):
+            call()
+    cuda = replace(int8_conv_spec(weight, (1, 4, 5, 5), grid), device="cuda")
+    assert "on the CPU" in implement_named("cpu-int8", cuda.op).supports(cuda).reason
