@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from sparta.create.quantize.export import Exported, export
+from sparta.create.quantize.export import ActivationGrid, Exported, export
 from sparta.create.quantize.prepare import quantizers
 from sparta.errors import ValueRangeError, message
 from sparta.precision.api import Quantized
 from sparta.precision.data import checked_batches
+from sparta.precision.formats import Float8
 from sparta.precision.losses import Judge, Metric
 from sparta.precision.report import LayerPrecision, PrecisionReport
 from sparta.specialize.int8_linear.quantization import Quantization
@@ -62,13 +63,20 @@ def from_training(
     exported = export(model, spec=spec)
     judge = Judge.of(model, batches, metric)
     both = None if judge.baseline is None else (judge.baseline, judge.baseline)
-    report = PrecisionReport("int8", _rows(exported), len(batches), 0.0, max_loss, both)
-    grids = {name: Quantization.of(grid) for name, grid in exported.activations.items() if _is_8_bit(grid)}
+    kinds = {weight.args.kind for weight in exported.weights.values()}
+    report = PrecisionReport(
+        "fp8" if kinds == {"float"} else "int8", _rows(exported), len(batches), 0.0, max_loss, both
+    )
+    grids = {name: _grid(grid) for name, grid in exported.activations.items() if _is_8_bit(grid)}
     simulated: Callable[..., Any] = model
     return Quantized(exported.model, exported.spec, grids, simulated, report, judge)
 
 
-def _is_8_bit(grid: Any) -> bool:
+def _grid(grid: ActivationGrid) -> Quantization | Float8:
+    return Float8(grid.scale) if grid.args.kind == "float" else Quantization.of(grid)
+
+
+def _is_8_bit(grid: ActivationGrid) -> bool:
     return bool(grid.args.quant_max - grid.args.quant_min >= 254)
 
 

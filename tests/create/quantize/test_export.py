@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from create.quantize.nets import NETS, make_cnn, train
-from sparta import Spec, Unstructured
+from sparta import Block, Spec, Unstructured
 from sparta.create import quantize
 from sparta.create.quantize.fold import conv_norm_pairs
 from sparta.errors import FileFormatError, ValueRangeError
@@ -61,7 +61,7 @@ def test_integers_scales_and_weights_are_one_thing(net, weights):
         grid = [tesa.scale.dense(), tesa.zero_point.dense()]
         again = (weight.integers.double() - grid[1]) * grid[0]
         assert torch.allclose(again.float(), state[name], rtol=1e-6)
-        assert tesa.density == pytest.approx((state[name] != 0).float().mean().item())
+        assert bool(tesa.mask()[state[name] != 0].all())  # and those that were rounded to zero
 
 
 def test_norms_are_folded_away_exactly_and_the_modules_are_plain():
@@ -135,9 +135,9 @@ def test_a_file_of_a_stranger_is_read_or_refused(tmp_path, change):
     quantize.prepare(model)
     model(torch.randn(4, 8))
     quantize.export(model).save(tmp_path / "model.safetensors")
-    tensors, payload = load_tensors(tmp_path / "model.safetensors", "quantized-model", 1)
+    tensors, payload = load_tensors(tmp_path / "model.safetensors", "quantized-model", 2)
     change(payload)
-    save_tensors(tmp_path / "model.safetensors", "quantized-model", 1, tensors, payload)
+    save_tensors(tmp_path / "model.safetensors", "quantized-model", 2, tensors, payload)
     with pytest.raises(FileFormatError, match=r"model\.safetensors"):
         quantize.load_exported(tmp_path / "model.safetensors", nn.Linear(8, 8))
 
@@ -215,3 +215,30 @@ def test_transposed_convolutions_fold_along_their_own_axis(conv):
     exported = quantize.export(model)
     assert torch.allclose(exported.model(images), model.eval()(images), atol=1e-5)
     assert exported.folded == (("1",) if conv.groups == 1 else ())
+
+
+def test_weights_that_round_to_zero_stay_live_in_their_blocks(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    spec = Spec.from_pattern(model, Block(4, 1), 0.8)
+    spec.apply(model)
+    with torch.no_grad():
+        model[0].weight[:, 5] *= 1e-5
+        model[0].weight[:, 9] *= 1e-5
+    mask = spec["0.weight"].mask()
+    quantize.prepare(model)
+    quantize.calibrate(model, [torch.randn(8, 64)])
+    for exported in (quantize.export(model), quantize.export(model, spec=spec)):
+        integers = exported.weights["0.weight"].integers
+        assert int((integers[mask] == 0).sum()) > 0
+        assert torch.equal(exported.spec["0.weight"].mask(), mask)
+        assert exported.spec["0.weight"].describe_pattern() == "block 4×1"
+    exported.save(tmp_path / "model.safetensors")
+    fresh = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    assert quantize.load_exported(tmp_path / "model.safetensors", fresh).spec == exported.spec
+    tensors, payload = load_tensors(tmp_path / "model.safetensors", "quantized-model", 2)
+    for wrong in (tensors["0.weight::live"][:, :3], tensors["0.weight::live"].float()):
+        changed = {**tensors, "0.weight::live": wrong}
+        save_tensors(tmp_path / "other.safetensors", "quantized-model", 2, changed, payload)
+        with pytest.raises(FileFormatError, match="live weights"):
+            quantize.load_exported(tmp_path / "other.safetensors", fresh)

@@ -24,7 +24,7 @@ from sparta.create.quantize.fold import conv_norm_pairs
 from sparta.create.quantize.layers import QuantizedLayer
 from sparta.create.quantize.prepare import is_quantized, quantized_layers, quantizers, restore
 from sparta.create.quantize.scheme import QuantizationArgs
-from sparta.errors import ValueRangeError, message
+from sparta.errors import FileFormatError, ValueRangeError, message
 from sparta.files import load_tensors, reading, save_tensors
 from sparta.modules import replace_module, unwrapped
 from sparta.sparsify.shards import local, whole
@@ -45,7 +45,7 @@ class IntegerWeight:
     Parameters
     ----------
     integers
-        int8 or uint8, of the weight's shape.
+        int8 or uint8 (or float8_e4m3fn, for that kind), of the weight's shape.
     scale, zero_point
         float32 and int32; of no dims, or with the weight's dims and size 1 along all but `axis`.
     axis
@@ -65,6 +65,8 @@ class IntegerWeight:
 
     def dequantized(self) -> Tensor:
         """Return the weight as float32."""
+        if self.args.kind == "float":
+            return self.integers.float() * self.scale
         return (self.integers.to(torch.int32) - self.zero_point).float() * self.scale
 
     def folded(self, factor: Tensor) -> IntegerWeight:
@@ -72,17 +74,21 @@ class IntegerWeight:
 
         A negative factor mirrors the grid, which maps onto itself; a factor of zero leaves zeros.
         """
+        live = None if self.live is None else self.live & (factor != 0)
+        if self.args.kind == "float":
+            turned = self.integers.float() * factor.sign()
+            scale = torch.where(factor == 0, 1.0, self.scale * factor.abs())
+            return replace(self, integers=turned.to(self.integers.dtype), scale=scale, live=live)
         mirror = self.args.quant_min + self.args.quant_max
         zero_point = torch.where(factor < 0, mirror - self.zero_point, self.zero_point)
         integers = torch.where(factor < 0, mirror - self.integers.to(torch.int32), self.integers.to(torch.int32))
         integers = torch.where(factor == 0, zero_point, integers).to(self.integers.dtype)
         scale = torch.where(factor == 0, 1.0, self.scale * factor.abs())
-        live = None if self.live is None else self.live & (factor != 0)
         return replace(self, integers=integers, scale=scale, zero_point=zero_point.to(torch.int32), live=live)
 
     def tesa(self, *, zeros: bool = True) -> TeSA:
         """Return what is known of the weight: its bits, its grid, and (unless training may change them) its zeros."""
-        kept = self.live if self.live is not None else self.integers.to(torch.int32) != self.zero_point
+        kept = self.live if self.live is not None else self.dequantized() != 0
         scale, zero_point = self.scale, self.zero_point.expand_as(self.scale)
         group = None
         if scale.dim():
@@ -151,7 +157,7 @@ class Exported:
         tensors: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             tensors |= {f"{name}::{part}": getattr(weight, part) for part in _PARTS}
-            if weight.live is not None and not torch.equal(weight.live, weight.integers != weight.zero_point):
+            if weight.live is not None and not torch.equal(weight.live, weight.dequantized() != 0):
                 tensors[f"{name}::live"] = pack_bits(weight.live.reshape(1, -1))
         for name, tensor in self.model.state_dict().items():
             if name not in self.weights:
@@ -262,7 +268,11 @@ def load_exported(path: str | os.PathLike[str], model: nn.Module) -> Exported:
 def _live(tensors: Mapping[str, Tensor], name: str) -> Tensor | None:
     """Return which weights of a file are live, where it says more than their integers do."""
     packed, shape = tensors.get(f"{name}::live"), tensors[f"{name}::integers"].shape
-    return None if packed is None else unpack_bits(packed, shape.numel()).reshape(shape)
+    if packed is None:
+        return None
+    if packed.dtype != torch.uint8 or tuple(packed.shape) != (1, -(-shape.numel() // 8)):
+        raise FileFormatError(message(f"the live weights of {name[:100]!r}", "one bit per weight", "save it again"))
+    return unpack_bits(packed, shape.numel()).reshape(shape)
 
 
 def _integer_weight(layer: QuantizedLayer, name: str, quantizer: Quantizer) -> IntegerWeight:

@@ -9,7 +9,7 @@ through wherever a value lies inside the range.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,9 @@ def fake_quantize(
     if values.numel() == 0:
         return values
     zero_point = zero_point.to(torch.int32)
+    if args.kind == "float":
+        steps = _over_channels(scale, values, axis)
+        return (_rounded_fp8(values.float() / steps) * steps).to(values.dtype)
     if axis is None:
         rounded = torch.fake_quantize_per_tensor_affine(
             values.float(), scale, zero_point, args.quant_min, args.quant_max
@@ -80,17 +83,43 @@ def fake_quantize(
 def to_integers(
     values: Tensor, scale: Tensor, zero_point: Tensor, args: QuantizationArgs, axis: int | None = None
 ) -> Tensor:
-    """Return the integers that :func:`fake_quantize` rounds `values` to, as int8 or uint8.
+    """Return the numbers that :func:`fake_quantize` rounds `values` to, as int8, uint8 or float8_e4m3fn.
 
     ``(integers - zero_point) * scale`` is the fake-quantised tensor, bit for bit.
 
     >>> to_integers(torch.tensor([0.0, -0.26]), torch.tensor(0.1), torch.tensor(0), QuantizationArgs())
     tensor([ 0, -3], dtype=torch.int8)
     """
+    if args.kind == "float":
+        return _rounded_fp8(values.float() / _over_channels(scale, values, axis)).to(args.dtype)
     rounded = fake_quantize(values.float(), scale, zero_point, args, axis)
     shape = [-1 if dim == axis else 1 for dim in range(values.dim())] if axis is not None else []
     integers = (rounded / scale.reshape(shape)).round() + zero_point.reshape(shape)
     return integers.to(args.dtype)
+
+
+def _over_channels(scale: Tensor, values: Tensor, axis: int | None) -> Tensor:
+    return scale if axis is None else scale.reshape([-1 if dim == axis else 1 for dim in range(values.dim())])
+
+
+class _RoundFp8(torch.autograd.Function):
+    """Rounds to e4m3; the gradient passes straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: Tensor) -> Tensor:
+        del ctx
+        return numbers.to(torch.float8_e4m3fn).to(numbers.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        del ctx
+        return gradients[0]
+
+
+def _rounded_fp8(numbers: Tensor) -> Tensor:
+    """Return numbers rounded to e4m3; beyond its largest number they saturate, and have no gradient."""
+    rounded: Tensor = _RoundFp8.apply(numbers.clamp(-448.0, 448.0))  # type: ignore[no-untyped-call]
+    return rounded
 
 
 class Quantizer(nn.Module):

@@ -108,6 +108,11 @@ def to_onnx(
     """
     _need("onnx", "onnxscript")
     exported = model if isinstance(model, Exported) else export(model)
+    floats = [name for name, weight in exported.weights.items() if weight.args.kind == "float"]
+    if floats:
+        raise ValueRangeError(
+            message(f"{floats[0]} in fp8", "integers: runtimes have no kernels of fp8 for the CPU", "train it in int8")
+        )
     with_operators = _with_onnx_operators(exported)
     if not Path(path).parent.is_dir():
         raise ValueRangeError(message(f"cannot write {os.fspath(path)}: its folder does not exist", fix="create it"))

@@ -19,6 +19,8 @@ from sparta.tesa.bits import BitFormat, bit_format
 __all__ = ["PRESETS", "QuantizationArgs", "Scheme"]
 
 Strategy = Literal["tensor", "channel"]
+Kind = Literal["int", "float"]
+_LARGEST_FP8 = 448
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class QuantizationArgs:
         ``"tensor"``: one scale for all. ``"channel"``: one for each output channel; for weights only.
     averaging
         How much a new batch moves the observed range of an activation: 1 takes the batch, 0.01 a hundredth of it.
+    kind
+        ``"int"``, or ``"float"`` for 8-bit floating point (e4m3): numbers up to 448 times the scale, symmetric.
 
     Examples
     --------
@@ -50,8 +54,14 @@ class QuantizationArgs:
     symmetric: bool = True
     strategy: Strategy = "tensor"
     averaging: float = 0.01
+    kind: Kind = "int"
 
     def __post_init__(self) -> None:
+        if self.kind not in {"int", "float"}:
+            raise NameNotFoundError(did_you_mean(str(self.kind), ["int", "float"], "kind of numbers"))
+        if self.kind == "float" and (self.num_bits != 8 or self.symmetric is not True):
+            given = f"floating point of {self.num_bits!r} bits, symmetric={self.symmetric!r}"
+            raise ValueRangeError(message(given, "8 bits, symmetric: e4m3 has a sign and no zero point"))
         if isinstance(self.num_bits, bool) or not isinstance(self.num_bits, int) or not 2 <= self.num_bits <= 8:
             raise ValueRangeError(message(f"num_bits is {self.num_bits!r}", "a whole number from 2 to 8"))
         if not isinstance(self.symmetric, bool):
@@ -68,21 +78,27 @@ class QuantizationArgs:
 
     @property
     def quant_max(self) -> int:
-        """The highest integer."""
+        """The highest integer, or the largest number of e4m3."""
+        if self.kind == "float":
+            return _LARGEST_FP8
         return (1 << (self.num_bits - 1)) - 1 if self.symmetric else (1 << self.num_bits) - 1
 
     @property
     def dtype(self) -> torch.dtype:
-        """The torch dtype that holds the integers."""
+        """The torch dtype that holds the numbers."""
+        if self.kind == "float":
+            return torch.float8_e4m3fn
         return torch.int8 if self.symmetric else torch.uint8
 
     @property
     def format(self) -> BitFormat:
-        """The smallest bit format that holds the integers."""
+        """The smallest bit format that holds the numbers."""
+        if self.kind == "float":
+            return bit_format("fp8_e4m3")
         return bit_format(f"{'int' if self.symmetric else 'uint'}{4 if self.num_bits <= 4 else 8}")
 
     def __str__(self) -> str:
-        kind = "symmetric" if self.symmetric else "asymmetric"
+        kind = "e4m3" if self.kind == "float" else "symmetric" if self.symmetric else "asymmetric"
         return f"{self.num_bits} bits {kind} per {self.strategy}"
 
 
@@ -165,5 +181,6 @@ PRESETS: dict[str, Scheme] = {
     "deepsparse": Scheme(QuantizationArgs(), QuantizationArgs(symmetric=False)),
     "tensorrt": Scheme(QuantizationArgs(strategy="channel"), QuantizationArgs()),
     "weights_only": Scheme(QuantizationArgs(strategy="channel")),
+    "fp8": Scheme(QuantizationArgs(strategy="channel", kind="float"), QuantizationArgs(kind="float")),
 }
 """Schemes by name."""
