@@ -1,4 +1,4 @@
-"""`sparta.prune` on whole models: order, structure, allocation, refinement, resume, and what can go wrong."""
+"""`sparta.prune` on whole models: order, structure, allocation, refinement and resume."""
 
 import copy
 import math
@@ -9,87 +9,18 @@ import torch
 from torch import nn
 
 import sparta
+from oneshot.models import Loose, make, same, tokens
 from sparta.errors import (
-    ArgumentError,
     FileFormatError,
     MissingPackageError,
-    NameNotFoundError,
-    ShapeError,
     ValueRangeError,
 )
 from sparta.oneshot import Problem, prune
 from sparta.oneshot.calibrate import Grams
-from sparta.oneshot.methods import alps, magnitude, sparsegpt
+from sparta.oneshot.methods import sparsegpt
 from sparta.oneshot.stages import find_chain, order
-from sparta.oneshot.targets import Target, find_targets
-from sparta.tesa.patterns import NM, Unstructured
-
-
-class Attention(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-
-    def forward(self, x):
-        q, k, v = self.q(x), self.k(x), self.v(x)
-        return self.o(torch.softmax(q @ k.transpose(1, 2) / q.shape[-1] ** 0.5, -1) @ v)
-
-
-class Layer(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x, scale=1.0):
-        x = x + scale * self.attention(self.norm(x))
-        return (x + self.down(torch.relu(self.up(self.norm2(x)))),)
-
-
-class Model(nn.Module):
-    """A small language model: embedding, blocks that give tuples, a tied head."""
-
-    def __init__(self, width=16, layers=2, words=20):
-        super().__init__()
-        self.embed = nn.Embedding(words, width)
-        self.enter = nn.Linear(width, width)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
-        self.lm_head = nn.Linear(width, words, bias=False)
-        self.lm_head.weight = self.embed.weight
-
-    def forward(self, tokens, scale=1.0):
-        x = self.enter(self.embed(tokens))
-        for layer in self.layers:
-            x = layer(x, scale=scale)[0]
-        return self.lm_head(x)
-
-
-class Loose(nn.Module):
-    """No chain: two branches over one input."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
-        self.unused = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.c(torch.relu(self.a(x)) + torch.tanh(self.b(x)))
-
-
-def tokens(batches=3, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 20, (4, 9), generator=generator) for _ in range(batches)]
-
-
-def make(kind=Model, seed=0):
-    torch.manual_seed(seed)
-    return kind()
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
-
+from sparta.oneshot.targets import find_targets
+from sparta.tesa.patterns import NM
 
 # ---------------------------------------------------------------- what is pruned
 
@@ -404,6 +335,43 @@ def test_patterns_by_layer():
     spec.check(model)
 
 
+def test_sparsities_by_layer():
+    _, log = prune(make(), tokens(), "unstructured", {"layers.0.*": 0.75, "*": 0.25}, method="wanda")
+    for layer in log:
+        assert layer.density == pytest.approx(0.25 if layer.name.startswith("layers.0") else 0.75, abs=0.01)
+    mixed = {"layers.0.*": "2:4", "layers.1.*": "4x1"}
+    _, log = prune(make(), tokens(), mixed, {"layers.1.*": 0.75}, method="wanda")
+    assert {layer.density for layer in log} == {0.5, 0.25}
+    with pytest.raises(ValueRangeError, match=r"no sparsity for 'layers.1"):
+        prune(make(), tokens(), "4x1", {"layers.0.*": 0.5, "enter.weight": 0.5})
+    with pytest.raises(ValueRangeError, match="one of them"):
+        prune(make(), tokens(), "4x1", {"*": 0.5}, allocation="erk")
+    with pytest.raises(ValueRangeError, match="real number"):
+        prune(make(), tokens(), "4x1", {"*": 2.0})
+
+
+def test_the_log_draws_itself():
+    pytest.importorskip("matplotlib").use("Agg")
+    _, log = prune(make(), tokens(), "2:4", method="wanda")
+    assert len(log.plot().patches) == 2 * len(log)
+
+
+def test_progress_gets_a_step_for_each_stage():
+    steps = []
+    prune(make(), tokens(), "2:4", method="wanda", progress=steps.append)
+    assert [step.name for step in steps] == ["enter", "layers.0", "layers.1"]
+    assert "6 layers, density 0.500" in str(steps[1])
+
+
+def test_blocks_are_not_run_to_find_out_what_they_are_called_with():
+    model, calls = make(), []
+    for layer in model.layers:
+        layer.up.register_forward_hook(lambda *_: calls.append(1))
+    prune(model, tokens(5), "2:4", method="wanda", include="layers.*")
+    # to see the order: once per block and batch 0, twice; to calibrate; to hand over to the next block
+    assert len(calls) == 2 * 2 + 2 * 5 + 5
+
+
 def test_refining_a_block_brings_its_output_nearer_and_holds_the_masks():
     plain, refined, dense = make(), make(), make()
     data = tokens(4)
@@ -482,84 +450,3 @@ def test_the_output_of_the_model_is_nearer_to_the_dense_one_than_by_magnitude():
     x = tokens(1, seed=5)[0]
     with torch.no_grad():
         assert (pruned(x) - dense(x)).norm() < (plain(x) - dense(x)).norm()
-
-
-# ---------------------------------------------------------------- what can go wrong
-
-
-def test_data_that_is_no_batches():
-    with pytest.raises(ValueRangeError, match="no batch"):
-        prune(make(), [], "2:4")
-    spent = iter(tokens())
-    list(spent)
-    with pytest.raises(ValueRangeError, match="used before"):
-        prune(make(), spent, "2:4")
-    with pytest.raises(ArgumentError, match="list with the batch"):
-        prune(make(), tokens()[0], "2:4")
-    with pytest.raises(ArgumentError):
-        prune(make(), 5, "2:4")
-
-
-def test_batches_that_the_model_does_not_take():
-    with pytest.raises(ValueRangeError, match=r"batch 0 .*tuple of 3"):
-        prune(make(), [(tokens()[0], 1.0, 2)], "2:4")
-    with pytest.raises(ValueRangeError, match=r"batch 1 .*dict of words"):
-        prune(make(), [tokens()[0], {"words": tokens()[0]}], "2:4")
-    with pytest.raises(ArgumentError, match="batch 0 is a str"):
-        prune(make(), ["text"], "2:4")
-
-
-def test_activations_that_are_not_finite_name_the_layer():
-    model = make()
-    model.layers[1].norm.weight.data[0] = math.nan
-    with pytest.raises(ValueRangeError, match=r"layers\.1\.attention\.q\.weight"):
-        prune(model, tokens(), "2:4")
-
-
-def test_a_pattern_that_does_not_fit_names_the_layer_before_anything_runs():
-    model, dense = make(), make()
-    with pytest.raises(ShapeError, match=r"enter\.weight"):
-        prune(model, tokens(), "32x1", 0.5)
-    assert same(model, dense)
-
-
-def test_names_that_are_unknown():
-    for arguments in ({"method": "alsp"}, {"allocation": "unifrom"}, {"refine": "blok"}, {"ignore": "layer.*"}):
-        with pytest.raises(NameNotFoundError):
-            prune(make(), tokens(), "2:4", **arguments)
-    with pytest.raises(NameNotFoundError, match="no weight to prune"):
-        prune(nn.LayerNorm(4), None)
-
-
-def test_methods_that_need_data_and_sparsities_that_do_not_fit():
-    with pytest.raises(ValueRangeError, match="without data"):
-        prune(make(), None, method="wanda")
-    with pytest.raises(ValueRangeError, match="without data"):
-        prune(make(), None, refine="block")
-    with pytest.raises(ValueRangeError, match="no sparsity"):
-        prune(make(), None, "4x1")
-    with pytest.raises(ValueRangeError):
-        prune(make(), None, "2:4", 0.9)
-    with pytest.raises(ValueRangeError, match="allocation"):
-        prune(make(), None, "2:4", allocation="erk")
-    with pytest.raises(ValueRangeError, match="chain of blocks"):
-        prune(make(Loose), [torch.randn(4, 8)], refine="block")
-
-
-def test_methods_name_the_layer_they_cannot_prune():
-    with pytest.raises(sparta.errors.PatternError, match=r"enter\.weight: method 'obc'"):
-        prune(make(), tokens(), "4:1:4", method="obc")
-
-
-def test_errors_after_refinement_are_never_above_those_of_magnitude():
-    for seed in range(3):
-        torch.manual_seed(seed)
-        weight, x = torch.randn(12, 16).double(), torch.randn(80, 16).double() @ torch.randn(16, 16).double()
-        problem = Problem.of(weight, x.T @ x, Unstructured(), 0.5)
-        assert problem.loss(alps(problem).weight) <= problem.loss(magnitude(problem).weight)
-
-
-def test_a_target_says_what_it_was_called_with():
-    target = Target("a.weight", nn.Linear(2, 2))
-    with pytest.raises(ShapeError, match=r"a\.weight was called with"):
-        target.inputs((), {"x": 3})

@@ -8,7 +8,9 @@ there. A part that is held stays until it is let go.
 from __future__ import annotations
 
 import re
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -163,8 +165,8 @@ class Offload:
             if needed > self.memory:
                 raise ValueRangeError(
                     message(
-                        f"a memory of {self.memory / 2**20:.0f} MiB",
-                        f"{needed / 2**20:.0f} MiB or more, for {targets[0].name!r} and what is calibrated with it",
+                        f"a memory of {self.memory / 2**20:.4g} MiB",
+                        f"{needed / 2**20:.4g} MiB or more, for {targets[0].name!r} and what is calibrated with it",
                     )
                 )
 
@@ -214,7 +216,8 @@ class Spill(Sequence[Tensor]):
     """Tensors in files of a temporary folder, read one at a time."""
 
     def __init__(self, tensors: Iterator[Tensor]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="sparta-")
+        self._folder = Path(tempfile.mkdtemp(prefix="sparta-"))
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         for tensor in tensors:
             self._file(len(self._kinds)).write_bytes(_raw(tensor))
@@ -227,10 +230,12 @@ class Spill(Sequence[Tensor]):
         """Return one of the tensors."""
         shape, dtype, device = self._kinds[place]
         data = bytearray(self._file(place % len(self)).read_bytes())
+        if not data:
+            return torch.empty(shape, dtype=dtype, device=device)
         return torch.frombuffer(data, dtype=dtype).reshape(shape).to(device)
 
     def _file(self, place: int) -> Path:
-        return Path(self._folder.name) / f"{place:06d}"
+        return self._folder / f"{place:06d}"
 
 
 def _raw(tensor: Tensor) -> bytes:
