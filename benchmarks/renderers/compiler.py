@@ -70,3 +70,32 @@ def stacks(found: Sequence[Record]) -> str:
         heads = ["stack", "step", "weights", "best dense ms", "sparta ms", "times faster", "runs in, by"]
         parts.append(f"{title}\n\n{markdown(heads, rows)}")
     return "\n\n".join(parts)
+
+
+@renderer("compiler-precision", "compiler_precision")
+def precision(found: Sequence[Record]) -> str:
+    """Return a sentence encoder in several precisions: accuracy beside time and size."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        rows = [
+            [
+                row["name"],
+                f"{row['spearman']:.4f}",
+                f"{row['one_ms']:.2f}",
+                f"{row['per_second']:.0f}",
+                f"{row['mib']:.1f}",
+                None if row["change"] is None else f"{row['change']:.3f}",
+            ]
+            for row in results["rows"]
+        ]
+        how = "pruned and trained" if results["sparse"]["trained"] else "pruned in one shot, not trained on"
+        title = (
+            "all-MiniLM-L6-v2 with its real weights on STS-B: Spearman's correlation of "
+            f"{results['pairs']} pairs, milliseconds of a sentence alone, sentences a second in batches of 32, MiB of "
+            f"the file, and how much rounding changes the outputs (of their norm). Sparse models were {how}. "
+            f"{source(record)}"
+        )
+        heads = ["variant", "Spearman", "ms alone", "sentences/s", "MiB", "change"]
+        parts.append(f"{title}\n\n{markdown(heads, rows)}")
+    return "\n\n".join(parts)
