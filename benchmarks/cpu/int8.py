@@ -4,9 +4,10 @@ Run with ``python benchmarks/cpu/int8.py`` (about 4 minutes on a quiet machine);
 call brings quantised inputs, adds a bias, takes ReLU and requantises to int8: token-major at both ends as a drop-in,
 which is what dense int8 has, and with bytes packed at both ends (``panel``), as between neighbouring sparse layers.
 ``real`` is as a model in fp32 calls it: inputs are rounded in the call and results are fp32, for dense int8 as well.
-Dense int8 is the faster of oneDNN's quantised linear and ``torch._int_mm``; results are checked to be equal to the
-integer product before anything is timed. As in :mod:`layers`, rivals are interleaved call by call and by several calls;
-the share of the roof is that of :mod:`roofline`.
+Dense int8 is the fastest of ``torch._int_mm``, oneDNN's quantised linear (where it is exact), ONNX Runtime and, where
+it is installed, OpenVINO (fp32 ends only, as its graphs have them); ours are checked to be equal to the integer product
+before anything is timed. It runs with and without VNNI. As in :mod:`layers`, rivals are interleaved call by call and by
+several calls; the share of the roof is that of :mod:`roofline`.
 
 What bounds it beside multiply-adds: each 16 results cost about five instructions to requantise whatever the sparsity
 is, and the call from Python does not shrink either. Tried without gain: tiles of 2 and 3 vectors (more loads for a
@@ -22,7 +23,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,16 @@ from torch import Tensor
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from int8_rivals import quantized_layer_calls
 from roofline import Roof, measured_roof
 
 from common import Call, calls_for, median_ms, without
 from record import save
 from sparta.specialize.cpu.tile import Tile
-from sparta.specialize.implement import implement_named
+from sparta.specialize.implement import implement_named, supported
 from sparta.specialize.int8_linear.cpu import Int8Options, Int8Panel, PackedInt8Linear
-from sparta.specialize.int8_linear.spec import int8_linear_spec
+from sparta.specialize.int8_linear.quantization import Quantization
+from sparta.specialize.int8_linear.spec import OP, int8_linear_spec
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.tuning.select import build
 from sparta.tables import table
@@ -52,7 +55,9 @@ PATTERNS = ((1, 4), (4, 4), (16, 4))
 SPARSITIES = (0.8, 0.9, 0.95)
 TARGETS = (6, 10, 18)  # 128 tokens, blocks of 4x4, packed at both ends
 SCALE, ZERO = 0.02, 128  # of the input
-DENSE, OWN = ("dense", "onednn"), ("drop-in", "panel")
+WEIGHT_SCALE = 5e-3
+GRID, OUTPUT = Quantization(SCALE, ZERO, "uint8"), Quantization(1.0)
+DENSE, OWN = ("torch-int8", "onednn-int8"), ("drop-in", "panel")
 REPEATED_MS = 2.0  # of dense, about, in one turn of several calls
 
 
@@ -72,9 +77,10 @@ class Layer:
 
     def spec(self, output: str) -> KernelSpec:
         """Return the kernel spec with this output format."""
-        formats = {"input_format": "uint8", "output_format": output, "input_zero_point": ZERO}
+        weight = TeSA.from_mask(self.mask()).with_format("int8", scale=WEIGHT_SCALE)
         epilogue = Epilogue(bias=True, activation="relu")
-        return int8_linear_spec(TeSA.from_mask(self.mask()), self.tokens, **formats, epilogue=epilogue)
+        given = OUTPUT if output == "int8" else None
+        return int8_linear_spec(weight, self.tokens, GRID, output=given, epilogue=epilogue)
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ class Data:
         weight = torch.randint(-127, 128, (layer.outputs, layer.inputs), dtype=torch.int8)
         # Without a sign, as oneDNN wants it; ours takes either.
         x = torch.randint(0, 256, (layer.tokens, layer.inputs), dtype=torch.uint8)
-        scales = torch.full((layer.outputs,), 1e-4), torch.zeros(layer.outputs)
+        scales = torch.full((layer.outputs,), WEIGHT_SCALE * SCALE), torch.zeros(layer.outputs)
         return Data(weight, (x.float() - ZERO) * SCALE, x, *scales)
 
 
@@ -107,20 +113,27 @@ def layers(tokens: list[int], *, quick: bool) -> Iterator[Layer]:
 
 
 def dense_calls(layer: Layer, data: Data, output: str) -> dict[str, Call]:
-    """Return the dense rivals with this output; those in fp32 round their input first, by PyTorch's fastest way."""
+    """Return the dense rivals with this output; those in fp32 round their input in the call."""
     spec, calls = layer.spec(output), {}
+    able = {implement.name for implement in supported(spec)[0]}
     for name in DENSE:
+        if name not in able:
+            continue
         kernel = build(spec, {"_name": name})
         packed = kernel.pack(data.weight)
 
         def call(kernel: Any = kernel, packed: Any = packed) -> Tensor:
             x = data.x
-            if output == "fp32":
+            if output == "fp32":  # PyTorch's fastest way
                 x = torch.quantize_per_tensor(data.real, SCALE, ZERO, torch.quint8).int_repr()
-            result: Tensor = kernel.run(packed, x, data.multiplier, data.offset)
+            result: Tensor = kernel.run(packed, x, data.offset, None)
             return result
 
         calls[name] = call
+    live = data.weight * layer.mask()
+    calls |= quantized_layer_calls(
+        live, data.offset, (SCALE, ZERO), WEIGHT_SCALE, data.x, data.real, real=output == "fp32"
+    )
     return calls
 
 
@@ -128,8 +141,8 @@ def own_calls(tile: Tile, layer: Layer, data: Data) -> dict[str, Call]:
     """Return the ways to call a sparse layer with this tile."""
     packed = PackedInt8Linear(layer.mask(), block=tile.block, mv=tile.mv)
     values, scales = packed.pack(data.weight), (data.multiplier, data.offset)
-    bytes_ = Int8Options(ZERO, relu=True, output=(torch.int8, 0))
-    real = Int8Options(ZERO, relu=True, rounded_to=(torch.uint8, SCALE))
+    bytes_ = Int8Options(ZERO, "relu", output=(torch.int8, 0))
+    real = Int8Options(ZERO, "relu", rounded_to=(torch.uint8, SCALE))
     panel = Int8Panel.pack(data.x, tile.mv, packed.library)
     return {
         "drop-in": lambda: packed.run(data.x, values, scales, bytes_),
@@ -141,7 +154,7 @@ def own_calls(tile: Tile, layer: Layer, data: Data) -> dict[str, Call]:
 
 def fastest(layer: Layer, data: Data, truths: dict[str, Tensor]) -> dict[str, tuple[str, Call]]:
     """Return the best tile and its call for every way, after checking that all compute the integer product."""
-    tiles = implement_named("cpu-int8", "int8_linear").space(layer.spec("int8"))["tile"]._value
+    tiles = implement_named("cpu-int8", OP).space(layer.spec("int8"))["tile"]._value
     calls = {str(tile): own_calls(Tile.parse(str(tile)), layer, data) for tile in tiles}
     for tile, ways in calls.items():
         for way, truth in (("drop-in", "int8"), ("unpacked", "int8"), ("real", "fp32")):
@@ -158,18 +171,18 @@ def measure(layer: Layer, roof: Roof) -> dict[str, Any]:
     """Time one layer; returns medians in ms, speedups over dense int8 and fp32, and the share of the roof."""
     data = Data.of(layer)
     rivals = {output: dense_calls(layer, data, output) for output in ("int8", "fp32")}
-    found = fastest(layer, data, {output: calls["dense"]() for output, calls in rivals.items()})
+    found = fastest(layer, data, {output: calls["torch-int8"]() for output, calls in rivals.items()})
     masked = (data.weight * layer.mask()).float()
     functions = {**rivals["int8"], **{f"{name} real": call for name, call in rivals["fp32"].items()}}
     functions["fp32"] = lambda: functional.linear(data.real, masked)
     functions |= {way: call for way, (_, call) in found.items()}
     medians = median_ms(functions, 1, 1.5)
-    calls = calls_for(REPEATED_MS, _dense(medians))
+    calls = calls_for(REPEATED_MS, _dense(medians, rivals["int8"]))
     times = {"": medians, " repeated": median_ms(functions, calls, 1.5)}
     speedup = {}
     for end, took in times.items():
-        speedup |= {f"{way}{end}": _dense(took) / took[way] for way in OWN}
-        speedup[f"real{end}"] = _dense(took, " real") / took["real"]
+        speedup |= {f"{way}{end}": _dense(took, rivals["int8"]) / took[way] for way in OWN}
+        speedup[f"real{end}"] = _dense(took, [f"{name} real" for name in rivals["fp32"]]) / took["real"]
         speedup[f"fp32{end}"] = took["fp32"] / took["real"]
     live = layer.tokens * int(layer.mask().sum())
     moved = int(live / layer.tokens * 1.25) + layer.tokens * (layer.inputs + layer.outputs)  # an index for four bytes
@@ -179,13 +192,13 @@ def measure(layer: Layer, roof: Roof) -> dict[str, Any]:
         "repeated_ms": times[" repeated"],
         "speedup": speedup,
         "roof": {f"{way}{end}": roof.reached(live, moved, times[end][way], int8=True) for end in times for way in OWN},
-        "dense_roof": roof.reached(data.weight.numel() * layer.tokens, moved, _dense(times[" repeated"]), int8=True),
+        "rivals": sorted({*rivals["int8"], *rivals["fp32"]}),
         "tiles": {way: tile for way, (tile, _) in found.items()},
     }
 
 
-def _dense(medians: dict[str, float], end: str = "") -> float:
-    return min(medians[f"{name}{end}"] for name in DENSE)
+def _dense(medians: dict[str, float], names: Iterable[str]) -> float:
+    return min(medians[name] for name in names)
 
 
 def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -238,7 +251,8 @@ def main() -> None:
     rows = summary(results)
     found = {
         "summary": rows,
-        "layers": without(results, "roof", "dense_roof", "tiles"),
+        "rivals": results[0]["rivals"],
+        "layers": without(results, "roof", "rivals", "tiles"),
         "roof": roof.to_dict(),
         "load": [load_before, os.getloadavg()[0]],
     }

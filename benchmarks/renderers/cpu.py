@@ -138,7 +138,7 @@ def cpu_int8(found: Sequence[Record]) -> str:
         regimes = [regime for row in results["summary"] for regime in _int8_regimes(row)]
         heads, lines = _by_sparsity(regimes, ("tokens", "block", "ends", "how"), lambda row: row["cell"])
         title = (
-            "Times faster than dense int8 (the better of oneDNN and `torch._int_mm`), geometric means over the shapes. "
+            f"Times faster than dense int8 ({_int8_rivals(results)}), geometric means over the shapes. "
             "8 bits: inputs are quantised already and results are requantised in the call, token-major as dense int8 "
             "has them, and in brackets packed at both ends, as between neighbouring sparse layers, which is what the "
             "targets are for. fp32: both round their inputs in the call and return fp32; in brackets, times faster "
@@ -148,6 +148,15 @@ def cpu_int8(found: Sequence[Record]) -> str:
         rows = [[tokens, f"block {h}×{w}", ends, how, *line] for (tokens, (h, w), ends, how), line in lines.items()]
         parts.append(f"{title}\n\n{_without_empty(['tokens', 'pattern', 'ends', 'caches', *heads], rows)}")
     return "\n\n".join(parts)
+
+
+_INT8_RIVALS = {"torch-int8": "`torch._int_mm`", "onednn-int8": "oneDNN", "onnxruntime": "ONNX Runtime"}
+
+
+def _int8_rivals(results: Record) -> str:
+    """Return the dense rivals in words."""
+    names = [_INT8_RIVALS.get(name, "OpenVINO") for name in results.get("rivals", ["onednn-int8", "torch-int8"])]
+    return f"the best of {', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
 
 def _int8_regimes(row: Record) -> list[Record]:

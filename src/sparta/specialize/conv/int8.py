@@ -46,7 +46,7 @@ __all__ = [
 
 CONV_OPS = {"conv2d": "int8_conv2d", "conv1d": "int8_conv1d"}
 """The operation with an int8 weight for each convolution."""
-_MOST_VECTORS = {"avx512": 4, "avx2": 2, "portable": 2}
+_VECTORS = {"avx512": (4, 3, 2), "avx2": (2, 3, 4), "portable": (2, 1)}  # of pixels, for blocks of 4
 
 
 def int8_conv_spec(
@@ -169,12 +169,7 @@ def _tiles(spec: KernelSpec) -> list[Tile]:
     fits = spec.attributes["groups"] == 1 or each % 4 == 0
     whole = weight.state.block[0] % 4 == 0 or weight.density > 0.5
     heights = [height for height in ((4, 1) if whole else (1, 4)) if height == 1 or fits]
-    return [
-        Tile(block=height, mv=mv)
-        for height in heights
-        for mv in range(_MOST_VECTORS[isa] if height == 4 else 4, 0, -1)
-        if mv > 1 or height == 4
-    ]
+    return [Tile(block=height, mv=mv) for height in heights for mv in (_VECTORS[isa] if height == 4 else (4, 3, 2))]
 
 
 class CpuInt8Conv2d(_CpuInt8Conv):

@@ -28,7 +28,8 @@ from sparta.specialize.kernel_spec import KernelSpec
 
 __all__ = ["CpuInt8Linear", "Int8Options", "Int8Panel", "PackedInt8Linear", "integers_here"]
 
-_MOST_VECTORS = {"avx512": 4, "avx2": 2, "portable": 2}  # registers hold the sums of so many, with blocks of 4
+# Vectors of tokens for blocks of 4, the best guess first: sixteen registers hold the sums of two.
+_VECTORS = {"avx512": (4, 3, 2, 1), "avx2": (2, 3, 4, 1), "portable": (2, 1)}
 
 
 class _CpuInt8Kernel(Int8Kernel):
@@ -94,9 +95,13 @@ class CpuInt8Linear(TiledImplement):
         library, weight = load(), spec["weight"]
         vectors = max(1, -(-spec["input"].shape[0] // library.lanes))
         whole = weight.state.block[0] % 4 == 0 or weight.density > 0.5
-        heights = (4, 1) if whole else (1, 4)
-        widest = {4: min(vectors, _MOST_VECTORS[library.isa]), 1: min(vectors, 4)}
-        return [Tile(block=height, mv=mv) for height in heights for mv in range(widest[height], 0, -1)]
+        orders = {4: _VECTORS[library.isa], 1: (4, 3, 2, 1)}
+        return [
+            Tile(block=height, mv=mv)
+            for height in ((4, 1) if whole else (1, 4))
+            for mv in orders[height]
+            if mv <= vectors
+        ]
 
     def build(self, spec: KernelSpec, params: Params) -> Int8Kernel:
         """Compile the library if it is not there yet, and pack the mask."""
