@@ -24,7 +24,11 @@ from sparta.modules import member, unwrapped
 from sparta.propagation.advice import advice_on, quiet
 from sparta.propagation.caches import wants_cache, without_caches
 from sparta.propagation.sizes import AUTO, all_sizes, free_dims, input_sizes
-from sparta.propagation.tidy import join_views_of_heads, know_shapes_of_fake_quantization
+from sparta.propagation.tidy import (
+    join_views_of_heads,
+    know_shapes_of_fake_quantization,
+    recurrent_networks_whole,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -203,7 +207,7 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
         if shapes is None:
             break
         try:
-            with all_sizes():
+            with all_sizes(), recurrent_networks_whole():
                 return _export(model, args, kwargs, shapes)
         except CaptureError:
             continue  # fewer dims may do

@@ -26,7 +26,8 @@ _aten = torch.ops.aten
 _POINTWISE_TOO = frozenset(
     {
         *(_aten.hardswish.default, _aten.log_sigmoid.default, _aten.rsub.Tensor, _aten.masked_fill.Tensor),
-        *(_aten.floor_divide.default, _aten.floor_divide.Scalar),
+        *(_aten.floor_divide.default, _aten.floor_divide.Scalar, _aten.multiply.Tensor, _aten.multiply.Scalar),
+        *(_aten.subtract.Tensor, _aten.divide.Tensor, _aten.true_divide.Tensor, _aten.negative.default),
         *(_aten.where.ScalarOther, _aten.where.ScalarSelf, _aten.where.Scalar),
         *(getattr(packet, name) for packet in (_aten.__and__, _aten.__or__) for name in ("Tensor", "Scalar")),
     }

@@ -2,19 +2,22 @@
 
 Modules of PyTorch fold the batch into the heads of an attention and take it out again (`nn.MultiheadAttention`). With a
 batch of any size, nothing could be known of a head in between, so the two steps are joined into one that keeps them
-apart. Ops of fake quantisation get the shape functions that torch lacks, which tracing with free sizes needs.
+apart. Ops of fake quantisation get the shape functions that torch lacks, which tracing with free sizes needs, and
+recurrent networks are traced without walking their steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["join_views_of_heads", "know_shapes_of_fake_quantization"]
+__all__ = ["join_views_of_heads", "know_shapes_of_fake_quantization", "recurrent_networks_whole"]
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten.reshape.default)
@@ -77,3 +80,39 @@ def _folded(last: fx.Node) -> tuple[fx.Node, Sequence[Any]] | None:
     static = all(isinstance(size, int) for size in (whole, heads, width))
     same = static and heads * width == whole and str(b) == str(batch) and str(t) == str(length)
     return (source, list(last.args[1])) if same and -1 not in last.args[1] else None
+
+
+_RECURRENT = (_aten.lstm.input, _aten.gru.input, _aten.rnn_tanh.input, _aten.rnn_relu.input)
+
+
+@contextmanager
+def recurrent_networks_whole() -> Iterator[None]:
+    """Let traces see the shapes of recurrent networks only: torch would walk their steps and fix the length."""
+    old = {op: (dict(op.py_kernels), dict(op._dispatch_cache)) for op in _RECURRENT}
+    try:
+        for op in _RECURRENT:
+            for key, kernel in list(op.py_kernels.items()):
+                op.py_kernels[key] = _shapes_or(kernel)
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, (kernels, cached) in old.items():
+            op.py_kernels.clear()
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
+            op._dispatch_cache.update(cached)
+
+
+def _shapes_or(kernel: Any) -> Any:
+    """Return a kernel that makes results of the right shapes from fake tensors, and runs the given one on others."""
+
+    def shapes(x: Tensor, hx: Any, params: list[Tensor], *settings: Any) -> Any:
+        if not isinstance(x, FakeTensor) or x.dim() != 3:
+            return kernel(x, hx, params, *settings)
+        both = settings[4]
+        states = [hx] if isinstance(hx, Tensor) else list(hx)
+        width = states[0].shape[-1] * (2 if both else 1)
+        made = [x.new_empty((*x.shape[:2], width)), *(torch.empty_like(state) for state in states)]
+        return tuple(made)
+
+    return shapes

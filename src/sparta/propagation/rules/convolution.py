@@ -200,3 +200,47 @@ def fold_into_convolution(op: Op, edit: Edit) -> None:
         return
     shift = torch.einsum("goi,gi->go", summed, values.reshape(conv.groups, -1)).reshape(-1)
     edit.set_bias(op.node, "bias", conv.weight, conv.bias, shift[edit.kept(op.node, conv.channel)])
+
+
+# ---------------------------------------------------------------------- windows as columns
+
+_WINDOWS = _aten.im2col.default
+
+
+def _taps(op: Op) -> int:
+    return int(torch.Size(op["kernel_size"]).numel())
+
+
+@rule("constants", _WINDOWS)
+def windows(op: Op) -> Known | None:
+    """Know the windows of a channel of zeros."""
+    source = op["self"]
+    spatial = [len(shape_of(source)) - 2, len(shape_of(source)) - 1]
+    zero = op.known(source).uniform_over(spatial).zero()
+    lead = shape_of(source)[:-2]
+    wide = zero.reshape((*lead, 1)).broadcast_to((*lead, _taps(op))).reshape((*op.shape[:-1], 1))
+    return Known(wide.broadcast_to(op.shape), Grid.uniform(op.shape, 0.0, torch.float64))
+
+
+@rule("observed", _WINDOWS)
+def windows_observed(op: Op, seen: Grid) -> _Seen:
+    """Observe a channel of which any window is observed."""
+    source = op["self"]
+    lead = shape_of(source)[:-2]
+    line = any_over(seen, [len(op.shape) - 1]).reshape((*lead, _taps(op)))
+    channels = any_over(line, [len(lead)]).reshape((*lead, 1, 1))
+    return [(source, channels.broadcast_to(shape_of(source)))]
+
+
+@rule("axes", _WINDOWS)
+def windows_axes(op: Op, axes: Axes) -> None:
+    """Cut a channel with all its taps."""
+    source, rank = op["self"], len(op.shape)
+    taps = axes.free(_taps(op))
+    axes.keep(taps, "convolved")
+    axes.product(axes.of(op.node, rank - 2), [axes.of(source, rank - 2), taps], op.node)
+    for dim in (rank - 1, rank):
+        axes.keep(axes.of(source, dim), "convolved")
+    axes.keep(axes.of(op.node, rank - 1), "convolved")
+    if rank == 3:
+        axes.equal(axes.of(source, 0), axes.of(op.node, 0))

@@ -107,7 +107,7 @@ def same_value_axes(op: Op, axes: Axes) -> None:
 # ---------------------------------------------------------------------- products and selections
 
 
-@rule("constants", _aten.mul.Tensor)
+@rule("constants", _aten.mul.Tensor, _aten.multiply.Tensor)
 def product(op: Op) -> Known | None:
     """Know a product where both factors are known, or where one of them is 0."""
     known = elementwise(op) or Known.live(op.shape)
@@ -121,7 +121,7 @@ def product(op: Op) -> Known | None:
     return known
 
 
-@rule("observed", _aten.mul.Tensor)
+@rule("observed", _aten.mul.Tensor, _aten.multiply.Tensor)
 def product_observed(op: Op, seen: Grid) -> _Seen:
     """Do not observe a factor where the other is 0; of two zeros the first is the one that is kept."""
     first, second = op["self"], op["other"]

@@ -28,7 +28,7 @@ _Seen = list[tuple[fx.Node, Grid]]
 _RESHAPES = (
     *(_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.view_copy.default),
     *(_aten.flatten.using_ints, _aten.unflatten.int, _aten.unsqueeze.default),
-    *(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims),
+    *(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.reshape_as.default, _aten.view_as.default),
 )
 
 
@@ -59,7 +59,9 @@ def reshape(op: Op) -> Known | None:
 def reshape_observed(op: Op, seen: Grid) -> _Seen:
     """Observe the elements that are observed after the regrouping."""
     grid = _reshaped(seen, op["self"], op.node, back=True)
-    return [] if grid is None else [(op["self"], grid)]
+    # Another tensor may lend its shape.
+    lent = [(n, nothing(shape_of(n))) for n in op.inputs if n is not op["self"]]
+    return lent if grid is None else [(op["self"], grid), *lent]
 
 
 @rule("axes", *_RESHAPES)
@@ -87,6 +89,14 @@ def resize_view(op: Op, edit: Edit) -> None:
     """Write the new sizes into the op."""
     name = "size" if "size" in op.arguments else "shape"
     _resize(op, edit, name, 0)
+
+
+@rule("axes", _aten.reshape_as.default, _aten.view_as.default)
+def reshape_as_axes(op: Op, axes: Axes) -> None:
+    """Tie the dims of each group, and cut what lends its shape alike."""
+    reshape_axes(op, axes)
+    if op["other"] is not op["self"]:
+        axes.broadcast(op["other"], op.node)
 
 
 @rule("rewrite", _aten.unflatten.int)

@@ -275,3 +275,63 @@ def repeat_axes(op: Op, axes: Axes) -> None:
     axes.keep(times, "repeated as often as before")
     others_equal(axes, op["self"], op.node, found[0])
     axes.product(axes.of(op.node, found[0]), [axes.of(op["self"], found[0]), times], op.node)
+
+
+# ---------------------------------------------------------------------- repeating the whole
+
+_TILE = _aten.repeat.default
+
+
+def _tiles(op: Op) -> list[tuple[int, int, Tensor]] | None:
+    """Return (dim, times, positions) of each dim of the output, or None where a number is known at run time only."""
+    if any(isinstance(times, fx.Node) for times in op["repeats"]):
+        return None
+    lead = len(op.shape) - len(shape_of(op["self"]))
+    sizes = (*(1 for _ in range(lead)), *shape_of(op["self"]))
+    return [(d, t, torch.arange(s * t) % max(1, s)) for d, (s, t) in enumerate(zip(sizes, op["repeats"], strict=True))]
+
+
+@rule("constants", _TILE)
+def tile(op: Op) -> Known | None:
+    """Repeat what is known."""
+    tiles = _tiles(op)
+    if tiles is None:
+        return None
+    lead = len(op.shape) - len(shape_of(op["self"]))
+    known = op.known(op["self"]).map(lambda g: g.reshape((*(1 for _ in range(lead)), *g.shape)))
+    for dim, times, index in tiles:
+        known = take_known(known, dim, index) if times != 1 else known
+    return known
+
+
+@rule("observed", _TILE)
+def tile_observed(op: Op, seen: Grid) -> _Seen:
+    """Observe an element where any of its repetitions is."""
+    tiles = _tiles(op)
+    if tiles is None:
+        return []
+    shape = shape_of(op["self"])
+    sizes = (*(1 for _ in range(len(op.shape) - len(shape))), *shape)
+    for dim, times, index in tiles:
+        seen = spread(seen, dim, index, sizes[dim]) if times != 1 else seen
+    return [(op["self"], seen.reshape(shape))]
+
+
+@rule("axes", _TILE)
+def tile_axes(op: Op, axes: Axes) -> None:
+    """Cut an index with all its repetitions."""
+    tiles = _tiles(op)
+    lead = len(op.shape) - len(shape_of(op["self"]))
+    moving = set(dynamic_dims(op.node))
+    for dim, times, _ in tiles or [(d, 0, None) for d in range(len(op.shape))]:
+        out = axes.of(op.node, dim)
+        if dim >= lead and times == 1:
+            axes.equal(axes.of(op["self"], dim - lead), out)
+        elif dim >= lead and times > 1 and dim not in moving:
+            copies = axes.free(times)
+            axes.keep(copies, "repeated as often as before")
+            axes.product(out, [copies, axes.of(op["self"], dim - lead)], op.node)
+        else:
+            axes.keep(out, "repeated")
+            if dim >= lead:
+                axes.keep(axes.of(op["self"], dim - lead), "repeated")
