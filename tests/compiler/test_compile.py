@@ -449,4 +449,4 @@ def test_a_model_that_is_no_function_runs_as_it_was():
 
     fast = sparta.compile(Random(), torch.zeros(3, 4), tune="off")
     assert not torch.equal(fast(torch.zeros(3, 4)), fast(torch.zeros(3, 4)))
-    assert "randomness" in fast.report.notes[0]
+    assert any("randomness" in note for note in fast.report.notes)

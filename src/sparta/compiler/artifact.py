@@ -35,6 +35,7 @@ from sparta.compiler.stored import put_tensor, read_tensors
 from sparta.errors import FileFormatError, SpartaError, ValueRangeError, message
 from sparta.files import Budget, kind_of, load_tensors, reading, save_tensors
 from sparta.modules import replace_module
+from sparta.signing import PublicKey, SigningKey, signer, verifier
 from sparta.specialize.conv.int8 import CONV_OPS
 from sparta.specialize.implement import implement_named
 from sparta.specialize.int8_linear.quantized import OP, integers_of, row_scales
@@ -48,19 +49,24 @@ from sparta.tesa.state import from_state, to_state
 
 __all__ = ["FORMAT_VERSION", "load", "save"]
 
+Sign = SigningKey | str | os.PathLike[str] | None
+"""A key that signs a file, or where it lies."""
+
 FORMAT_VERSION = 3
 _KIND, _LANGUAGE_MODEL = "model", "language model"
 
 
-def save(model: CompiledModel, path: str | os.PathLike[str]) -> None:
+def save(model: CompiledModel, path: str | os.PathLike[str], sign: Sign = None) -> None:
     """Write a compiled model to one file; see :meth:`CompiledModel.save`."""
+    written = signer(path, sign)
     tensors: dict[str, Tensor] = {}
     payload = _payload(model, tensors)
-    save_tensors(path, _KIND, FORMAT_VERSION, tensors, payload)
+    save_tensors(path, _KIND, FORMAT_VERSION, tensors, payload, written=written)
 
 
-def save_parts(model: PartialModel, path: str | os.PathLike[str]) -> None:
+def save_parts(model: PartialModel, path: str | os.PathLike[str], sign: Sign = None) -> None:
     """Write a partly compiled model to one file; see :meth:`PartialModel.save`."""
+    written = signer(path, sign)
     tensors: dict[str, Tensor] = {}
     parts = {}
     for number, (name, part) in enumerate(model.parts.items()):
@@ -71,7 +77,7 @@ def save_parts(model: PartialModel, path: str | os.PathLike[str]) -> None:
         tensors[f"rest/{name}"] = tensor
     spec = {name: _tesa_fields(f"spec/{name}", tesa, tensors) for name, tesa in model.spec.items()}
     payload = {"parts": parts, "report": model.report.to_dict(), "provenance": dict(model.provenance), "spec": spec}
-    save_tensors(path, _KIND, FORMAT_VERSION, tensors, payload)
+    save_tensors(path, _KIND, FORMAT_VERSION, tensors, payload, written=written)
 
 
 def _rest(model: nn.Module, parts: Sequence[str]) -> dict[str, Tensor]:
@@ -89,9 +95,14 @@ def _payload(model: CompiledModel, tensors: dict[str, Tensor]) -> dict[str, Any]
         for name, value in graph.named_buffers() if graph is not None else ():
             if id(value) not in held:
                 put_tensor(tensors, name, value, model.spec.get(name))
+    stored: dict[int, str] = {}
+    for name, value in tensors.items():  # a file holds no two tensors in one memory, as a mask and a view of it are
+        if value.numel() and stored.setdefault(value.untyped_storage().data_ptr(), name) != name:
+            tensors[name] = value.clone()
     return {
         "graph": graph_to_json(model.graph.graph),
         "general": None if general is None else graph_to_json(general.graph),
+        "any_size": model.general is not None,
         "signature": model.signature.to_dict(),
         "kernels": kernels,
         "report": model.report.to_dict(),
@@ -108,6 +119,7 @@ def load(
     tune: Tune | bool = "off",
     max_bytes: int | None = None,
     model: nn.Module | None = None,
+    key: PublicKey | str | os.PathLike[str] | None = None,
 ) -> CompiledModel | PartialModel:
     """Return a compiled model from its file.
 
@@ -126,12 +138,17 @@ def load(
     model
         For a model that was compiled in part: the model as it was given, or one of the same class and sizes, since a
         file holds no code. It is copied, and all its tensors come from the file.
+    key
+        Load only what the owner of this key has signed: a public key, its text, or its file
+        (:class:`sparta.signing.PublicKey`). Every byte is checked against ``PATH.minisig`` before any is looked at.
 
     Raises
     ------
     sparta.errors.FileFormatError
         If the file is damaged, edited, of another kind, of a newer format than this version reads, or describes
         anything but a computation.
+    sparta.errors.SignatureError
+        With `key`, if the file is not signed, not by it, or not as it is now.
 
     Examples
     --------
@@ -142,14 +159,15 @@ def load(
     >>> load(f"{folder}/model.sparta")(torch.ones(3, 4)).shape
     torch.Size([3, 2])
     """
+    trusted = verifier(path, key)
     if kind_of(path) == _LANGUAGE_MODEL:
         generation = import_module("sparta.generation")  # it stands above this room, and is found when it is needed
-        return cast("CompiledModel", generation.load_generator(path, device=device, max_bytes=max_bytes))
-    tensors, payload = load_tensors(path, _KIND, FORMAT_VERSION)
+        return cast("CompiledModel", generation.load_generator(path, device=device, max_bytes=max_bytes, key=key))
+    tensors, payload = load_tensors(path, _KIND, FORMAT_VERSION, trusted=trusted)
+    if "parts" in payload:
+        return _with_parts(path, model, tensors, payload, device, checked_tune(tune), max_bytes)
     with reading(path):
         budget = Budget.of_file(path, max_bytes)
-        if "parts" in payload:
-            return _with_parts(path, model, tensors, payload, budget, device, checked_tune(tune), max_bytes)
         return _Reader(tensors, payload, budget, device).model(tune=checked_tune(tune), most=max_bytes)
 
 
@@ -158,33 +176,37 @@ def _with_parts(
     model: nn.Module | None,
     tensors: Mapping[str, Tensor],
     payload: Mapping[str, Any],
-    budget: Budget,
     device: str | torch.device | None,
     tune: Tune,
     most: int | None,
 ) -> PartialModel:
     """Return a copy of a model with the compiled modules and the tensors of a file."""
+    with reading(path):
+        provenance, parts = dict(payload["provenance"]), dict(payload["parts"])
+        kind = str(provenance["model"])[:100]
     if not isinstance(model, nn.Module):
-        given = f"{os.fspath(path)} holds modules of a {payload['provenance']['model']} that was compiled in part"
+        given = f"{os.fspath(path)} holds modules of a {kind} that was compiled in part"
         raise ValueRangeError(message(given, "such a model beside it", "pass load(path, model=...)"))
     copy = model_copy(model)
-    names = tuple(str(name) for name in payload["parts"])
     known = dict(copy.named_modules())
-    for number, name in enumerate(names):
-        if name not in known:
-            raise ValueRangeError(message(f"a model without {name!r}", "the model that was compiled"))
-        own = {key.removeprefix(f"{number}/"): t for key, t in tensors.items() if key.startswith(f"{number}/")}
-        replace_module(copy, name, _Reader(own, payload["parts"][name], budget, device).model(tune=tune, most=most))
+    missing = [name for name in parts if name not in known]
+    if missing:
+        raise ValueRangeError(message(f"a model without {missing[0]!r}", "the model that was compiled"))
+    with reading(path):
+        budget = Budget.of_file(path, most)
+        for number, (name, fields) in enumerate(parts.items()):
+            own = {key.removeprefix(f"{number}/"): t for key, t in tensors.items() if key.startswith(f"{number}/")}
+            replace_module(copy, name, _Reader(own, fields, budget, device).model(tune=tune, most=most))
+        reader = _Reader(tensors, payload, budget, device)
+        spec = Spec({str(name): reader.tesa(f"spec/{name}", meta) for name, meta in payload["spec"].items()})
+        found = PartialModel(copy, tuple(parts), Report.from_dict(payload["report"]), spec, provenance)
     stored = {key.removeprefix("rest/"): t for key, t in tensors.items() if key.startswith("rest/")}
-    rest = _rest(copy, names)
+    rest = _rest(copy, tuple(parts))
     if {n: t.shape for n, t in rest.items()} != {n: t.shape for n, t in stored.items()}:
         raise ValueRangeError(message("a model with other tensors", "the model that was compiled, with these sizes"))
-    reader = _Reader(tensors, payload, budget, device)
     with torch.no_grad():
         for name, tensor in rest.items():
             tensor.copy_(stored[name])
-    spec = Spec({str(name): reader.tesa(f"spec/{name}", meta) for name, meta in payload["spec"].items()})
-    found = PartialModel(copy, names, Report.from_dict(payload["report"]), spec, payload["provenance"])
     return found if device is None else found.to(device)
 
 

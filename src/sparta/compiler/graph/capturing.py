@@ -41,7 +41,7 @@ def captured_for(
     for what, given, shapes in _attempts(model, example):
         try:
             captured, sizes = _sized(capture(model, given, shapes), example)
-        except (CaptureError, ValueError) as error:
+        except (CaptureError, ValueError, ArithmeticError) as error:
             if shapes is None:
                 raise
             reasons.append(str(error).splitlines()[0][:300])

@@ -143,7 +143,7 @@ class Sizes:
         bound = {dim for each in dims for dim in each or () if isinstance(dim, str)}
         guards = []
         for guard in environment.guards:
-            term = _term(environment.replace(guard.expr))
+            term = _term(_replaced(environment, guard.expr))
             if term is not True and _symbols(term) <= bound and term not in guards:
                 guards.append(term)
         ranges = {}
@@ -279,10 +279,18 @@ def in_words(term: Term) -> str:
     return f" {_SIGNS[name]} ".join(texts) if name in _SIGNS else f"{name}({', '.join(map(in_words, parts))})"
 
 
+def _replaced(environment: Any, expression: Any) -> Any:
+    """Return an expression in the symbols that remain; as it is where torch's arithmetic does not get there."""
+    try:
+        return environment.replace(expression)
+    except ArithmeticError:
+        return expression
+
+
 def _dim(size: Any) -> Term:
     if not isinstance(size, SymInt):
         return int(size)
-    return _term(size.node.shape_env.replace(size.node.expr))
+    return _term(_replaced(size.node.shape_env, size.node.expr))
 
 
 def _term(expression: Any) -> Term:  # noqa: PLR0911 - one per kind of expression
