@@ -7,7 +7,7 @@ author = "The SparTA authors"
 copyright = "2026, The SparTA authors"
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
@@ -21,4 +21,11 @@ nitpicky = False
 
 html_theme = "pydata_sphinx_theme"
 html_title = "SparTA"
-html_theme_options = {"show_prev_next": True, "navigation_with_keys": False}
+html_static_path = ["_static"]
+html_theme_options = {
+    "show_prev_next": True,
+    "navigation_with_keys": False,
+    "header_links_before_dropdown": 7,
+    "show_nav_level": 2,
+    "show_toc_level": 2,
+}

@@ -39,7 +39,7 @@ def test_the_samples_of_a_page_run(page, tmp_path, monkeypatch):
 
 
 def test_samples_are_found():
-    assert len(SAMPLE.findall((ROOT / "README.md").read_text())) == 3
+    assert len(SAMPLE.findall((ROOT / "README.md").read_text())) == 4
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)

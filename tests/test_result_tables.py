@@ -233,3 +233,10 @@ def test_speeds_are_means_over_shapes(tables, tmp_path, question):
     results, line = SPEEDS[question]
     (tmp_path / f"{question}.some.json").write_text(json.dumps({**ACCURACY, "question": question, "results": results}))
     assert line in tables.made(question.replace("_", "-"), tmp_path)
+
+
+def test_the_chart_agrees_with_the_results():
+    spec = importlib.util.spec_from_file_location("benchmark_chart", ROOT / "benchmarks" / "chart.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.TARGET.read_text("utf-8") == module.chart(), "run `python benchmarks/chart.py`"

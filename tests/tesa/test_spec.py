@@ -8,6 +8,7 @@ from torch import nn
 
 from sparta.errors import CheckError, FileFormatError, NameNotFoundError, ShapeError, ValueRangeError
 from sparta.files import save_tensors
+from sparta.propagation import prune_structured
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.patterns import NM, Block, Channel, Unstructured
 from sparta.tesa.spec import Spec, prunable
@@ -362,3 +363,12 @@ def test_what_is_uniform_costs_nothing_however_large_it_is(tmp_path):
     spec.save(tmp_path / "large.spec")
     assert Spec.load(tmp_path / "large.spec") == spec
     assert [row["pattern"] for row in spec.to_dict().values()] == ["dense", "channel axis 0"]
+
+
+def test_a_compact_model_is_pruned_like_the_model_it_comes_from():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 64, 4))
+    small, _ = prune_structured(net.eval(), torch.randn(2, 3, 8, 8), 0.25)
+    spec = Spec.from_pattern(small, Unstructured(), 0.5)
+    assert set(spec) == {"0.weight", "2.weight", "4.weight"}
+    spec.apply(small)
+    spec.check(small)
