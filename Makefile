@@ -12,7 +12,7 @@ GPU_WORKERS ?= 6
 SECONDS ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint docs bench fuzz soak sanitize format clean
+.PHONY: help demo test test-gpu lint docs bench zoo fuzz soak sanitize format clean
 
 help:
 	@echo "make demo    run the whole job on real data: train, sparsify, compile, save, load, measure"
@@ -61,6 +61,11 @@ bench: $(READY)
 	$(BIN)/python benchmarks/compiler/models.py
 	$(BIN)/python benchmarks/training/accuracy.py
 	$(BIN)/python benchmarks/training/overhead.py
+	$(BIN)/python benchmarks/tables.py
+
+zoo: $(READY)
+	$(TEST_ENV) $(BIN)/python benchmarks/propagate/all_models.py --fresh
+	$(TEST_ENV) $(BIN)/python benchmarks/compiler/all_models.py --fresh
 	$(BIN)/python benchmarks/tables.py
 
 fuzz: $(READY)
