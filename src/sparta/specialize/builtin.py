@@ -44,7 +44,6 @@ from sparta.specialize.moe.spec import DenseMoE, SortedMoE
 from sparta.specialize.moe.triton_ragged import TritonRagged
 from sparta.specialize.scaled_linear.cuda_24 import ScaledResident, ScaledTwoFour
 from sparta.specialize.scaled_linear.cuda_gather import ScaledGather
-from sparta.specialize.scaled_linear.cusparselt import ScaledCuSparseLt
 from sparta.specialize.scaled_linear.dense import DenseFp8, DenseScaled
 from sparta.specialize.scaled_linear.triton_block import Fp8Block, ScaledBlock
 from sparta.specialize.seqlen_attention.spec import DenseSeqlenAttention, LengthsSeqlenAttention
@@ -93,7 +92,6 @@ _SCALED_LINEAR: tuple[type[Implement], ...] = (
     ScaledBlock,
     ScaledTwoFour,
     ScaledResident,
-    ScaledCuSparseLt,
     ScaledGather,
 )
 _MATMUL: tuple[type[Implement], ...] = (DenseMatmul, BlocksMatmul, CpuMaskedInput, TritonBlockMatmul, SampledMatmul)

@@ -12,13 +12,14 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable, Sequence
-from ctypes import addressof, byref, c_char, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import addressof, byref, c_char, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from operator import itemgetter
 from typing import Any
 
 import torch
 
 from sparta.errors import SpartaError, message
+from sparta.specialize.cuda.launch_config import launch_config, overlap_attribute
 from sparta.specialize.cuda.nvrtc import NO_CONTEXT, cuda_driver, driver_reason
 
 __all__ = ["DirectKernel", "direct_kernel", "parameter_layout"]
@@ -37,29 +38,9 @@ _PROMOTE_TO_128 = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 _LAST_WITH_SMALL_MAPS = 13010  # up to this driver, a bit must be cleared in the maps of small tensors
 _SMALL_BYTES = 128 * 1024
 _MAPS = 256  # that are kept of each matrix
-_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MOST_SHARED = 228 * 1024  # above it a launch needs another attribute
 _SCRATCH = 2  # pointers after the arguments, to memory that our kernels do not ask for
 _CODES = {"i32": ("i",), "i64": ("q",), "fp32": ("f",)}
-
-
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute."""
-
-    _fields_ = (("id", c_int), ("unused", c_int), ("value", c_int), ("rest", c_char * 60))
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        ("grid", c_uint * 3),
-        ("block", c_uint * 3),
-        ("shared", c_uint),
-        ("stream", c_void_p),
-        ("attributes", c_void_p),
-        ("count", c_uint),
-    )
 
 
 class _Record:
@@ -68,9 +49,8 @@ class _Record:
     def __init__(self, places: Sequence[tuple[int, int]], threads: int, shared: int, *, early: bool) -> None:
         self.buffer = (c_char * sum(places[-1]))()
         self.pointers = (c_void_p * len(places))(*(addressof(self.buffer) + offset for offset, _ in places))
-        self.attribute = _Attribute(_OVERLAP, 0, 1)
-        one = c_uint * 3
-        self.config = _Config(one(1, 1, 1), one(threads, 1, 1), shared, None, addressof(self.attribute), int(early))
+        self.attribute = overlap_attribute() if early else None
+        self.config = launch_config((1, 1), threads, shared, self.attribute)
         self.grid = self.config.grid
         self.places = (addressof(self.config), addressof(self.pointers))
 

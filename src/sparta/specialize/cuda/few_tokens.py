@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.specialize.cuda.device import capability, cuda_here
+from sparta.specialize.cuda.device import HOPPER, capability, cuda_here
 from sparta.specialize.cuda.nvrtc import Function, compile_native, load_function, nvrtc_obstacle
 from sparta.specialize.cuda.text_tile import TextTile
 from sparta.specialize.implement import Cause, Support
@@ -65,6 +65,8 @@ def load_tile(
     block: tuple[int, int],
     device: torch.device,
     constants: Mapping[str, int] | None = None,
+    *,
+    early: bool = False,
 ) -> Function:
     """Compile ``native/<name>.cu`` for a tile and load it.
 
@@ -76,12 +78,14 @@ def load_tile(
         Threads of a block, and its bytes of shared memory.
     constants
         What else the source is compiled for, by the names it has there.
+    early
+        Whether it is set up while the kernel before it ends; its source must wait for that one.
     """
     dtype, activation = spec
     numbers = {key.upper(): value for key, value in asdict(tile).items()}  # type: ignore[call-overload]
     numbers |= {"IS_HALF": int(dtype == torch.float16), "ACTIVATION": _ACTIVATIONS[activation], **(constants or {})}
     code = compile_native(name, numbers, capability(device))
-    return load_function(code, name, *block, device)
+    return load_function(code, name, *block, device, early=early and capability(device) >= HOPPER)
 
 
 def nvrtc_here(least: tuple[int, int], device: torch.device | None = None) -> Support:

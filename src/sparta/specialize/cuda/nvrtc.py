@@ -13,7 +13,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sparta.errors import MissingPackageError, SpartaError, ValueRangeError, message
 from sparta.files import private_folder, write_atomic
+from sparta.specialize.cuda.launch_config import launch_config, overlap_attribute
 
 __all__ = [
     "NO_CONTEXT",
@@ -100,7 +101,15 @@ def current_device() -> int:
 
 @dataclass(frozen=True)
 class Function:
-    """A kernel that is loaded on one device; `shared` is the dynamic shared memory that it is launched with."""
+    """A kernel that is loaded on one device.
+
+    Attributes
+    ----------
+    shared
+        The dynamic shared memory that it is launched with.
+    early
+        Whether it is set up while the kernel before it ends; it then waits for that one's results itself.
+    """
 
     handle: c_void_p
     context: c_void_p
@@ -108,6 +117,7 @@ class Function:
     code: Tensor  # bytes on the CPU
     block: int
     shared: int
+    early: bool = False
 
     def launch(self, grid: tuple[int, int], argument: ctypes.Structure, device: torch.device) -> None:
         """Start the kernel with one structure as its argument, on the current stream of its device."""
@@ -117,16 +127,20 @@ class Function:
             return
         arguments = (c_void_p * 1)(ctypes.addressof(argument))
         driver, stream = cuda_driver(), raw_stream(device)
-        given = (self.handle, grid[0], grid[1], 1, self.block, 1, 1, self.shared, stream, arguments, None)
-        failed = driver.cuLaunchKernel(*given)
+        attribute = overlap_attribute() if self.early else None
+        config = launch_config(grid, self.block, self.shared, attribute, stream)
+        given = (ctypes.addressof(config), self.handle, arguments, None)
+        failed = driver.cuLaunchKernelEx(*given)
         if failed == NO_CONTEXT:  # a thread that has not used the GPU before
             driver.cuCtxSetCurrent(self.context)
-            failed = driver.cuLaunchKernel(*given)
+            failed = driver.cuLaunchKernelEx(*given)
         if failed:
             raise SpartaError(message(f"the kernel did not start: {driver_reason(failed)}"))
 
 
-def load_function(code: bytes, name: str, block: int, shared: int, device: torch.device) -> Function:
+def load_function(
+    code: bytes, name: str, block: int, shared: int, device: torch.device, *, early: bool = False
+) -> Function:
     """Load machine code on a device and return its function `name`, for blocks of `block` threads."""
     module, function, context = c_void_p(), c_void_p(), c_void_p()
     driver = cuda_driver()
@@ -141,7 +155,8 @@ def load_function(code: bytes, name: str, block: int, shared: int, device: torch
         if driver.cuFuncSetAttribute(function, _MAX_SHARED, shared):
             raise ValueRangeError(message(f"{name} needs {shared} bytes of shared memory, more than the GPU has"))
         driver.cuCtxGetCurrent(byref(context))
-    return Function(function, context, name, torch.frombuffer(bytearray(code), dtype=torch.uint8), block, shared)
+    held = torch.frombuffer(bytearray(code), dtype=torch.uint8)
+    return Function(function, context, name, held, block, shared, early)
 
 
 def _cached(path: Path) -> bytes | None:
@@ -202,8 +217,6 @@ def cuda_driver() -> ctypes.CDLL:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise MissingPackageError(message(f"the CUDA driver cannot be loaded: {error}")) from error
-    unsigned = [c_uint] * 7
-    driver.cuLaunchKernel.argtypes = [c_void_p, *unsigned, c_void_p, c_void_p, c_void_p]
     driver.cuModuleLoadData.argtypes = [c_void_p, c_char_p]
     driver.cuModuleGetFunction.argtypes = [c_void_p, c_void_p, c_char_p]
     driver.cuFuncSetAttribute.argtypes = [c_void_p, c_int, c_int]

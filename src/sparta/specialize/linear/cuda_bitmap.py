@@ -8,7 +8,6 @@ layer.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from sparta.specialize.implement import Cause, Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cuda_bitmap_layout import GROUPS, RUNS, SLAB, BitmapLayout, largest_record
 from sparta.specialize.linear.spec import LinearKernel
-from sparta.specialize.linear.streamed import StreamedCall, StreamedKernel
+from sparta.specialize.linear.streamed import StreamedKernel, streamed_call
 
 __all__ = ["BitmapTile", "CudaBitmap"]
 
@@ -86,17 +85,11 @@ class BitmapTile(TextTile):
         return barriers + self.warps * max(self.stages * stage, self.tokens * (self.rows + 4) * 4)
 
 
-class _Call(StreamedCall):
-    """The argument of the kernel; see ``native/bitmap.cu``."""
-
-    _fields_ = (("slot", ctypes.c_int),)  # type: ignore[assignment]
-
-
 class _BitmapKernel(StreamedKernel):
     """See ``native/bitmap.cu``."""
 
     source = "bitmap"
-    call = _Call
+    call = streamed_call(2, "slot")
 
     def __init__(self, spec: KernelSpec, tile: BitmapTile) -> None:
         layout = BitmapLayout(spec["weight"], tile.group, tile.run)

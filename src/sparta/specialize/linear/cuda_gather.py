@@ -75,7 +75,7 @@ class GatherKernel(StreamedKernel):
 
     source = "gather"
     call = streamed_call(3)
-    through_extension = True
+    early = True
 
     def __init__(self, spec: KernelSpec, tile: GatherTile, constants: Mapping[str, int] | None = None) -> None:
         layout = GatherLayout(spec["weight"], tile.rows, tile.parts)

@@ -22,27 +22,25 @@ from sparta.specialize.cuda.text_tile import TextTile
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import LinearKernel
 
-__all__ = ["StreamedCall", "StreamedKernel", "streamed_call"]
+__all__ = ["StreamedKernel", "streamed_call"]
 
 
-def streamed_call(arrays: int) -> type[ctypes.Structure]:
+def streamed_call(arrays: int, *more: str) -> type[ctypes.Structure]:
     """Return the structure that kernels take as their argument, for a weight that is packed in this many arrays.
+
+    What a source takes in `more` are numbers after those that all have.
 
     >>> [name for name, _ in streamed_call(2)._fields_][:4]
     ['x', 'packed0', 'packed1', 'bias']
     """
     pointers = ["x", *(f"packed{each}" for each in range(arrays)), "bias", "residual", "y"]
-    numbers = ("tokens", "outputs", "inputs", "chunks")
+    numbers = ("tokens", "outputs", "inputs", "chunks", *more)
     fields = (
         *((name, ctypes.c_void_p) for name in pointers),
         ("x_stride", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in numbers),
     )
     return type("StreamedCall", (ctypes.Structure,), {"_fields_": fields})
-
-
-StreamedCall = streamed_call(2)
-"""The argument of kernels whose weight is packed in two arrays; a source may take more numbers after it."""
 
 
 class _Layout(Protocol):
@@ -63,14 +61,15 @@ class StreamedKernel(LinearKernel):
     block
         Threads of a block, and its bytes of shared memory.
     numbers
-        What the source takes after the numbers of :class:`StreamedCall`.
+        What the source takes after the numbers that all have.
     constants
         What the source is compiled for beside the tile, dtype and epilogue.
     """
 
     source: ClassVar[str]
-    call: ClassVar[type[ctypes.Structure]] = StreamedCall
+    call: ClassVar[type[ctypes.Structure]] = streamed_call(2)
     through_extension: ClassVar[bool] = False
+    early: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -132,6 +131,6 @@ class StreamedKernel(LinearKernel):
 
     def _load(self, device: torch.device) -> Function:
         spec = (self._dtype, self._activation)
-        function = load_tile(self.source, self._tile, spec, self._block, device, self._constants)
+        function = load_tile(self.source, self._tile, spec, self._block, device, self._constants, early=self.early)
         self._functions[device] = function
         return function

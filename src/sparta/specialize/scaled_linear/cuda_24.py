@@ -12,19 +12,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparta.specialize.cuda.device import AMPERE, HOPPER, capability
+from sparta.specialize.cuda.device import AMPERE, HALF_FORMATS, HOPPER, capability
 from sparta.specialize.cuda.few_tokens import SHARED_BYTES, nvrtc_here
 from sparta.specialize.implement import Cause, Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cuda_24 import StreamTile, is_two_four
 from sparta.specialize.linear.cuda_24_layout import CHUNK, SLAB, StreamLayout
+from sparta.specialize.linear.cuda_24_resident import ResidentKernel, ResidentTile, resident_fits, resident_tiles
 from sparta.specialize.linear.spec import LinearKernel
 from sparta.specialize.linear.streamed import StreamedKernel, streamed_call
 from sparta.specialize.scaled_linear.packed import FORMAT_NUMBERS, packed_codes, takes_scaled
 from sparta.specialize.scaled_linear.spec import OP, group_of
 from sparta.tesa.formats.blocks import pad_matrix
 
-__all__ = ["ScaledTwoFour", "bytes_in_order", "nibbles_in_order"]
+__all__ = ["ScaledResident", "ScaledTwoFour", "bytes_in_order", "nibbles_in_order"]
 
 _TOKENS = (8, 16, 32, 64)
 _MOST_TOKENS = 64
@@ -33,26 +34,19 @@ _FEW = ((2, 1, 8, 1, 3), (2, 1, 8, 1, 4), (1, 1, 8, 1, 4), (2, 1, 16, 1, 3), (1,
 _SOME = ((2, 2, 4, 1, 3), (2, 2, 4, 2, 3), (2, 4, 2, 2, 3), (1, 4, 2, 2, 3))
 
 
-class _ScaledStreamKernel(StreamedKernel):
-    """See ``native/stream24.cu``."""
+class _ScaledPacking:
+    """Packs real weights (N, K) in few bits, in the order of :class:`StreamLayout`."""
 
-    source = "stream24"
-    call = streamed_call(3)
-    through_extension = True
-
-    def __init__(self, spec: KernelSpec, tile: StreamTile) -> None:
-        self._weight = spec["weight"]
+    def __init__(self, spec: KernelSpec) -> None:
+        self._weight, self._dtype = spec["weight"], HALF_FORMATS[str(spec["input"].format)]
         self._format, self._group = str(self._weight.format), group_of(self._weight)
         self._grouped = self._group < self._weight.shape[1]
         self._order = StreamLayout(self._weight)
-        constants = {"FORMAT": FORMAT_NUMBERS[self._format], "GROUPED": int(self._grouped)}
-        shape = (tile.tokens, tile.rows, tile.cluster)
-        block = (tile.warps_n * tile.warps_k * 32, tile.shared_bytes)
-        super().__init__(spec, tile, self._order, shape, block, constants=constants)
+        self.constants = {"FORMAT": FORMAT_NUMBERS[self._format], "GROUPED": int(self._grouped)}
 
-    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
-        """Return values, selectors and scales of a real weight (N, K)."""
-        codes, scales = packed_codes(operand, self._weight, self._dtype)
+    def __call__(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """Return values, selectors and scales."""
+        codes, scales = packed_codes(weight, self._weight, self._dtype)
         values, selectors = self._order.pack(codes)
         packed = nibbles_in_order(values + 8) if self._format == "int4" else bytes_in_order(values)
         return packed, selectors, self._scales(scales)
@@ -65,6 +59,38 @@ class _ScaledStreamKernel(StreamedKernel):
         by_chunk = scales.repeat_interleave(self._group // CHUNK, 1)[:, :chunks]
         padded = pad_matrix(by_chunk, (slabs * SLAB, chunks))
         return torch.unflatten(padded, 0, (slabs, SLAB)).transpose(1, 2).contiguous()
+
+
+class _ScaledStreamKernel(StreamedKernel):
+    """See ``native/stream24.cu``."""
+
+    source = "stream24"
+    call = streamed_call(3)
+    through_extension = True
+
+    def __init__(self, spec: KernelSpec, tile: StreamTile) -> None:
+        self._packing = _ScaledPacking(spec)
+        shape, block = (tile.tokens, tile.rows, tile.cluster), (tile.warps_n * tile.warps_k * 32, tile.shared_bytes)
+        layout = StreamLayout(spec["weight"])
+        super().__init__(spec, tile, layout, shape, block, constants=self._packing.constants)
+
+    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
+        """Return values, selectors and scales of a real weight (N, K)."""
+        return self._packing(operand)
+
+
+class _ScaledResidentKernel(ResidentKernel):
+    """See ``native/resident24.cu``."""
+
+    call = streamed_call(3)
+
+    def __init__(self, spec: KernelSpec, tile: ResidentTile) -> None:
+        self._packing = _ScaledPacking(spec)
+        super().__init__(spec, tile, self._packing.constants)
+
+    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
+        """Return values, selectors and scales of a real weight (N, K)."""
+        return self._packing(operand)
 
 
 def bytes_in_order(values: Tensor) -> Tensor:
@@ -125,3 +151,23 @@ class ScaledTwoFour(TiledImplement):
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
         """Lay out the weight; the kernel is compiled at its first run."""
         return _ScaledStreamKernel(spec, StreamTile.parse(params["tile"]))
+
+
+class ScaledResident(TiledImplement):
+    """CUDA C++ on 2:4 weights in 8 or 4 bits, for up to 16 tokens, by blocks that keep x."""
+
+    name = "cuda-24-resident"
+    op = OP
+    first_run_compiles = True
+
+    def supports(self, spec: KernelSpec) -> Support:
+        """Bf16 and fp16 on CUDA, weights of at most 2 live elements in every 4, few tokens."""
+        return takes_scaled(spec, FORMAT_NUMBERS, groups=CHUNK) and resident_fits(spec)
+
+    def tiles(self, spec: KernelSpec) -> Sequence[object]:
+        """Return the tiles that are worth timing, the best guess first."""
+        return resident_tiles(spec)
+
+    def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
+        """Lay out the weight; the kernel is compiled at its first run."""
+        return _ScaledResidentKernel(spec, ResidentTile.parse(params["tile"]))

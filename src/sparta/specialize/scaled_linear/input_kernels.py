@@ -1,6 +1,6 @@
 """The Triton kernel that rounds tokens to fp8. This module imports Triton; import it only to run a kernel."""
 
-# ruff: noqa: ANN001, ANN201, N803, PLR0913, PLR0917 - Triton's own conventions
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913, PLR0917 - Triton's own conventions
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparta.specialize.cuda.device import HOPPER, capability
 from sparta.specialize.cuda.launcher import Launcher
 
 __all__ = ["INTERPRETED", "round_on_gpu", "round_rows"]
@@ -20,28 +21,58 @@ _MOST_WARPS = 16
 
 
 @triton.jit
-def round_rows(x, codes, scales, K, x_stride, given, tiny, BLOCK: tl.constexpr, STATIC: tl.constexpr):
+def _sizes(part):
+    """Return absolute values; NaN counts as infinite."""
+    size = tl.abs(part)
+    return tl.where(size >= 0.0, size, float("inf"))
+
+
+@triton.jit
+def _codes(part, scale):
+    """Return the nearest codes; what is too large saturates, what is not finite becomes NaN."""
+    exact = part / scale
+    code = tl.where(exact > 448.0, 448.0, tl.where(exact < -448.0, -448.0, exact))  # keeps NaN
+    return tl.where(tl.abs(part) == float("inf"), float("nan"), code).to(tl.float8e4nv)
+
+
+@triton.jit
+def round_rows(
+    x,
+    codes,
+    scales,
+    K,
+    x_stride,
+    given,
+    tiny,
+    BLOCK: tl.constexpr,
+    STATIC: tl.constexpr,
+    WHOLE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Round one row; what is not finite becomes NaN."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
+    part = tl.load(x + row * x_stride + column, mask=column < K, other=0.0).to(tl.float32)
     if STATIC:
         scale = given * 1.0
     else:
-        most = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, K, BLOCK):
-            part = tl.load(x + row * x_stride + first + column, mask=first + column < K, other=0.0).to(tl.float32)
-            size = tl.abs(part)
-            most = tl.where(size <= most, most, tl.where(size > most, size, float("inf")))  # NaN counts as infinite
+        most = _sizes(part)
+        if not WHOLE:
+            for first in range(BLOCK, K, BLOCK):
+                more = tl.load(x + row * x_stride + first + column, mask=first + column < K, other=0.0)
+                most = tl.maximum(most, _sizes(more.to(tl.float32)))
         largest = tl.max(most, 0)
         scale = tl.where(largest < tiny, 1.0, largest / 448.0)
     tl.store(scales + row, scale)
-    for first in range(0, K, BLOCK):
-        place = first + column
-        part = tl.load(x + row * x_stride + place, mask=place < K, other=0.0).to(tl.float32)
-        exact = part / scale
-        code = tl.where(exact > 448.0, 448.0, tl.where(exact < -448.0, -448.0, exact))  # keeps NaN
-        code = tl.where(tl.abs(part) == float("inf"), float("nan"), code)
-        tl.store(codes + row * K + place, code.to(tl.float8e4nv), mask=place < K)
+    tl.store(codes + row * K + column, _codes(part, scale), mask=column < K)
+    if not WHOLE:
+        for first in range(BLOCK, K, BLOCK):
+            place = first + column
+            more = tl.load(x + row * x_stride + place, mask=place < K, other=0.0).to(tl.float32)
+            tl.store(codes + row * K + place, _codes(more, scale), mask=place < K)
 
 
 INTERPRETED = not isinstance(round_rows, triton.runtime.JITFunction)
@@ -60,7 +91,8 @@ def round_on_gpu(x: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
         return codes, scales.fill_(1.0)
     block = min(_WIDEST, triton.next_power_of_2(inputs))
     warps = next((count for size, count in _WARPS.items() if block <= size), _MOST_WARPS)
+    early = not INTERPRETED and capability(x.device) >= HOPPER  # set up while the kernel before ends
     given = 1.0 if scale is None else scale
-    arguments = (x, codes, scales, inputs, x.stride(0), given, _TINY, block, scale is not None)
-    _round(rows, arguments, x.device, {"num_warps": warps})
+    arguments = (x, codes, scales, inputs, x.stride(0), given, _TINY, block, scale is not None, block >= inputs, early)
+    _round(rows, arguments, x.device, {"num_warps": warps, "launch_pdl": early})
     return codes, scales

@@ -38,7 +38,7 @@ OP: Final = "scaled_linear"
 FP8: Final = "fp8_e4m3"
 LARGEST: Final = {FP8: 448.0, "int8": 127.0, "int4": 7.0}
 """What the largest weight of a group is rounded to, by format."""
-FP8_IMPLEMENTS: Final = frozenset({"dense-fp8", "triton-block-fp8", "cusparselt"})
+FP8_IMPLEMENTS: Final = frozenset({"dense-fp8", "triton-block-fp8"})
 """The implements of :data:`OP` that round x to fp8; the others read few bits and multiply in bf16 or fp16."""
 _LOWEST = {"int8": -127, "int4": -8}
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -117,6 +117,14 @@ def group_of(weight: TeSA) -> int:
     return inputs
 
 
+def _format_of(tesa: TeSA) -> str:
+    """Return the bit format of a scaled weight; a weight of which nothing is live has none, and any will do."""
+    format = FP8 if not tesa.count("live") else str(tesa.format)
+    if format not in LARGEST:
+        raise NameNotFoundError(did_you_mean(format, LARGEST, "format of a scaled weight"))
+    return format
+
+
 def codes_of(weight: Tensor, tesa: TeSA) -> tuple[Tensor, Tensor]:
     """Return a weight as it is stored: codes (N, K), float8_e4m3fn or int8, and scales (N, groups), float32.
 
@@ -130,9 +138,7 @@ def codes_of(weight: Tensor, tesa: TeSA) -> tuple[Tensor, Tensor]:
     >>> codes.tolist(), scales.tolist()
     ([[1, -7], [7, 2]], [[1.0], [2.0]])
     """
-    format, size = str(tesa.format), group_of(tesa)
-    if format not in LARGEST:
-        raise NameNotFoundError(did_you_mean(format, LARGEST, "format of a scaled weight"))
+    format, size = _format_of(tesa), group_of(tesa)
     if tuple(weight.shape) != tuple(tesa.shape):
         raise ShapeError(message(f"a weight of shape {tuple(weight.shape)}", f"{tuple(tesa.shape)}, as it was scaled"))
     rows, inputs = weight.shape

@@ -49,6 +49,14 @@ __device__ __forceinline__ uint4 stream16(const void* from) {
     return value;
 }
 
+// Lets the kernel after this one begin to start, and waits until the results of the one before are there. A kernel that is
+// started in the ordinary way does neither.
+__device__ __forceinline__ void follow() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void meet_cluster() {
 #if CLUSTER > 1
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -103,27 +111,35 @@ __device__ __forceinline__ float finish(float value) {
 }
 
 #ifdef SLABS
+constexpr int WIDTH = TOKENS < 8 ? 8 : TOKENS; // the matrix unit multiplies 8 tokens at least
+
 // Lays a warp's sums, as the matrix unit leaves them, into shared memory (TOKENS, PITCH) from row `first_row` on.
 template <int PITCH>
-__device__ __forceinline__ void lay_sums(float* partials, const float (&sums)[SLABS][TOKENS / 8][4], int first_row,
+__device__ __forceinline__ void lay_sums(float* partials, const float (&sums)[SLABS][WIDTH / 8][4], int first_row,
                                          int lane) {
 #pragma unroll
     for (int s = 0; s < SLABS; ++s) {
         int row = first_row + s * 16 + lane / 4;
 #pragma unroll
-        for (int n = 0; n < TOKENS / 8; ++n) {
+        for (int n = 0; n < WIDTH / 8; ++n) {
             int token = n * 8 + lane % 4 * 2;
-            partials[token * PITCH + row] = sums[s][n][0];
-            partials[(token + 1) * PITCH + row] = sums[s][n][1];
-            partials[token * PITCH + row + 8] = sums[s][n][2];
-            partials[(token + 1) * PITCH + row + 8] = sums[s][n][3];
+            if (TOKENS >= 8 || token < TOKENS) {
+                partials[token * PITCH + row] = sums[s][n][0];
+                partials[token * PITCH + row + 8] = sums[s][n][2];
+            }
+            if (TOKENS >= 8 || token + 1 < TOKENS) {
+                partials[(token + 1) * PITCH + row] = sums[s][n][1];
+                partials[(token + 1) * PITCH + row + 8] = sums[s][n][3];
+            }
         }
     }
 }
 
 // Sums the PARTS parts of K of each block of the cluster, (PARTS, TOKENS, PITCH), in their order and writes the results.
+// `scales` are those of the two outputs of this thread, where they were loaded before.
 template <int PARTS, int ROWS, int PITCH, int THREADS, class Call>
-__device__ __forceinline__ void write(const Call& call, u32 partials, int tile, int rank, int first_token) {
+__device__ __forceinline__ void write(const Call& call, u32 partials, int tile, int rank, int first_token,
+                                      const float2* scales = nullptr) {
     constexpr int PAIRS = TOKENS * ROWS / 2;
     for (int pair = rank * THREADS + threadIdx.x; pair < PAIRS; pair += CLUSTER * THREADS) {
         int token = pair / (ROWS / 2), row = pair % (ROWS / 2) * 2;
@@ -141,8 +157,8 @@ __device__ __forceinline__ void write(const Call& call, u32 partials, int tile, 
         long long place = (long long)m * call.outputs + n;
         bool both = n + 1 < call.outputs;
 #if FORMAT && !GROUPED
-        total.x *= call.scales[n];
-        if (both) total.y *= call.scales[n + 1];
+        total.x *= scales ? scales->x : call.scales[n];
+        if (both) total.y *= scales ? scales->y : call.scales[n + 1];
 #endif
         if (call.bias) {
             total.x += to_float(call.bias[n]);

@@ -141,6 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather(const Call call) {
     u32 at = (u32)__cvta_generic_to_shared(shared) + __ldg(firsts + (blockIdx.x * PARTS + part) * ROWS + slot) * STRIDE;
     long long place = ((long long)from + begin) * ROWS + slot;
 
+    follow(); // where values are is older than the kernel before this one; values and x may not be
     Piece ring[DEPTH];
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d)
