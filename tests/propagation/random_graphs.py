@@ -105,6 +105,7 @@ class RandomSequence(nn.Module):
 
     KINDS = ("linear", "act", "add", "gate", "cat", "attention", "fused", "layernorm", "rmsnorm", "flip", "pick")
     KINDS += ("roll", "stride", "softmax", "shared", "mean", "sort", "weightnorm", "linear")
+    KINDS += ("running", "length", "fourier", "complex", "einsum", "table", "LSTM", "GRU", "RNN")
 
     def __init__(self, steps, *, seed):
         super().__init__()
@@ -136,6 +137,8 @@ class RandomSequence(nn.Module):
             "rmsnorm": lambda: (nn.RMSNorm(a), a),
             "pick": lambda: (_Order(a, size), a // 2 + 1),
             "stride": lambda: (nn.Identity(), (a + 1) // 2),
+            "table": lambda: (_Table(a, size), a),
+            **dict.fromkeys(("LSTM", "GRU", "RNN"), lambda: _recurrent(kind, a, size)),
             "cat": lambda: (nn.Identity(), a + b),
             "add": lambda: (nn.Identity(), a if a == b else None),
         }
@@ -156,6 +159,32 @@ class _Order(nn.Module):
         super().__init__()
         order = torch.randperm(width, generator=torch.Generator().manual_seed(seed))
         self.register_buffer("order", order[: width // 2 + 1])
+
+
+class _Table(nn.Module):
+    """Numbers that differ from position to position, some of them 0, go through a linear layer and are added."""
+
+    def __init__(self, width, size):
+        super().__init__()
+        self.layer = nn.Linear(size, width)
+        if size % 2:
+            self.register_buffer("table", torch.zeros(5, size))
+        else:
+            self.table = nn.Parameter(torch.zeros(5, size))
+
+
+def _recurrent(kind, inputs, size):
+    """Return a recurrent network of one or two layers, in one direction or both, and the width of what it gives."""
+    both = size % 3 == 0
+    made = getattr(nn, kind)(inputs, size, 1 + size % 2, bias=size > 4, bidirectional=both, batch_first=True)
+    return made, 2 * size if both else size
+
+
+def _complex(_, x, __, size):
+    if x.shape[-1] % 2:
+        return x
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * (1 + 1j * size)
+    return torch.view_as_real(pairs).flatten(-2)
 
 
 def _linears(inputs, outputs, *, bias):
@@ -186,6 +215,13 @@ _SEQUENCE = {
     "softmax": lambda _, x, __, ___: x.softmax(1),
     "mean": lambda _, x, __, size: x - x.mean(-1 if size % 2 else 1, keepdim=True),
     "sort": lambda _, x, __, ___: x.sort(1)[0],
+    "running": lambda _, x, __, size: x.cumsum(1 if size % 2 else -1),
+    "length": lambda _, x, __, size: x * torch.linalg.vector_norm(x, dim=(1,) if size % 2 else (1, 2), keepdim=True),
+    "fourier": lambda _, x, __, size: torch.fft.fft(x, dim=1).real + torch.fft.rfft(x, n=8, dim=1).imag[:, :1] * size,
+    "complex": _complex,
+    "einsum": lambda _, x, __, ___: x * torch.einsum("btc,btc->b", x, x.sigmoid())[:, None, None],
+    "table": lambda layer, x, _, __: x + layer.layer(layer.table),
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), lambda layer, x, _, __: layer(x)[0]),
 }
 
 
@@ -215,6 +251,8 @@ def randomize(model, generator):
         for name, buffer in model.named_buffers():
             if buffer.is_floating_point():
                 buffer.copy_(rand(buffer.shape) + 0.5 if "var" in name else rand(buffer.shape) - 0.5)
+                if name.endswith("table"):
+                    buffer[rand(buffer.shape) < 0.3] = 0
         for name, parameter in model.named_parameters():
             parameter.copy_(rand(parameter.shape) * 2 - 1)
             if parameter.dim() < 2:

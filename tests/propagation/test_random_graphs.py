@@ -33,6 +33,8 @@ def check_compact(model, x, result):
     (one,) = torch.autograd.grad((model(other) * weight).sum(), other)
     (two,) = torch.autograd.grad((small(other) * weight).sum(), other)
     torch.testing.assert_close(two, one, rtol=1e-6, atol=1e-9)
+    more = torch.cat([x, x[:1] + 1])
+    torch.testing.assert_close(small(more), model(more), rtol=1e-6, atol=1e-9)
     if not any(bool((tesa.value.cells != 0).any()) for tesa in result.activations.values()):
         # Folded constants are frozen, and with them the parameters that they were made of.
         check_parameter_gradients(model, small, other.detach(), weight)

@@ -323,7 +323,7 @@ def tile_axes(op: Op, axes: Axes) -> None:
     tiles = _tiles(op)
     lead = len(op.shape) - len(shape_of(op["self"]))
     moving = set(dynamic_dims(op.node))
-    for dim, times, _ in tiles or [(d, 0, None) for d in range(len(op.shape))]:
+    for dim, times in [(d, t) for d, t, _ in tiles] if tiles else [(d, 0) for d in range(len(op.shape))]:
         out = axes.of(op.node, dim)
         if dim >= lead and times == 1:
             axes.equal(axes.of(op["self"], dim - lead), out)
