@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any, cast
@@ -91,7 +90,8 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     verify
         Compare with the original on fresh inputs before handing over.
     budget_s
-        Seconds for the whole compilation; what is not measured by then stays dense. Ctrl-C has the same effect. Every
+        Seconds for the whole compilation, after calibration where there is a precision (each that ``"auto"`` tries has
+        as much); what is not measured by then stays dense. Ctrl-C has the same effect. Every
         step gets its share: trials end with it, and Inductor only begins what should fit. What comes once and cannot
         be cut short is capture and propagation, one candidate under way, and compiling the kernels for the first time.
     more_inputs
@@ -146,7 +146,7 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     settled = {"inductor": competes, "cuda_graphs": cuda_graphs, "cast": dtype is not None, "check": verify}
 
     def one(model: nn.Module, spec: Spec | None, activations: Mapping[str, Any] | None) -> CompiledModel | PartialModel:
-        own = session if wanted.precision != "auto" else replace(session, notes=[])
+        own = session if wanted.precision is None else session.again()
         return compile_in(own, model, calls, spec, dynamic_shapes=dynamic_shapes, activations=activations, **settled)
 
     if wanted.precision is None:

@@ -68,6 +68,10 @@ class Session:
         if self.budget_s is not None and not self.budget_s > 0:
             raise ValueRangeError(message(f"budget_s={self.budget_s}", "seconds above 0, or None for no limit"))
 
+    def again(self) -> Session:
+        """Return a session like this one that starts now, with its whole budget."""
+        return Session(self.tune, self.budget_s, self.show, self.seed, self.store, measure=self.measure)
+
     def use_graphs(self) -> None:
         """Let the host's time not count: kernels are timed as CUDA graphs replay them, and kept apart from others."""
         self.in_graphs = True
