@@ -19,6 +19,7 @@ MAY_USE = {
     "testing": {"tesa", "measure"},
     "common": set(),
     "reporting": set(),
+    "signing": set(),
     "sparsify": {"tesa"},
     "oneshot": {"tesa", "common", "sparsify", "measure"},
     "scheduler": {"tesa", "sparsify"},
@@ -28,8 +29,8 @@ MAY_USE = {
     "nn": {"tesa", "common", "specialize", "measure"},
     "hf": {"tesa", "nn"},
     "precision": {"tesa", "create", "specialize"},
-    "compiler": {"tesa", "common", "precision", "propagation", "specialize", "nn", "measure", "reporting"},
-    "generation": {"tesa", "common", "propagation", "specialize", "nn", "measure", "compiler"},
+    "compiler": {"tesa", "common", "precision", "propagation", "specialize", "nn", "measure", "reporting", "signing"},
+    "generation": {"tesa", "common", "propagation", "specialize", "nn", "measure", "compiler", "signing"},
     "planning": {"tesa", "common", "oneshot", "propagation", "specialize", "compiler"},
 }
 EVERYTHING = {"report", "cli", "__init__"}

@@ -19,13 +19,13 @@ from torch import nn
 import sparta
 from sparta.errors import SpartaError
 
-ROOMS = ("", "nn", "create", "sparsify", "testing", "scheduler", "propagation", "compiler")
+ROOMS = ("", "nn", "create", "sparsify", "testing", "scheduler", "propagation", "compiler", "signing")
 # Results that a user reads and does not make; bases that others derive from; decorators, which take any class.
 NOT_CALLED_BY_USERS = {
     "Agreement", "Allocation", "Backend", "Candidate", "CaptureError", "Captured", "Certificate", "CompactModel",
     "Comparison", "CompiledModel", "EndToEnd", "Environment", "Exported", "Layer", "LayerPlan", "OperatorBase",
-    "Origin", "Pattern", "Plan", "PropagationResult", "PruningReport", "Report", "Run", "Score", "TeSA", "Timing",
-    "Totals", "modifier", "register_fake_sparse", "register_mask_generator", "register_scheduler", "rule",
+    "Origin", "PartialModel", "Pattern", "Plan", "PropagationResult", "PruningReport", "Report", "Run", "Score",
+    "TeSA", "Timing", "Totals", "modifier", "register_fake_sparse", "register_mask_generator", "register_scheduler", "rule",
 }  # fmt: skip
 METHODS = {
     "Spec": ("from_zeros", "from_pattern", "from_masks", "load", "save", "apply", "check"),
@@ -38,6 +38,8 @@ METHODS = {
     "Recipe": ("from_yaml",),
     "Sparsifier": ("step", "load_state_dict"),
     "Masks": ("update", "load_state_dict"),
+    "PublicKey": ("of", "save"),
+    "SigningKey": ("of", "load", "save", "signature"),
     "SparseLinear": ("build", "tune", "forward"),
     "SparseConv2d": ("build", "tune", "forward"),
     "SparseSoftmax": ("build", "forward"),
@@ -194,6 +196,9 @@ SPECIAL = {
     ("ProbMaskFakeSparse", "weight"): lambda: torch.randn(8, 8),
     ("SparseInt8Linear", "input_scale"): lambda: 0.1,
     ("SparseInt8Linear.from_float", "input_scale"): lambda: None,
+    **{(name, "number"): lambda: bytes(8) for name in ("PublicKey", "SigningKey")},
+    ("PublicKey", "point"): lambda: bytes(32),
+    ("SigningKey", "seed"): lambda: bytes(32),
     ("SparseLinear", "weight_mask"): mask,
     ("SparseBatchMatMul", "A_mask"): mask,
 }

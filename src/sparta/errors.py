@@ -19,6 +19,7 @@ __all__ = [
     "NameNotFoundError",
     "PatternError",
     "ShapeError",
+    "SignatureError",
     "SpartaError",
     "ValueRangeError",
     "did_you_mean",
@@ -60,6 +61,10 @@ class NameNotFoundError(SpartaError, KeyError):
 
 class FileFormatError(SpartaError, OSError):
     """A file is truncated, edited, of another kind, or of a newer version than this package reads."""
+
+
+class SignatureError(FileFormatError):
+    """A file is not signed, not by the key that was asked for, or not as it is now."""
 
 
 class MissingPackageError(SpartaError, ImportError):

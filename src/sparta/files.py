@@ -18,7 +18,7 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,16 @@ _TEMPORARY = re.compile(r"\..*\.sparta-([0-9a-f]{8})-([0-9]{1,9})-.+")
 _ABANDONED_SECONDS = 3600.0
 
 
-def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write `data` to `path` so that a crash or a reader at any moment finds the old file or the new one whole."""
+def write_atomic(path: str | os.PathLike[str], data: bytes, *, private: bool = False) -> None:
+    """Write `data` to `path` so that a crash or a reader at any moment finds the old file or the new one whole.
+
+    A private file can be read by its owner alone.
+    """
     target = Path(path)
     if not target.parent.is_dir():
         raise FileFormatError(message(f"cannot write {target}: its folder does not exist", fix="create it first"))
     try:
-        _replace(target, data)
+        _replace(target, data, private=private)
     except FileFormatError:
         raise
     except OSError as error:
@@ -59,7 +62,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
     _sync_folder(target.parent)
 
 
-def _replace(target: Path, data: bytes) -> None:
+def _replace(target: Path, data: bytes, *, private: bool) -> None:
     """Write a temporary file beside the target, and put it in its place."""
     if target.is_dir():
         raise FileFormatError(message(f"cannot write {target}: it is a folder", fix="name a file in it"))
@@ -71,7 +74,8 @@ def _replace(target: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        _use_default_permissions(temporary)
+        if not private:
+            _use_default_permissions(temporary)
         os.replace(temporary, target)  # noqa: PTH105 - atomic also over an existing file
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -111,6 +115,8 @@ def save_tensors(
     version: int,
     tensors: Mapping[str, Tensor],
     payload: Mapping[str, Any],
+    *,
+    written: Callable[[bytes], object] | None = None,
 ) -> None:
     """Save tensors and a JSON payload as one checked safetensors file.
 
@@ -120,6 +126,8 @@ def save_tensors(
         What the file is, such as ``"spec"``; :func:`load_tensors` refuses a file of another kind.
     version
         Format version of that kind; a reader refuses files newer than it knows.
+    written
+        Called with all bytes of the file when it is there, to sign them.
     """
     from safetensors.torch import save
 
@@ -129,11 +137,21 @@ def save_tensors(
     header["__metadata__"]["sha256"] = _digest(header, body)
     text = json.dumps(header, sort_keys=True).encode()
     text += b" " * (-len(text) % 8)
-    write_atomic(path, b"".join((len(text).to_bytes(8, "little"), text, body)))
+    data = b"".join((len(text).to_bytes(8, "little"), text, body))
+    write_atomic(path, data)
+    if written is not None:
+        written(data)
 
 
-def load_tensors(path: str | os.PathLike[str], kind: str, version: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load_tensors(
+    path: str | os.PathLike[str], kind: str, version: int, *, trusted: Callable[[bytes], object] | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Load what :func:`save_tensors` wrote; raises :class:`FileFormatError` unless every byte is as written.
+
+    Parameters
+    ----------
+    trusted
+        Called with all bytes before any of them is looked at; raises where the file is not to be trusted.
 
     Returns
     -------
@@ -145,6 +163,8 @@ def load_tensors(path: str | os.PathLike[str], kind: str, version: int) -> tuple
     file = Path(path)
     with reading(file):
         data = _read(file)
+        if trusted is not None:
+            trusted(data)
         header, body = _split(data, file)
         metadata = header.get("__metadata__", {})
         found = metadata.get("sparta")

@@ -29,6 +29,7 @@ from sparta.generation.packing import balanced
 from sparta.generation.program import DecodeProgram
 from sparta.generation.registry import architecture, config_fields, config_from, transformers_module
 from sparta.modules import member, replace_module, set_member
+from sparta.signing import PublicKey, signer, verifier
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.tuning.select import Choice, choose
 from sparta.specialize.tuning.shipped import misfit
@@ -42,8 +43,9 @@ _VERSION = 1
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def save(model: GenerativeModel, path: str | os.PathLike[str]) -> None:
+def save(model: GenerativeModel, path: str | os.PathLike[str], sign: object = None) -> None:
     """Write a compiled language model to one file; see :meth:`GenerativeModel.save`."""
+    written = signer(path, sign)
     original: Any = type(model).__mro__[2]
     config: Any = model.config
     kind = str(getattr(config, "model_type", ""))
@@ -77,7 +79,7 @@ def save(model: GenerativeModel, path: str | os.PathLike[str]) -> None:
         "provenance": dict(model.provenance),
         "pruned": sorted(model.spec),
     }
-    save_tensors(path, KIND, _VERSION, tensors, payload)
+    save_tensors(path, KIND, _VERSION, tensors, payload, written=written)
 
 
 def _matrix_fields(name: str, matrix: PackedMatrix, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -129,7 +131,11 @@ def _generation_fields(config: Any) -> dict[str, Any] | None:
 
 
 def load_generator(
-    path: str | os.PathLike[str], *, device: str | torch.device | None = None, max_bytes: int | None = None
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    max_bytes: int | None = None,
+    key: PublicKey | str | os.PathLike[str] | None = None,
 ) -> GenerativeModel:
     """Return a compiled language model from its file; :func:`sparta.load` does this for such files.
 
@@ -139,6 +145,8 @@ def load_generator(
         Where to put it; None for the device it was compiled on, or the CPU where that is not here.
     max_bytes
         How much memory its weights may take; by default 64 times the size of the file.
+    key
+        Load only what the owner of this public key has signed.
 
     Raises
     ------
@@ -148,7 +156,7 @@ def load_generator(
         If the file is damaged, edited, of another kind or of a newer format than this version reads.
     """
     transformers_module()
-    tensors, payload = load_tensors(path, KIND, _VERSION)
+    tensors, payload = load_tensors(path, KIND, _VERSION, trusted=verifier(path, key))
     with reading(path), torch.no_grad():
         return _Reader(tensors, payload, Budget.of_file(path, max_bytes), device).model()
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from sparta.compiler.report import Report
 from sparta.errors import ValueRangeError, message
 from sparta.generation.program import DecodeProgram
+from sparta.signing import SigningKey
 from sparta.tesa.spec import Spec
 
 __all__ = ["Compiled", "GenerativeModel", "compiled_class", "shared_copy"]
@@ -81,11 +82,14 @@ class GenerativeModel(nn.Module):
         """What runs whole steps in C++, or None."""
         return self._sparta.program
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to one file, which :func:`sparta.load` reads where transformers is installed."""
+    def save(self, path: str | os.PathLike[str], *, sign: SigningKey | str | os.PathLike[str] | None = None) -> None:
+        """Write it to one file, which :func:`sparta.load` reads where transformers is installed.
+
+        With `sign`, a key or its file, the signature of all its bytes is written to ``PATH.minisig``.
+        """
         from sparta.generation.artifact import save
 
-        save(self, path)
+        save(self, path, sign)
 
     def train(self, mode: bool = True) -> GenerativeModel:  # noqa: FBT001, FBT002 - PyTorch's signature
         """Stay in evaluation mode; raises for training mode."""

@@ -27,6 +27,7 @@ from sparta.compiler.run.host import Host, hosted
 from sparta.compiler.run.kernel_module import DenseLayer, KernelModule
 from sparta.errors import FileFormatError, ShapeError, SpartaError, ValueRangeError, message
 from sparta.modules import member, set_member
+from sparta.signing import SigningKey
 from sparta.tesa.spec import Spec
 
 __all__ = ["CompiledModel"]
@@ -276,14 +277,15 @@ class CompiledModel(nn.Module):
                 layers[str(node.target)] = member(graph, str(node.target))
         return fx.GraphModule(layers, found, "Dense")
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, sign: SigningKey | str | os.PathLike[str] | None = None) -> None:
         """Write the model to one file: graph, live weights, plan, spec, provenance and certificate; no pickle.
 
-        The file is written whole or not at all; :func:`sparta.load` reads it back.
+        The file is written whole or not at all; :func:`sparta.load` reads it back. With `sign`, a key or its file, the
+        signature of all its bytes is written to ``PATH.minisig`` (:mod:`sparta.signing`).
         """
         from sparta.compiler.artifact import save
 
-        save(self, path)
+        save(self, path, sign)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load weights of the same masks, as :meth:`state_dict` returned them."""

@@ -16,6 +16,7 @@ from torch import nn
 from sparta.compiler.report import Report
 from sparta.compiler.run.compiled_model import CompiledModel
 from sparta.errors import ValueRangeError, message
+from sparta.signing import SigningKey
 from sparta.tesa.spec import Spec
 
 __all__ = ["PartialModel"]
@@ -79,14 +80,15 @@ class PartialModel(nn.Module):
             CompiledModel.tune(part, *given, **named)
         return self.report
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, sign: SigningKey | str | os.PathLike[str] | None = None) -> None:
         """Write the compiled modules and all other tensors to one file; ``sparta.load(path, model=...)`` reads it.
 
-        A file cannot hold a model's code, so loading needs the model.
+        A file cannot hold a model's code, so loading needs the model. With `sign`, a key or its file, the signature of
+        all its bytes is written to ``PATH.minisig`` (:mod:`sparta.signing`).
         """
         from sparta.compiler.artifact import save_parts
 
-        save_parts(self, path)
+        save_parts(self, path, sign)
 
     def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002 - PyTorch's protocol
         """Raise for training mode: kernels hold fixed weights."""
