@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from renderers import any_model, compiler, cpu, cuda, front_page, noise, oneshot, propagation, training
 from renderers.registry import RENDERERS, Record
 
-_USED = (any_model, compiler, cpu, cuda, front_page, noise, oneshot, propagation, training)  # importing fills the registry
+_USED = (any_model, compiler, cpu, cuda, front_page, noise, oneshot, propagation, training)  # they fill the registry
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 REGION = re.compile(

@@ -21,7 +21,7 @@ from sparta.files import write_atomic
 from sparta.oneshot.api import prune
 from sparta.oneshot.log import PruneLog
 from sparta.planning.bench import Whole
-from sparta.planning.options import DENSE, Option
+from sparta.planning.options import CHANNELS, DENSE, Option
 from sparta.planning.table import Assignment, Table, picked
 from sparta.tables import table
 from sparta.tesa.patterns import Pattern
@@ -307,9 +307,7 @@ class SparsityPlan:
     def __str__(self) -> str:
         columns = ["layer", "becomes", "dense ms", "ms", "cost", "why"]
         rows = [
-            [r["layer"], r["option"], f"{r['dense_ms']:.4g}", f"{r['ms']:.4g}", f"{r['cost']:.2e}", r["why"]]
-            if r["dense_ms"] is not None
-            else [r["layer"], r["option"], "", "", "", r["why"]]
+            [r["layer"], r["option"], _shown(r["dense_ms"]), _shown(r["ms"]), f"{r['cost']:.2e}", r["why"]]
             for r in self.rows()
         ]
         how = "measured" if self.whole is not None else "by the table"
@@ -323,13 +321,15 @@ class SparsityPlan:
         times = self.table.times.get(name)
         group = next(g for g in self.table.groups if name in g.names)
         narrower = any(name in each.writers and each.reader in self.assignment and
-                       self.assignment[each.reader].pattern == "channels" for each in group.channels)  # fmt: skip
+                       self.assignment[each.reader].pattern == CHANNELS for each in group.channels)  # fmt: skip
         dense = None if times is None else times[DENSE]
         ms = None if times is None else times.get(option, dense)
         if times is None:
             why = "no kernel can run it, or the data does not reach it"
+        elif option.pattern == CHANNELS:
+            ms, why = None, "its inputs are cut, with what makes them"
         elif narrower:
-            why = "its outputs that nobody reads are cut"
+            ms, why = None, "its outputs that nobody reads are cut"
         elif option == DENSE:
             why = "nothing that was measured beats dense" if len(times) == 1 else "pruning others costs less"
         else:
@@ -337,3 +337,7 @@ class SparsityPlan:
         cost = self.table.costs.get(name, {}).get(option, 0.0)
         text = "narrower" if narrower and option == DENSE else str(option)
         return {"layer": name, "option": text, "dense_ms": dense, "ms": ms, "cost": cost, "why": why}
+
+
+def _shown(milliseconds: float | None) -> str:
+    return "" if milliseconds is None else f"{milliseconds:.4g}"

@@ -1,0 +1,114 @@
+"""Tables of one-shot pruning and plans: what methods and patterns cost, and how plans keep their word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from renderers.registry import Record, markdown, renderer, source
+
+
+@renderer("oneshot-language-model", "oneshot_language_model")
+def language_model(found: Sequence[Record]) -> str:
+    """Return perplexities, a row a method, a column a pattern."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        cells = {(run["method"], run["pattern"]): run for run in results["runs"]}
+        methods, patterns = (list(dict.fromkeys(key[place] for key in cells)) for place in range(2))
+        rows = [[method, *(_perplexity(cells.get((method, pattern))) for pattern in patterns)] for method in methods]
+        seconds = {method: [run["seconds"] for (m, _), run in cells.items() if m == method] for method in methods}
+        for row, method in zip(rows, methods, strict=True):
+            row.append(f"{sum(seconds[method]) / len(seconds[method]):.0f}")
+        title = (
+            f"Perplexity on {results['held_out_tokens']:,} tokens of a book that was not calibrated on "
+            f"({results['calibration_tokens']:,} tokens of another one were); dense "
+            f"{results['perplexity_dense']:.1f}. At most {results['peak_mib']:,} MiB in use."
+        )
+        parts.append(f"{title} {source(record)}\n\n{markdown(['method', *patterns, 's'], rows)}")
+    return "\n\n".join(parts)
+
+
+def _perplexity(run: Record | None) -> str:
+    return "" if run is None else f"{run['perplexity']:.1f}" if run["perplexity"] < 1e4 else f"{run['perplexity']:.0e}"
+
+
+@renderer("oneshot-encoder", "oneshot_encoder")
+def encoder(found: Sequence[Record]) -> str:
+    """Return the metric and the measured latency of each pattern, one table a task."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        for task in dict.fromkeys(row["task"] for row in results["rows"]):
+            rows = [row for row in results["rows"] if row["task"] == task]
+            cells = [
+                [row["pattern"], _percent(row["sparsity"]), _number(row["metric"]), *_latency(row)] for row in rows
+            ]
+            dense = _number(next((row["dense"] for row in rows if row["dense"] is not None), None))
+            title = f"{task}, pruned by {results['method']}: {rows[0]['metric_name']}; dense {dense}."
+            parts.append(
+                f"{title} {source(record)}\n\n{markdown(['pattern', 'zeros', 'metric', 'ms', 'x dense'], cells)}"
+            )
+    return "\n\n".join(parts)
+
+
+@renderer("oneshot-plan", "oneshot_plan")
+def plans(found: Sequence[Record]) -> str:
+    """Return asked and measured speed-ups, and the metric beside uniform pruning."""
+    parts = []
+    for record in found:
+        rows = [
+            [
+                row["model"],
+                f"{row['asked']:g}x",
+                f"{row['speedup']:.2f}x" + ("" if row["met"] else " (not met)"),
+                f"{100 * (row['speedup'] / row['asked'] - 1):+.1f} %",
+                f"{row['given_ms']:.3g} → {row['ms']:.3g}",
+                row["rounds"],
+                f"{row['loss']:.3f}",
+                _beside(row),
+                ", ".join(row["options"]),
+                f"{row['seconds']:.0f}",
+            ]
+            for row in record["results"]["rows"]
+        ]
+        heads = ["model", "asked", "measured", "error", "ms", "rounds", "estimated loss"]
+        heads += ["metric (dense; uniform)", "options", "s"]
+        parts.append(f"{source(record)}\n\n{markdown(heads, rows)}")
+    return "\n\n".join(parts)
+
+
+@renderer("oneshot-memory", "oneshot_memory")
+def memory(found: Sequence[Record]) -> str:
+    """Return one sentence on the largest model that was pruned under a cap."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        grown = f"{results['grown_gib']:.2f} GiB, to {results['process_gib']:.2f} GiB"
+        parts.append(
+            f"A model of {results['weights_gib']:.1f} GiB under a cap of {results['cap_gib']:g} GiB: the process grew "
+            f"by {grown}, in {results['minutes']:.0f} minutes ({results['method']}, 2:4, random weights). "
+            f"{source(record)}"
+        )
+    return "\n\n".join(parts)
+
+
+def _beside(row: Record) -> str:
+    if row["metric"] is None:
+        return ""
+    other = row["uniform"]
+    text = "" if other is None else f"; {other['metric']:.3f} at {_percent(other['sparsity'])}, {other['speedup']:.2f}x"
+    return f"{row['metric']:.3f} ({row['dense_metric']:.3f}{text})"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:g} %"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _latency(row: Record) -> list[str]:
+    if row["ms"] is None:
+        return ["", ""]
+    return [f"{row['ms']:.3g}", f"{row['dense_ms'] / row['ms']:.2f}"]
