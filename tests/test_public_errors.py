@@ -25,7 +25,8 @@ NOT_CALLED_BY_USERS = {
     "Agreement", "Allocation", "Backend", "Candidate", "CaptureError", "Captured", "Certificate", "CompactModel",
     "Comparison", "CompiledModel", "EndToEnd", "Environment", "Exported", "Layer", "LayerPlan", "OperatorBase",
     "Origin", "PartialModel", "Pattern", "Plan", "PropagationResult", "PruningReport", "Report", "Run", "Score",
-    "TeSA", "Timing", "Totals", "modifier", "register_fake_sparse", "register_mask_generator", "register_scheduler", "rule",
+    "TeSA", "Timing", "Totals", "modifier", "register_fake_sparse", "register_mask_generator", "register_scheduler",
+    "rule",
 }  # fmt: skip
 METHODS = {
     "Spec": ("from_zeros", "from_pattern", "from_masks", "load", "save", "apply", "check"),

@@ -22,12 +22,14 @@ import torch
 from torch import nn
 
 import sparta
+from compiler.conftest import forcing
 from sparta.tables import table
 
 SIZES = (1, 2, 3, 7, 16, 33, 64, 128)
 INPUTS = 96
 TOLERANCE = 1e-4  # of the largest value; the layers sum 96 to 256 products in float32
 MOST_GROWTH = 64.0  # MiB over the run, after its first third
+WARM_UP = 9  # reloads, two of which tune
 MIB = 2**20
 _LONGEST = 120.0  # seconds that the second process may take for its files
 
@@ -40,12 +42,15 @@ def pruned_model():
     return model.requires_grad_(requires_grad=False)
 
 
-def compiled(model, seconds):
-    """Return the model compiled for any number of rows."""
+def compiled(model, seconds, *, forced=False):
+    """Return the model compiled for any number of rows; forced, all of its layers run on sparse kernels."""
     rows = torch.export.Dim("rows", min=1, max=max(SIZES))
     x, more = torch.randn(16, INPUTS), [torch.randn(size, INPUTS) for size in (2, 128)]
     options = {"dynamic_shapes": ({0: rows},), "more_inputs": more, "budget_s": seconds, "progress": False}
-    return sparta.compile(model, x, inductor=False, **options)
+    if not forced:
+        return sparta.compile(model, x, inductor=False, **options)
+    with forcing():
+        return sparta.compile(model, x, inductor=False, tune="off", **options)
 
 
 @dataclass
@@ -56,6 +61,7 @@ class Outcome:
     sparse: int = 0  # layers of the first model that run on sparse kernels
     answers: int = 0
     reloads: int = 0
+    sparse_reloads: int = 0  # of models with sparse layers
     retunes: int = 0
     kills: int = 0
     written: int = 0  # artifacts that the second process wrote
@@ -95,6 +101,7 @@ class Outcome:
             ["wrong", len(self.wrong)],
             ["errors", len(self.errors)],
             ["reloads", self.reloads],
+            ["of these with sparse layers", self.sparse_reloads],
             ["retunes", self.retunes],
             ["second process killed", self.kills],
             ["files it wrote", self.written],
@@ -118,7 +125,7 @@ class Soak:
     def run(self):
         """Serve for so many seconds and return what came of it."""
         with self._cache():
-            self.serving = compiled(pruned_model(), 4.0)
+            self.serving = compiled(pruned_model(), 4.0, forced=True)
             self.serving.save(self.path)
             self.outcome.sparse = len(self.serving.report.plan.sparse)
             begin = time.monotonic()
@@ -175,6 +182,7 @@ class Soak:
             retune = self.outcome.reloads % 4 == 3
             self.serving = sparta.load(self.path, retune=retune)
             self.outcome.reloads += 1
+            self.outcome.sparse_reloads += bool(self.serving.kernels)
             self.outcome.retunes += retune
             self._wait(0.5)
 
@@ -207,7 +215,11 @@ class Soak:
             time.sleep(0.05)
 
     def _sample(self, begin):
+        """Sample memory, after what the first loads and tunings bring in for good."""
         while self._on():
+            if self.outcome.reloads < WARM_UP:
+                self._wait(0.5)
+                continue
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             self.outcome.memory.append((time.monotonic() - begin, pages * os.sysconf("SC_PAGE_SIZE") / MIB))
             self._wait(0.5)
