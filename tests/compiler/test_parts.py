@@ -245,3 +245,18 @@ def test_a_step_that_fails_becomes_a_line(monkeypatch):
     fast = sparta.compile(model, x, tune="off")
     torch.testing.assert_close(fast(x), model(x).detach(), atol=1e-5, rtol=1e-4)
     assert any("planted" in note for note in fast.report.notes)
+
+
+def test_an_encoder_with_padding_is_compiled(forced):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)
+    model = nets.pruned(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False))
+    x, padded = torch.randn(3, 6, 32), torch.zeros(3, 6, dtype=torch.bool)
+    padded[1, 4:] = True
+    fast = sparta.compile(model, {"src": x, "src_key_padding_mask": padded}, tune="off")
+    assert isinstance(fast, sparta.compiler.CompiledModel)
+    with torch.no_grad():
+        for size in (3, 1, 2):
+            given = {"src": x[:size], "src_key_padding_mask": padded[:size]}
+            found, expected = fast(**given), model(**given)
+            torch.testing.assert_close(found[~padded[:size]], expected[~padded[:size]], atol=1e-5, rtol=1e-4)

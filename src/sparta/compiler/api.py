@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial
 from importlib import import_module
@@ -42,6 +42,8 @@ from sparta.spelling import also
 from sparta.tesa.spec import Spec
 
 __all__ = ["compile_in", "compile_model", "evaluating"]
+
+_PADDED = "padded positions of encoder layers hold what is computed there, not the zeros of PyTorch's fast path"
 
 
 @also(inputs="example_inputs", sample_inputs="example_inputs", dummy_input="example_inputs", target="device")
@@ -210,6 +212,10 @@ def compile_in(  # noqa: PLR0913 - as above
         except Exception as error:
             if _is_callers(error, model, sizes[0], dynamic_shapes):
                 raise
+            if isinstance(error, CheckError) and _takes_fast_path(model):
+                session.notes[:] = [_PADDED]
+                with suppress(CaptureError, CheckError), _without_fast_path():
+                    return whole(model, sizes, spec)
 
             def part(module: nn.Module, calls: Sequence[Any], known: Spec) -> CompiledModel:
                 with untouched(module, tuple(calls)) as inner:
@@ -220,6 +226,23 @@ def compile_in(  # noqa: PLR0913 - as above
                     return whole(module, calls, known, dynamic_shapes=AUTO)
 
             return compiled_in_parts(session, model, sizes, spec, error, part)
+
+
+def _takes_fast_path(model: nn.Module) -> bool:
+    """Whether a model has encoder layers that PyTorch runs in another way in evaluation than it traces them."""
+    return torch.backends.mha.get_fastpath_enabled() and any(
+        isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)) for module in model.modules()
+    )
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Let encoder layers run as they are traced."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
 
 
 class _ChangingModelError(ValueRangeError):

@@ -1,0 +1,39 @@
+"""A few of the models that `make zoo` compiles: whole or in part, exact, at another batch size, and from a file."""
+
+import pytest
+import torch
+
+import sparta
+from propagation.architectures import plant
+from zoo import language, pictures
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("written", "pointnet"), ("written", "lstm tagger"), ("written", "deep and cross"), ("transformers", "bert")],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_models_that_nobody_tuned_for(source, name, tmp_path):
+    if source == "transformers":
+        pytest.importorskip("transformers")
+        model, kwargs = language.build(name)
+        args = ()
+    else:
+        (model, args), kwargs = pictures.build(source, name), {}
+    model = plant(model)
+    fast = sparta.compile(model, kwargs or args, tune="off")
+    fast.save(tmp_path / "model.sparta")
+    loaded = sparta.load(tmp_path / "model.sparta")
+    more = [torch.cat([x, x[:1]]) for x in args], {key: torch.cat([x, x[:1]]) for key, x in kwargs.items()}
+    with torch.no_grad():
+        for positional, named in ((args, kwargs), more):
+            expected = leaves(model(*positional, **named))
+            for run in (fast, loaded):
+                found = leaves(run(*positional, **named))
+                assert len(found) == len(expected)
+                for one, two in zip(found, expected, strict=True):
+                    torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-4)
+
+
+def leaves(result):
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
