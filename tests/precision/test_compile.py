@@ -284,3 +284,23 @@ def test_other_sizes_run_in_int8_too(compiled):
     for shape in ((1, 3), (7, 11)):
         ids = torch.randint(0, 200, shape)
         assert 0 < change(fast(ids), model(ids)) < 0.05
+
+
+def test_layers_in_fp8_are_lowered_and_agree_with_the_simulation():
+    """Without a GPU the dense kernel runs them; that it is asked, with bits and pattern, is the same everywhere."""
+    from sparta.precision import quantize
+    from sparta.specialize.scaled_linear.spec import OP as SCALED
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    spec = sparta.Spec.from_pattern(model, sparta.Block(8, 8), 0.5)
+    spec.apply(model)
+    data = [torch.randn(8, 64) for _ in range(2)]
+    found = quantize(model, data, "fp8", spec=spec, dynamic=True)
+    short, x = found.model.to(torch.bfloat16), data[0].bfloat16()
+    fast = sparta.compile(short, x, found.spec, activations=found.activations, tune="off")
+    layers = fast.report.plan.layers
+    assert {layer.op for layer in layers} == {SCALED}
+    assert {layer.pattern for layer in layers} == {"block 8×8"}
+    assert change(fast(x).float(), model(data[0])) < 0.05
+    assert all(str(fast.spec[name].format) == "fp8_e4m3" for name in spec)
