@@ -68,11 +68,12 @@ def package(
             message("inputs that are not tensors on the CPU", "tensors on the CPU", "close over others")
         )
     load_operators()
-    graph = _with_operators(model.graph)
+    as_compiled = model.general if dynamic and model.general is not None else model.graph
+    graph = _with_operators(as_compiled)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PyTorch's own exporter
         exported = torch.export.export(graph, tuple(leaves), dynamic_shapes=_dynamic(model) if dynamic else None)
-        _check(exported.module(), model, leaves)
+        _check(exported.module(), as_compiled, leaves)
         written = torch._inductor.aoti_compile_and_package(exported, package_path=str(target))
     return Path(written)
 
@@ -108,7 +109,7 @@ def _dynamic(model: CompiledModel) -> tuple[dict[int, Any], ...]:
     return tuple({d: torch.export.Dim.AUTO for d, size in enumerate(shape) if size is None} for shape in shapes)
 
 
-def _check(exported: Any, model: CompiledModel, leaves: list[Any]) -> None:
+def _check(exported: Any, graph: fx.GraphModule, leaves: list[Any]) -> None:
     """Raise when what is to be packaged does not compute what the compiled model does."""
-    for mine, theirs in zip(exported(*leaves), model.graph(*leaves), strict=True):
+    for mine, theirs in zip(exported(*leaves), graph(*leaves), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)

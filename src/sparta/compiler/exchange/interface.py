@@ -150,8 +150,9 @@ def write_exchange(model: CompiledModel, path: str | os.PathLike[str]) -> None:
 
     The file is read with JSON and safetensors alone, see :func:`sparta.compiler.exchange.reader.read_exchange`.
     """
+    graph = model.general if model.general is not None else model.graph
     held = {id(t) for module in model.kernels.values() for t in module.buffers()}
-    tensors = {f"tensor/{name}": t for name, t in model.graph.named_buffers() if id(t) not in held}
+    tensors = {f"tensor/{name}": t for name, t in graph.named_buffers() if id(t) not in held}
     subgraphs = []
     for name, module in model.kernels.items():
         size, (spec, choice) = next(iter(module.choices.items()))
@@ -159,7 +160,7 @@ def write_exchange(model: CompiledModel, path: str | os.PathLike[str]) -> None:
         tensors |= found.tensors
         subgraphs.append({"request": request_for(name, spec), "response": found.response})
     payload = {
-        "graph": graph_to_json(model.graph.graph),
+        "graph": graph_to_json(graph.graph),
         "signature": model.signature.to_dict(),
         "subgraphs": subgraphs,
         "sources": {file.name: file.read_text(encoding="utf-8") for file in sources()},

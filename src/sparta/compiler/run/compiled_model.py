@@ -141,7 +141,7 @@ class CompiledModel(nn.Module):
         return result
 
     def _run_hosted(self, leaves: list[Any]) -> Any:
-        if not isinstance(self._hosted, GivenModel) and not self._as_example(leaves):
+        if not self._as_example(leaves):
             return self._at_other_size(leaves)
         if self._hosted is None:
             self._hosted = hosted(self.graph, self.report.plan.whole.host)
@@ -163,7 +163,7 @@ class CompiledModel(nn.Module):
     def _as_example(self, leaves: Sequence[Any]) -> bool:
         """Whether flat inputs have the sizes that `graph` is for."""
         sizes = self.signature.sizes
-        if sizes is None or self.general is self.graph or not sizes.dynamic:
+        if sizes is None or not sizes.dynamic:
             return True
         return all(shape is None or leaf.shape == shape for leaf, shape in zip(leaves, sizes.example, strict=True))
 
@@ -177,6 +177,8 @@ class CompiledModel(nn.Module):
         run = self._other_sizes.get(shapes)
         if run is not None:
             return run(*leaves)
+        if isinstance(self._hosted, GivenModel):
+            return self._hosted(*leaves)
         sizes = self.signature.sizes
         problem = "" if sizes is None else sizes.problem(shapes)
         if self.general is None or problem:
