@@ -158,3 +158,27 @@ def test_wrong_inputs_say_what_is_allowed(call, error, text):
 
 def test_it_prints_what_runs():
     assert "5 experts, in_features=12, out_features=7, dense until tuned" in repr(layer())
+
+
+def test_another_function_may_run_instead_of_the_kernel_for_a_while():
+    moe, tokens = DynamicSparseMoE([nn.Linear(8, 4) for _ in range(3)]), torch.randn(5, 8)
+    ids, seen = torch.zeros(5, dtype=torch.long), []
+
+    def instead(rows, *others):
+        seen.append((rows.shape, len(others)))
+        return rows.new_ones(5, 4)
+
+    before = moe(tokens, ids)
+    with moe.run_by(instead):
+        assert bool((moe(tokens, ids) == 1).all())
+    with pytest.raises(ShapeError), moe.run_by(instead):
+        moe(tokens[:, 1:], ids)
+    assert seen == [((5, 8), 2 + 6)]  # ids and gates, and the parameters of three experts
+    assert torch.equal(moe(tokens, ids), before)
+
+
+def test_the_problem_that_is_measured_can_be_asked_for():
+    moe, tokens, ids = DynamicSparseMoE([nn.Linear(8, 4)]), torch.randn(5, 8), torch.zeros(5, dtype=torch.long)
+    problem = moe.problem((tokens, ids))
+    assert problem.spec.op == "moe"
+    problem.check(moe(tokens, ids).detach(), "the module itself")

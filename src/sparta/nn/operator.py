@@ -74,6 +74,10 @@ class OperatorBase(nn.Module):
 
     # ------------------------------------------------------------------ choosing
 
+    def problem(self, example_inputs: ExampleInputs, *, backward: bool = False) -> Problem:
+        """Return what `tune` measures on these inputs: kernel spec, operands and the right result."""
+        return self._problem(example_inputs, backward=backward)
+
     @also(inputs="example_inputs", max_seconds="budget_s")
     def tune(
         self,

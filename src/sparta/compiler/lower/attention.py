@@ -42,7 +42,7 @@ def find_attention(node: fx.Node, program: Program, shapes: dict[fx.Node, Tensor
     pairs = kept.contiguous()
 
     def problem(values: Sequence[Tensor]) -> Problem:
-        return SparseAttention(pairs)._problem(tuple(values), backward=False)
+        return SparseAttention(pairs).problem(tuple(values))
 
     def flops(values: Sequence[Tensor]) -> int:
         q, k, v = values

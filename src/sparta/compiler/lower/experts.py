@@ -7,7 +7,7 @@ chosen by measurement. A loop over experts in plain PyTorch is not recognised; i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 
@@ -31,14 +31,11 @@ _TARGET = torch.ops.sparta.experts.default
 @contextmanager
 def opaque_experts(model: nn.Module) -> Iterator[None]:
     """Let the mixtures of experts in a model be one op each while it is captured."""
-    found = [module for module in model.modules() if isinstance(module, DynamicSparseMoE)]
-    for module in found:
-        module._run = partial(_as_op, module)  # type: ignore[method-assign]
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, DynamicSparseMoE):
+                stack.enter_context(module.run_by(partial(_as_op, module)))
         yield
-    finally:
-        for module in found:
-            del module._run
 
 
 def _as_op(module: DynamicSparseMoE, *inputs: Tensor | None) -> Tensor:
