@@ -60,7 +60,7 @@ def layers(draw):
     return spec, integers, x, bias, torch.randn(out) if epilogue.residual else None
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(layers(), st.sampled_from(runnable_isas()), st.sampled_from(IMAGES), st.integers(1, 4), st.data())
 def test_results_equal_the_convolution_of_integers(layer, isa, image, mv, data):
     spec, integers, x, bias, residual = layer
@@ -70,6 +70,10 @@ def test_results_equal_the_convolution_of_integers(layer, isa, image, mv, data):
     strange = x.to(memory_format=torch.channels_last) if x.dim() == 4 and data.draw(st.booleans()) else x
     y = kernel.run(kernel.pack(integers), strange, bias, residual)
     assert torch.equal(y, conv_reference(spec, integers, x, bias, residual))
+    short = kernel.fast_path(kernel.pack(integers), bias)
+    assert torch.equal(short(x, residual), y)
+    assert short(x.double(), residual) is None
+    assert short(x[:, :0], residual) is None
 
 
 @settings(max_examples=15, deadline=None)

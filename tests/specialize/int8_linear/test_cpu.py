@@ -134,6 +134,30 @@ def test_curved_activations_and_residuals_are_fused(mask, isa, tokens, tile, dat
         assert y.numel() == 0 or float((y != truth).double().mean()) < 0.02
 
 
+@settings(max_examples=25)
+@given(weight_masks(), st.integers(0, 40), st.data())
+def test_the_short_way_computes_the_same_or_leaves_it(mask, tokens, data):
+    grid = data.draw(st.sampled_from([None, Quantization.per_token()]))
+    output = data.draw(st.sampled_from([None, Quantization(0.5, 3)]))
+    spec, integers, x, bias, residual = made(mask, tokens, data, grid=grid, output=output)
+    for name in ("cpu-int8", "dense") if mask.numel() else ("cpu-int8",):
+        kernel = build(spec, {"_name": name, **implement_named(name, OP).default(spec)})
+        packed = kernel.pack(integers)
+        short = kernel.fast_path(packed, bias)
+        assert short is not None or name == "dense"
+        for rows in (x, torch.randn(tokens, mask.shape[1])):
+            if short is None or (grid is not None and not rows.is_floating_point()):
+                continue
+            y = short(rows, residual)
+            assert rows.is_floating_point() or y is not None or mask.shape[1] % 4 or name == "dense"
+            assert y is None or torch.equal(y, kernel.run(packed, rows, bias, residual))
+        if short is not None and name == "cpu-int8":
+            assert short(torch.randn(mask.shape[1], 8).t(), None) is None or mask.shape[1] < 2
+            three = torch.randn(2, 3, mask.shape[1])
+            added = None if residual is None else torch.randn(2, 3, len(mask))
+            assert short(three, added).shape == (2, 3, len(mask))
+
+
 def test_the_quantised_layer_is_near_the_real_one():
     """What rounding costs is half a step of every input and weight, whatever the scales are."""
     torch.manual_seed(0)

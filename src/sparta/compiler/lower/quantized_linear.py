@@ -7,7 +7,7 @@ numbers and integers agree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor, fx
 
 from sparta.compiler.lower.base import Anchor
 from sparta.compiler.lower.linear import LinearLowering
-from sparta.specialize.implement import Kernel
 from sparta.specialize.int8_linear.quantization import Quantization
 from sparta.specialize.int8_linear.spec import OP
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
@@ -47,10 +46,6 @@ class QuantizedLinearLowering(LinearLowering):
         """Return the dtype of the output's grid, where it has one."""
         output = Quantization.of_output(attributes)
         return dtype if output is None else output.dtype
-
-    def fast_path(self, kernel: Kernel, packed: Sequence[Tensor], bias: Tensor | None) -> None:
-        """Return nothing: what comes in may be integers."""
-        del kernel, packed, bias
 
     def problem(
         self, spec: KernelSpec, weight: Tensor, x: Tensor, bias: Tensor | None, residual: Tensor | None

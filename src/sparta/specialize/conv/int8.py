@@ -7,7 +7,7 @@ real numbers, so kernels in fp32 compete with those of integers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -126,6 +126,9 @@ class _CpuInt8ConvKernel(Int8ConvKernel):
         scales = (self._multiplier, bias)
         return self._packed.run(x, packed, scales, self._grid, activation=self._activation, residual=residual)
 
+    def fast_path(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
+        return self._packed.fast_path_for(packed, (self._multiplier, bias), self._grid, self._activation)
+
     def layout(self) -> KernelLayout:
         return layout_of(self._packed.layout, self._packed.tile, self._packed.library)
 
@@ -200,6 +203,9 @@ class _RealConvKernel(ConvKernel):
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         return self._kernel.run(packed, *inputs)
+
+    def fast_path(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
+        return self._kernel.fast_path(packed, bias)
 
     def layout(self) -> KernelLayout | None:
         return self._kernel.layout()

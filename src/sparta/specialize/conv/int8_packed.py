@@ -7,9 +7,9 @@ in the call, sums are exact integers in every build, and results leave in float3
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from torch.nn import functional
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.specialize.conv.cpu_packed import PackedConv
 from sparta.specialize.conv.spec import ConvGeometry
-from sparta.specialize.cpu.library import INT8_CONV_CALL, activation_code
+from sparta.specialize.cpu.library import INT8_CONV_CALL, PanelMatrix, activation_code, raise_for
+from sparta.specialize.cpu.packing import is_float
 from sparta.specialize.int8_linear.cpu_packed import SCALES
 from sparta.specialize.int8_linear.quantization import Quantization
 
@@ -26,6 +27,24 @@ __all__ = ["UNIT", "PackedInt8Conv"]
 
 UNIT = 4
 _LEAST_WEIGHT = -128
+_KEPT_SIZES = 8
+
+
+class _Ready(NamedTuple):
+    """What calls for images of one shape have in common; `alive` is what the addresses are of."""
+
+    places: tuple[int, ...]
+    shape: torch.Size
+    address: int
+    rest: tuple[int, ...]
+    alive: tuple[Any, ...]
+
+
+class _End(NamedTuple):
+    """The last numbers of a call, and what keeps their addresses alive."""
+
+    numbers: tuple[float, ...]
+    alive: tuple[Any, ...]
 
 
 class PackedInt8Conv(PackedConv):
@@ -99,46 +118,95 @@ class PackedInt8Conv(PackedConv):
         if x.dim() != len(self.weight_shape) or x.shape[1] != channels:
             given = f"x of shape {tuple(x.shape)}"
             raise ShapeError(message(given, f"(B, {channels}, ...) with {len(self.weight_shape)} dims"))
-        if grid.dynamic or not SCALES[0] <= grid.scale <= SCALES[1]:
-            raise ValueRangeError(
-                message(f"the grid {grid}", f"a static one with a scale of {SCALES[0]} to {SCALES[1]}")
-            )
         real = self._checked(x, "x", tuple(x.shape)).contiguous()
-        places = torch.empty(x.shape[0], -(-channels // UNIT), *x.shape[2:])  # four bytes in each
-        images, size, strides = self._images(places)
+        end = self._end(packed, scales, grid)
         count = torch.get_num_threads() if threads is None else threads
-        plan = self._plan(size, count, contiguous=True)
-        shape = (images.shape[0], self.shape[0], *self._out_size(x, plan))
-        y = torch.empty(shape)
-        added = None if residual is None else self._checked(residual, "residual", shape).contiguous()
+        ready = self._ready_for(x.shape, count, packed[0], activation_code(activation))
+        places, y = torch.empty(ready.places), torch.empty(ready.shape)
+        added = None if residual is None else self._checked(residual, "residual", tuple(y.shape)).contiguous()
+        ends = (places.data_ptr(), y.data_ptr(), 0, 0 if added is None else added.data_ptr())
+        self.library.multiply_int8_conv(
+            ready.address, INT8_CONV_CALL.pack(*ends, *ready.rest, real.data_ptr(), *end.numbers)
+        )
+        return y
+
+    def fast_path_for(
+        self,
+        packed: Sequence[Tensor],
+        scales: tuple[Tensor, Tensor | None],
+        grid: Quantization,
+        activation: str | None,
+    ) -> Callable[..., Tensor | None]:
+        """Return a call with these values, scales and grid, which takes x and a residual.
+
+        It returns None for tensors that are not contiguous float32 on the CPU, or of other shapes. What depends on the
+        size of the images is found once for each.
+        """
+        end, code = self._end(packed, scales, grid), activation_code(activation)
+        multiply, pack = self.library.handle.sparta_multiply_int8_conv, INT8_CONV_CALL.pack
+        threads, empty, dims = torch.get_num_threads, torch.empty, len(self.weight_shape)
+        channels, ready = self.weight_shape[1] * self.geometry.groups, dict[tuple[Any, ...], _Ready]()
+
+        def call(x: Tensor, residual: Tensor | None = None) -> Tensor | None:
+            shape = x.shape
+            if not is_float(x) or len(shape) != dims or shape[1] != channels:
+                return None
+            key = shape, threads()
+            found = ready.get(key)
+            if found is None:
+                if len(ready) >= _KEPT_SIZES:
+                    ready.clear()
+                found = ready[key] = self._ready_for(shape, key[1], packed[0], code)
+            added = 0
+            if residual is not None:
+                if residual.shape != found.shape or not is_float(residual):
+                    return None
+                added = residual.data_ptr()
+            places, y = empty(found.places), empty(found.shape)
+            ends = (places.data_ptr(), y.data_ptr(), 0, added)
+            failed = multiply(found.address, pack(*ends, *found.rest, x.data_ptr(), *end.numbers))
+            if failed:
+                raise_for(failed)
+            return y
+
+        return call
+
+    def _ready_for(self, shape: Sequence[int], threads: int, values: Tensor, activation: int) -> _Ready:
+        """Return what calls for images of this shape have in common."""
+        places = (shape[0], -(-shape[1] // UNIT), *shape[2:])
+        flat = torch.empty(places, device="meta")
+        size, strides = self._sizes(flat)
+        plan = self._plan(size, threads, contiguous=True)
+        result = torch.Size((shape[0], self.shape[0], *self._out_size(flat, plan)))
+        matrix = PanelMatrix.from_buffer_copy(plan.matrix)
+        matrix.values = values.data_ptr()
+        images = 0 if 0 in result else result[0]
+        rest = (*plan.addresses, images, *strides, *plan.numbers.values(), activation, threads)
+        return _Ready(places, result, addressof(matrix), rest, (plan, matrix, values))
+
+    def _sizes(self, flat: Tensor) -> tuple[tuple[int, int], tuple[int, ...]]:
+        """Return rows, columns and strides of contiguous places; one row where no pixel needs its neighbours."""
+        size, strides = flat.shape[2:], flat.stride()
+        if self._dims == 1:
+            return (1, size[0]), (*strides[:2], 0, strides[2])
+        if self._pointwise and flat.numel():
+            return (1, size[0] * size[1]), (*strides[:2], 0, strides[3])
+        return (size[0], size[1]), strides
+
+    def _end(self, packed: Sequence[Tensor], scales: tuple[Tensor, Tensor | None], grid: Quantization) -> _End:
+        """Return what a call brings beside images, checked, with what keeps it alive."""
+        if grid.dynamic or not SCALES[0] <= grid.scale <= SCALES[1]:
+            allowed = f"a static one with a scale of {SCALES[0]} to {SCALES[1]}"
+            raise ValueRangeError(message(f"the grid {grid}", allowed))
         values, row_sums = packed
         if values.shape != self.layout.source.shape or values.dtype != torch.int32 or not values.is_contiguous():
             given = f"packed values of shape {tuple(values.shape)}"
             raise ShapeError(message(given, fix="take what pack_integers() returned"))
-        multiplier, offset = (None if s is None else self._checked(s, "a scale", (self.shape[0],)) for s in scales)
-        kept = [None if s is None else s.contiguous() for s in (multiplier, offset)]
-        call = INT8_CONV_CALL.pack(
-            places.data_ptr(),
-            y.data_ptr(),
-            0,
-            0 if added is None else added.data_ptr(),
-            *plan.addresses,
-            0 if 0 in shape else shape[0],
-            *strides,
-            *plan.numbers.values(),
-            activation_code(activation),
-            count,
-            real.data_ptr(),
-            *(0 if s is None else s.data_ptr() for s in kept),
-            row_sums.data_ptr(),
-            channels,
-            1.0 / grid.scale,
-            grid.format == "uint8",
-            grid.zero_point,
-            self._no_least_weight(values),
-        )
-        self.library.multiply_int8_conv(addressof(plan.matrix_for(values)), call)
-        return y
+        kept = [None if s is None else self._checked(s, "a scale", (self.shape[0],)).contiguous() for s in scales]
+        addresses = [0 if s is None else s.data_ptr() for s in kept]
+        channels = self.weight_shape[1] * self.geometry.groups
+        rounding = (1.0 / grid.scale, grid.format == "uint8", grid.zero_point, self._no_least_weight(values))
+        return _End((*addresses, row_sums.data_ptr(), channels, *rounding), (kept, values, row_sums))
 
     def _no_least_weight(self, values: Tensor) -> bool:
         """Tell whether no weight is -128; looked at once for each set of values."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -63,6 +63,9 @@ class _CpuInt8Kernel(Int8Kernel):
         return self._packed.run(
             rows, packed, (self._multiplier, self._offset_of(bias)), self._options, residual=residual
         )
+
+    def fast_path(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
+        return self._packed.fast_path(packed, (self._multiplier, self._offset_of(bias)), self._options)
 
     def _offset_of(self, bias: Tensor | None) -> Tensor | None:
         """Return the bias in units of the output, computed once for each bias."""

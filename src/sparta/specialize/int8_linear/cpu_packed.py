@@ -8,7 +8,7 @@ they are equal bit for bit to the dense integer product.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.specialize.cpu.library import INT8_CALL, PanelMatrix, activation_code, load
-from sparta.specialize.cpu.packing import pack_mask
+from sparta.specialize.cpu.library import INT8_CALL, PanelMatrix, activation_code, load, raise_for
+from sparta.specialize.cpu.packing import is_float, pack_mask
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.int8_linear.cpu_panel import UNIT, Int8Panel, whole_units
 
@@ -191,6 +191,55 @@ class PackedInt8Linear:
         y = Int8Panel.empty(tokens, self.shape[0], self.tile.mv * self.library.lanes, dtype)
         self._run(x, y.data, packed, scales, options, threads, residual, to_panel=True)
         return y
+
+    def fast_path(
+        self, packed: Sequence[Tensor], scales: tuple[Tensor, Tensor | None], options: Int8Options
+    ) -> Callable[..., Tensor | None]:
+        """Return a call with these values, scales and options, which takes x (..., K) and a residual (..., N) or None.
+
+        It returns None for tensors that are not contiguous on the CPU, or that the options do not say how to round. All
+        that does not change is found here, because that is most of a small layer's time beside the kernel.
+        """
+        bound, multiply, (outputs, inputs) = (
+            self._bind(packed, scales),
+            self.library.handle.sparta_multiply_int8,
+            self.shape,
+        )
+        grid = (torch.int8, 1.0) if options.dynamic else options.rounded_to
+        wanted, inverse = (None, 0.0) if grid is None else (grid[0], 1.0 / grid[1])
+        whole = not options.dynamic and inputs % UNIT == 0
+        output, plain, general = options.codes
+        address, dtype = addressof(bound.matrix), options.output[0]
+        ends = (*bound.addresses, options.floor)
+        grids = (options.zero_point, output, options.output[1])
+        last = (options.dynamic, 1.0 / options.output_scale, bound.no_least_weight)
+        empty, threads = torch.empty, torch.get_num_threads
+
+        def call(x: Tensor, residual: Tensor | None = None, _alive: object = (bound, self)) -> Tensor | None:
+            shape, given = x.shape, x.dtype
+            if not shape or shape[-1] != inputs:
+                return None
+            if is_float(x) and wanted is not None:
+                stride, unsigned, factor = inputs, wanted is torch.uint8, inverse
+            elif whole and (given is torch.uint8 or given is torch.int8) and x.is_contiguous() and x.is_cpu:
+                stride, unsigned, factor = inputs // UNIT, given is torch.uint8, 0.0
+            else:
+                return None
+            lead, added = shape[:-1], 0
+            y = empty(*lead, outputs, dtype=dtype)
+            if residual is not None:
+                if residual.shape != y.shape or not is_float(residual):
+                    return None
+                added = residual.data_ptr()
+            tokens = lead[0] if len(lead) == 1 else lead.numel()
+            rows = (x.data_ptr(), y.data_ptr(), tokens, stride, outputs)
+            middle = (unsigned, *grids, threads(), factor, inputs, 0, 0, added, outputs, general if added else plain)
+            code = multiply(address, _pack_call(*rows, *ends, *middle, *last))
+            if code:
+                raise_for(code)
+            return y
+
+        return call
 
     def _run(
         self,

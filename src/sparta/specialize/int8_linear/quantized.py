@@ -6,7 +6,7 @@ still hand them integers, or want them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -58,6 +58,13 @@ class RealKernel(LinearKernel):
         real = x if x.is_floating_point() else self._grid.real(x, torch.float32)
         y = self._kernel.run(packed, real, *inputs[1:])
         return y if self._output is None else self._output.integers(y)
+
+    def fast_path(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
+        """Return the kernel's own, for real numbers."""
+        inner = self._kernel.fast_path(packed, bias) if self._output is None else None
+        if inner is None:
+            return None
+        return lambda x, residual=None: inner(x, residual) if x.is_floating_point() else None
 
     def layout(self) -> KernelLayout | None:
         """Return the kernel's layout."""
