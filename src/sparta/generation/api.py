@@ -162,8 +162,12 @@ class _Compilation:
     ) -> None:
         self.base, self.example, self.tesas, self.session = base, example, tesas, session
         self.int8, self.limit, self.check = int8, limit, check
-        with torch.no_grad():
-            self.output = type(base(**example))
+        try:
+            with torch.no_grad():
+                self.output = type(base(**example))
+        except Exception as error:
+            given = f"example inputs that the model does not take: {type(error).__name__}: {error}"[:500]
+            raise ValueRangeError(message(given, "what the model is called with")) from error
 
     def run(self) -> GenerativeModel:
         """Return the compiled model."""

@@ -150,8 +150,7 @@ class PackedMatrix:
             found = self.values[: rows * inputs].to(torch.float32).reshape(rows, inputs)
         elif self.form == "bitmap":
             mask = _mask_of(self)
-            found = torch.zeros(rows, inputs)
-            found[mask] = self.values[: int(mask.sum())].to(torch.float32)
+            found = torch.zeros(rows, inputs).masked_scatter_(mask, self.values[: self._stored()].to(torch.float32))
         else:
             found = _from_columns(self)
         return found if self.scales is None else found * self.scales[:, None]
@@ -232,7 +231,7 @@ def packed(
         raise ShapeError(message(f"a weight of shape {tuple(weight.shape)} in {weight.dtype}", "a matrix of floats"))
     if form is not None and form not in FORMS:
         raise ValueRangeError(message(f"form={form!r}", ", ".join(FORMS)))
-    live = (weight.detach() != 0) if mask is None else mask
+    live = ((weight.detach() != 0) if mask is None else mask).contiguous()
     form = form or best_form(live, 1 if int8 else 4)
     if form.startswith("columns") and weight.shape[1] >= _MOST_INPUTS:
         raise ValueRangeError(message(f"{form} for {weight.shape[1]} inputs", f"fewer than {_MOST_INPUTS}"))

@@ -4,6 +4,8 @@
 // then use while they are in the cache, so that one copy of the weights serves prompts and single tokens.
 #pragma once
 
+#include <type_traits>
+
 #include "panel.h"
 #include "threads.h"
 
@@ -269,131 +271,216 @@ constexpr int kTokenVectors = 3;
 constexpr int64_t kTokenTile = kTokenVectors * kLanes;
 constexpr int kTogether = 4;  // rows that share the loads of x
 
-// Live weights of a few rows: entry i is input inputs[i] with `height` values.
-struct Unpacked {
-  int32_t* inputs;
-  float* values;
-  int64_t entries;
-};
-
-template <int Height, int Vectors>
-inline void multiply_unpacked(const Unpacked& rows, const float* panel, float* sums) {
-  constexpr int kSets = Height == 1 ? 2 : 1;  // enough independent sums to hide the latency
-  Vec parts[kSets][Height][Vectors] = {};
-  int64_t i = 0;
-  for (; i + kSets <= rows.entries; i += kSets) {
-#pragma GCC unroll 2
-    for (int set = 0; set < kSets; ++set) {
-      const float* x = panel + rows.inputs[i + set] * kTokenTile;
-      Vec tokens[Vectors];
-#pragma GCC unroll 3
-      for (int v = 0; v < Vectors; ++v) tokens[v] = load(x + v * kLanes);
-#pragma GCC unroll 4
-      for (int r = 0; r < Height; ++r) {
-        const Vec weight = splat(rows.values[(i + set) * Height + r]);
-#pragma GCC unroll 3
-        for (int v = 0; v < Vectors; ++v) parts[set][r][v] += weight * tokens[v];
-      }
-    }
-  }
-  for (; i < rows.entries; ++i) {
-    for (int r = 0; r < Height; ++r) {
-      for (int v = 0; v < Vectors; ++v) {
-        parts[0][r][v] += splat(rows.values[i * Height + r]) * load(panel + rows.inputs[i] * kTokenTile + v * kLanes);
-      }
-    }
-  }
-  for (int r = 0; r < Height; ++r) {
-    for (int v = 0; v < Vectors; ++v) {
-      Vec sum = parts[0][r][v];
-      if constexpr (kSets == 2) sum += parts[1][r][v];
-      store(sums + r * kTokenTile + v * kLanes, sum);
-    }
-  }
-}
-
-template <int Height>
-inline void multiply_unpacked(const Unpacked& rows, const float* panel, int64_t tokens, float* sums) {
-  if (tokens <= kLanes) return multiply_unpacked<Height, 1>(rows, panel, sums);
-  if (tokens <= 2 * kLanes) return multiply_unpacked<Height, 2>(rows, panel, sums);
-  multiply_unpacked<Height, kTokenVectors>(rows, panel, sums);
-}
-
-// Rows [row, row + count) as entries of four rows; those beyond `count` are 0.
-template <class Value>
-inline void unpack_dense(const Value* values, int64_t inputs, int64_t count, Unpacked& out) {
+// Four rows of a weight, each input in its place, and what they make of a tile of tokens: sums [4][kTokenTile].
+template <int Vectors>
+inline void multiply_rows(const float* const (&rows)[kTogether], int64_t inputs, const float* panel, float* sums) {
+  Vec parts[kTogether][Vectors] = {};
   for (int64_t k = 0; k < inputs; ++k) {
-    for (int64_t r = 0; r < kTogether; ++r) {
-      out.values[k * kTogether + r] = r < count ? static_cast<float>(values[r * inputs + k]) : 0.0f;
+    Vec tokens[Vectors];
+#pragma GCC unroll 3
+    for (int v = 0; v < Vectors; ++v) tokens[v] = load(panel + k * kTokenTile + v * kLanes);
+#pragma GCC unroll 4
+    for (int r = 0; r < kTogether; ++r) {
+      const Vec weight = splat(rows[r][k]);
+#pragma GCC unroll 3
+      for (int v = 0; v < Vectors; ++v) parts[r][v] += weight * tokens[v];
     }
   }
-  out.entries = inputs;
+  for (int r = 0; r < kTogether; ++r) {
+    for (int v = 0; v < Vectors; ++v) store(sums + r * kTokenTile + v * kLanes, parts[r][v]);
+  }
 }
 
+// Columns of four rows: entry i is input inputs[i], with values[4 * i] to values[4 * i + 3].
+template <int Vectors>
+inline void multiply_columns(const uint16_t* inputs, const float* values, int64_t entries, const float* panel,
+                             float* sums) {
+  Vec parts[kTogether][Vectors] = {};
+  for (int64_t i = 0; i < entries; ++i) {
+    const float* x = panel + inputs[i] * kTokenTile;
+    Vec tokens[Vectors];
+#pragma GCC unroll 3
+    for (int v = 0; v < Vectors; ++v) tokens[v] = load(x + v * kLanes);
+#pragma GCC unroll 4
+    for (int r = 0; r < kTogether; ++r) {
+      const Vec weight = splat(values[kTogether * i + r]);
+#pragma GCC unroll 3
+      for (int v = 0; v < Vectors; ++v) parts[r][v] += weight * tokens[v];
+    }
+  }
+  for (int r = 0; r < kTogether; ++r) {
+    for (int v = 0; v < Vectors; ++v) store(sums + r * kTokenTile + v * kLanes, parts[r][v]);
+  }
+}
+
+// The same for one row, with two sets of sums to hide the latency.
+template <int Vectors>
+inline void multiply_list(const int32_t* inputs, const float* values, int64_t entries, const float* panel,
+                          float* sums) {
+  Vec parts[2][Vectors] = {};
+  int64_t i = 0;
+  for (; i + 2 <= entries; i += 2) {
+#pragma GCC unroll 2
+    for (int set = 0; set < 2; ++set) {
+      const float* x = panel + inputs[i + set] * kTokenTile;
+      const Vec weight = splat(values[i + set]);
+#pragma GCC unroll 3
+      for (int v = 0; v < Vectors; ++v) parts[set][v] += weight * load(x + v * kLanes);
+    }
+  }
+  for (; i < entries; ++i) {
+    for (int v = 0; v < Vectors; ++v) {
+      parts[0][v] += splat(values[i]) * load(panel + inputs[i] * kTokenTile + v * kLanes);
+    }
+  }
+  for (int v = 0; v < Vectors; ++v) store(sums + v * kLanes, parts[0][v] + parts[1][v]);
+}
+
+// Calls f with how many vectors hold the tokens of a tile.
+template <class F>
+inline void with_vectors(int64_t tokens, F f) {
+  if (tokens <= kLanes) return f(std::integral_constant<int, 1>());
+  if (tokens <= 2 * kLanes) return f(std::integral_constant<int, 2>());
+  f(std::integral_constant<int, kTokenVectors>());
+}
+
+inline int64_t padded_inputs(int64_t inputs) { return ceil_div(inputs, 8) * 8; }
+
+// A row of a bitmap with every input in its place; `out` has room for whole bytes of the bitmap.
 template <class Value>
-inline void unpack_bitmap(const Value* values, const uint8_t* marks, int64_t inputs, Unpacked& out) {
+inline void expand_row(const Value* values, const uint8_t* marks, int64_t inputs, float* out) {
+  const int64_t bytes = ceil_div(inputs, 8);
+#if defined(__AVX2__)
+  const ExpandTable& table = expand_table();
+  const __m256 scale = _mm256_set1_ps(kExpandedScale<Value>);
+  for (int64_t i = 0; i < bytes; ++i) {
+    _mm256_storeu_ps(out + 8 * i, _mm256_mul_ps(expanded(values, marks[i], table), scale));
+    values += __builtin_popcount(marks[i]);
+  }
+#else
+  std::fill(out, out + 8 * bytes, 0.0f);
+  for (int64_t i = 0; i < bytes; ++i) {
+    for (unsigned mask = marks[i]; mask; mask &= mask - 1) {
+      out[8 * i + __builtin_ctz(mask)] = static_cast<float>(*values++);
+    }
+  }
+#endif
+}
+
+// The live weights of a row of a bitmap, as a list; returns how many.
+template <class Value>
+inline int64_t list_row(const Value* values, const uint8_t* marks, int64_t inputs, int32_t* places, float* out) {
   int64_t entries = 0;
   for (int64_t i = 0; i < ceil_div(inputs, 8); ++i) {
     for (unsigned mask = marks[i]; mask; mask &= mask - 1) {
-      out.inputs[entries] = static_cast<int32_t>(8 * i + __builtin_ctz(mask));
-      out.values[entries] = static_cast<float>(values[entries]);
+      places[entries] = static_cast<int32_t>(8 * i + __builtin_ctz(mask));
+      out[entries] = static_cast<float>(values[entries]);
       ++entries;
     }
   }
-  out.entries = entries;
+  return entries;
 }
 
-// Rows of a packed weight and tokens in panels of kTokenTile, [tiles][K][kTokenTile].
-template <class Value>
-inline void multiply_many(const DecodeMatrix& matrix, const float* panel, int64_t tokens, int64_t begin, int64_t end,
-                          Unpacked& unpacked, float* y, int64_t y_stride) {
-  const Value* values = static_cast<const Value*>(matrix.values);
-  const int64_t k = matrix.inputs;
-  alignas(64) float sums[kTogether * kTokenTile];
-  const auto finish = [&](int64_t channel, int64_t count, int64_t height) {
+// Writes the sums of `count` rows, [rows][kTokenTile], token by token.
+inline void scatter_sums(const float* sums, int64_t count, int64_t channel, int64_t present, float* y, int64_t stride) {
+  for (int64_t t = 0; t < present; ++t) {
+    for (int64_t r = 0; r < count; ++r) y[t * stride + channel + r] = sums[r * kTokenTile + t];
+  }
+}
+
+// Several tokens of panels [tiles][K][kTokenTile] and the rows of a call: what all forms share.
+struct ManyTokens {
+  const float* panel;
+  int64_t tokens;
+  int64_t inputs;
+  float* y;
+  int64_t stride;
+
+  // f(panel of a tile, vectors, sums) for every tile, whose sums of `count` rows then go to y.
+  template <class F>
+  void each_tile(int64_t channel, int64_t count, F f) const {
+    alignas(64) float sums[kTogether * kTokenTile];
     for (int64_t first = 0; first < tokens; first += kTokenTile) {
       const int64_t present = std::min(kTokenTile, tokens - first);
-      const float* x = panel + first * k;
-      if (height == 1) multiply_unpacked<1>(unpacked, x, present, sums);
-      else multiply_unpacked<kTogether>(unpacked, x, present, sums);
-      for (int64_t t = 0; t < present; ++t) {
-        for (int64_t r = 0; r < count; ++r) y[(first + t) * y_stride + channel + r] = sums[r * kTokenTile + t];
+      with_vectors(present, [&](auto vectors) { f(panel + first * inputs, vectors, sums); });
+      scatter_sums(sums, count, channel, present, y + first * stride, stride);
+    }
+  }
+};
+
+// Rows in which every input has its place: stored so, or unpacked into `scratch`, four at a time.
+template <class Value>
+inline void many_by_rows(const DecodeMatrix& matrix, const ManyTokens& many, int64_t begin, int64_t end,
+                         float* scratch) {
+  const Value* values = static_cast<const Value*>(matrix.values);
+  const int64_t k = matrix.inputs, stride = padded_inputs(k), bytes = ceil_div(k, 8);
+  for (int64_t row = begin; row < end; row += kTogether) {
+    const int64_t count = std::min<int64_t>(kTogether, end - row);
+    const float* rows[kTogether];
+    for (int64_t r = 0; r < kTogether; ++r) {
+      const int64_t from = row + std::min(r, count - 1);  // what is beyond the last row is computed and not used
+      float* own = scratch + r * stride;
+      rows[r] = own;
+      if (matrix.form == kDecodeBitmap) {
+        expand_row(values + matrix.starts[from], static_cast<const uint8_t*>(matrix.marks) + from * bytes, k, own);
+      } else if constexpr (sizeof(Value) == 4) {
+        rows[r] = values + from * k;
+      } else {
+        for (int64_t i = 0; i < k; ++i) own[i] = static_cast<float>(values[from * k + i]);
       }
     }
-  };
-  if (matrix.form == kDecodeDense) {
-    for (int64_t i = 0; i < k; ++i) unpacked.inputs[i] = static_cast<int32_t>(i);
-    for (int64_t row = begin; row < end; row += kTogether) {
-      const int64_t count = std::min<int64_t>(kTogether, end - row);
-      unpack_dense(values + row * k, k, count, unpacked);
-      finish(row, count, kTogether);
-    }
-    return;
+    many.each_tile(row, count, [&](const float* panel, auto vectors, float* sums) {
+      multiply_rows<decltype(vectors)::value>(rows, k, panel, sums);
+    });
   }
-  if (matrix.form == kDecodeBitmap) {
-    const uint8_t* marks = static_cast<const uint8_t*>(matrix.marks);
-    for (int64_t row = begin; row < end; ++row) {
-      unpack_bitmap(values + matrix.starts[row], marks + row * ceil_div(k, 8), k, unpacked);
-      finish(row, 1, 1);
-    }
-    return;
+}
+
+// Rows of a bitmap with few live weights.
+template <class Value>
+inline void many_by_lists(const DecodeMatrix& matrix, const ManyTokens& many, int64_t begin, int64_t end,
+                          float* scratch) {
+  const int64_t k = matrix.inputs;
+  int32_t* places = reinterpret_cast<int32_t*>(scratch + padded_inputs(k));
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t entries = list_row(static_cast<const Value*>(matrix.values) + matrix.starts[row],
+                                     static_cast<const uint8_t*>(matrix.marks) + row * ceil_div(k, 8), k, places,
+                                     scratch);
+    many.each_tile(row, 1, [&](const float* panel, auto vectors, float* sums) {
+      multiply_list<decltype(vectors)::value>(places, scratch, entries, panel, sums);
+    });
   }
-  const uint16_t* marks = static_cast<const uint16_t*>(matrix.marks);
+}
+
+template <class Value>
+inline void many_by_columns(const DecodeMatrix& matrix, const ManyTokens& many, int64_t begin, int64_t end,
+                            float* scratch) {
+  const int64_t height = matrix.height;
   for (int64_t group = begin; group < end; ++group) {
-    const int64_t first = matrix.starts[group], height = matrix.height;
-    unpacked.entries = matrix.starts[group + 1] - first;
-    for (int64_t i = 0; i < unpacked.entries; ++i) unpacked.inputs[i] = marks[first + i];
+    const int64_t first = matrix.starts[group], entries = matrix.starts[group + 1] - first;
+    const uint16_t* inputs = static_cast<const uint16_t*>(matrix.marks) + first;
     for (int64_t row = 0; row < height && group * height + row < matrix.channels; row += kTogether) {
-      const Value* from = values + first * height + row;
-      for (int64_t i = 0; i < unpacked.entries; ++i) {
-        for (int64_t r = 0; r < kTogether; ++r) {
-          unpacked.values[i * kTogether + r] = static_cast<float>(from[i * height + r]);
-        }
+      const Value* from = static_cast<const Value*>(matrix.values) + first * height + row;
+      for (int64_t i = 0; i < entries; ++i) {
+        for (int64_t r = 0; r < kTogether; ++r) scratch[i * kTogether + r] = static_cast<float>(from[i * height + r]);
       }
       const int64_t channel = group * height + row;
-      finish(channel, std::min<int64_t>(kTogether, matrix.channels - channel), kTogether);
+      const int64_t count = std::min<int64_t>(kTogether, matrix.channels - channel);
+      many.each_tile(channel, count, [&](const float* panel, auto vectors, float* sums) {
+        multiply_columns<decltype(vectors)::value>(inputs, scratch, entries, panel, sums);
+      });
     }
   }
+}
+
+template <class Value>
+inline void multiply_many(const DecodeMatrix& matrix, const ManyTokens& many, int64_t begin, int64_t end,
+                          float* scratch) {
+  if (matrix.form == kDecodeColumns) return many_by_columns<Value>(matrix, many, begin, end, scratch);
+  // Four rows at once do twice the work of a list in the same time.
+  const bool few = matrix.form == kDecodeBitmap &&
+                   3 * (matrix.starts[end] - matrix.starts[begin]) < matrix.inputs * (end - begin);
+  if (few) return many_by_lists<Value>(matrix, many, begin, end, scratch);
+  many_by_rows<Value>(matrix, many, begin, end, scratch);
 }
 
 // ---------------------------------------------------------------------------------------------- one thread's share
@@ -433,7 +520,7 @@ inline void finish_decoded(const DecodeMatrix& matrix, int64_t begin, int64_t en
 }
 
 // Memory that one thread needs to unpack rows, in floats.
-inline int64_t unpacked_floats(int64_t inputs) { return (kTogether + 1) * inputs; }
+inline int64_t unpacked_floats(int64_t inputs) { return kTogether * padded_inputs(inputs); }
 
 struct ChannelRange {
   int64_t begin;
@@ -452,12 +539,9 @@ inline ChannelRange multiply_share(const DecodeMatrix& matrix, const DecodeToken
     if (matrix.value_bytes == 1) multiply_one<int8_t>(matrix, input.x, begin, end, y);
     else multiply_one<float>(matrix, input.x, begin, end, y);
   } else {
-    Unpacked unpacked{reinterpret_cast<int32_t*>(scratch + kTogether * matrix.inputs), scratch, 0};
-    if (matrix.value_bytes == 1) {
-      multiply_many<int8_t>(matrix, input.panel, input.tokens, begin, end, unpacked, y, y_stride);
-    } else {
-      multiply_many<float>(matrix, input.panel, input.tokens, begin, end, unpacked, y, y_stride);
-    }
+    const ManyTokens many{input.panel, input.tokens, matrix.inputs, y, y_stride};
+    if (matrix.value_bytes == 1) multiply_many<int8_t>(matrix, many, begin, end, scratch);
+    else multiply_many<float>(matrix, many, begin, end, scratch);
   }
   finish_decoded(matrix, range.begin, range.end, input.tokens, y, y_stride);
   return range;
