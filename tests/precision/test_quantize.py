@@ -214,6 +214,7 @@ def test_a_metric_decides_where_there_is_one():
     assert found.report.metric[1] >= 0.5
     assert "metric" in str(found.report)
     assert len(calls) >= 2
+    assert quantize(model, data, metric=accuracy).report.max_loss == pytest.approx(0.01)
     with pytest.raises(ValueRangeError, match="a finite number"):
         quantize(model, data, metric=lambda _: float("nan"))
     with pytest.raises(ValueRangeError, match="higher is better"):

@@ -109,8 +109,8 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     calibration
         Batches of what the model takes, to find ranges and to measure the loss; None takes the example inputs.
     max_loss
-        The loss that a precision may cost: what `metric` falls by (0 by default), or without one the norm of the
-        change of the outputs over their norm (0.1 by default).
+        The loss that a precision may cost: what `metric` falls by (by default a hundredth of it), or without one
+        the norm of the change of the outputs over their norm (0.1 by default).
     metric
         Takes a model and returns a number, higher is better.
     inductor

@@ -68,16 +68,14 @@ class Wanted:
             raise ValueRangeError(message(f"max_loss={loss!r}", "0 or more"))
 
     @property
-    def bound(self) -> float:
-        """The loss that is allowed: none of a metric, unless it is said, else a tenth of the outputs' norm."""
-        if self.max_loss is not None:
-            return self.max_loss
-        return DEFAULT_LOSS if self.metric is None else 0.0
+    def bound(self) -> float | None:
+        """The loss that is allowed: a tenth of the outputs' norm unless it is said; None where a metric decides."""
+        return self.max_loss if self.max_loss is not None or self.metric is not None else DEFAULT_LOSS
 
     def batches(self, calls: Sequence[Any]) -> tuple[list[Any], str]:
-        """Return the calibration data, and a note where it is not the user's."""
+        """Return the calibration data where the example inputs are, and a note where it is not the user's."""
         if self.calibration is not None:
-            return checked_batches(self.calibration, calls[0]), ""
+            return [_like(batch, calls[0]) for batch in checked_batches(self.calibration, calls[0])], ""
         note = "calibrated on the example inputs alone: pass calibration=batches of real data"
         return checked_batches(list(calls)), note
 
@@ -103,6 +101,19 @@ def compiled_at(wanted: Wanted, model: nn.Module, calls: Sequence[Any], spec: Sp
         told = replace(told, precision=f"auto ({told.precision})").with_note(f"tried: {tried}")
     fast.report = replace(fast.report, precision=told.with_note(note) if note else told)
     return fast
+
+
+def _like(batch: Any, example: Any) -> Any:
+    """Return a batch on the device of the example inputs, its real numbers in their dtype."""
+    leaves = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+    real = next((leaf.dtype for leaf in leaves if leaf.is_floating_point()), None)
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(device=leaves[0].device if leaves else None, dtype=real if leaf.is_floating_point() else None)
+
+    return pytree.tree_map(moved, batch)
 
 
 def _candidates(device: str, model: nn.Module) -> list[str]:
@@ -200,15 +211,16 @@ def _in_bf16(wanted: Wanted, model: nn.Module, batches: Sequence[Any], spec: Spe
     short = _cast(model)
     loss, reached = judge.loss(short)
     metric = None if judge.baseline is None or reached is None else (judge.baseline, reached)
-    if loss > wanted.bound:
+    bound = judge.allowed(wanted.bound)
+    if loss > bound:
         fast = one(model, spec, {})
-        why = f"bf16 costs {loss:.2g}, more than max_loss={wanted.bound:g}: the model stays as it was"
+        why = f"bf16 costs {loss:.2g}, more than max_loss={bound:g}: the model stays as it was"
         row = LayerPrecision("the whole model", str(bit_format(_dtype_of(model))), "", None, why)
-        told = PrecisionReport("bf16", (row,), len(batches), 0.0, wanted.bound, measured=True)
+        told = PrecisionReport("bf16", (row,), len(batches), 0.0, bound, measured=True)
     else:
         fast = one(short, spec, {})
         row = LayerPrecision("the whole model", "bf16", "bf16", judge.change(short))
-        told = _measured(PrecisionReport("bf16", (row,), len(batches), loss, wanted.bound, metric), judge, fast)
+        told = _measured(PrecisionReport("bf16", (row,), len(batches), loss, bound, metric), judge, fast)
     fast.report = replace(fast.report, precision=told)
     return fast
 

@@ -91,7 +91,7 @@ def quantize(  # noqa: PLR0913 - one call says all there is to say about roundin
         What is pruned; None reads the zeros that are in the weights.
     max_loss
         The loss that is allowed: of `metric`, or the norm of the change of the outputs over their norm. Layers that
-        would cost more stay as they are. None allows any.
+        would cost more stay as they are. None allows a hundredth of the metric, and any without one.
     metric
         Takes a model and returns a number, higher is better; the loss is what it falls by.
     observer
@@ -130,7 +130,7 @@ def quantize(  # noqa: PLR0913 - one call says all there is to say about roundin
         seen = {name: one for name, one in observe(copy, batches, weights).items() if name not in skipped}
     layers, left = _layers(seen, weights, format, observer, dynamic)
     left |= dict.fromkeys(sorted(skipped & set(weights.tensors)), "as asked")
-    bound = float("inf") if max_loss is None else max_loss
+    bound = judge.allowed(max_loss)
     active, hurt, (loss, reached) = kept_within(judge, copy, weights, layers, bound)
     kept = {name: layer for name, layer in layers.items() if name in active}
     simulated = Simulated(copy, weights, kept)
@@ -141,7 +141,8 @@ def quantize(  # noqa: PLR0913 - one call says all there is to say about roundin
         for name in weights.tensors
         if name in kept or name in left or name in hurt
     )
-    report = PrecisionReport(precision, rows, len(batches), change, max_loss, both)
+    told = None if bound == float("inf") else bound
+    report = PrecisionReport(precision, rows, len(batches), change, told, both)
     with torch.no_grad():
         for name, layer in kept.items():
             weights.tensors[name].copy_(layer.weight.values)

@@ -45,7 +45,8 @@ def checked_batches(data: Any, example: Any = None) -> list[Any]:
                 "put one batch into a list: calibration=[batch]",
             )
         )
-    batches = list(itertools.islice(data, MOST_BATCHES))
+    read = itertools.islice(data, MOST_BATCHES)
+    batches = [dict(batch) if isinstance(batch, Mapping) else batch for batch in read]
     if not batches:
         raise ValueRangeError(
             message("calibration has no batch", "one batch or more", "a generator that was used before is empty")

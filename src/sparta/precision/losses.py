@@ -24,6 +24,7 @@ __all__ = ["Judge", "Metric", "kept_within"]
 Metric = Callable[[Callable[..., Any]], float]
 """Takes a model and returns a number; higher is better."""
 _JUDGED = 8  # batches
+_OF_A_METRIC = 0.01
 _BYTES = 1 << 28  # of outputs that are kept
 
 
@@ -64,6 +65,12 @@ class Judge:
                 )
             baseline = None if metric is None else _measured(metric, model)
         return cls(batches[: len(references)], references, metric, baseline)
+
+    def allowed(self, max_loss: float | None) -> float:
+        """Return the loss that is allowed where `max_loss` may be None: a hundredth of a metric, else any."""
+        if max_loss is not None:
+            return max_loss
+        return float("inf") if self.baseline is None else _OF_A_METRIC * abs(self.baseline)
 
     def change(self, model: Callable[..., Any], batches: int | None = None) -> float:
         """Return the norm of the change of the outputs over their norm, of the output that changes most."""
