@@ -15,10 +15,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from renderers import any_model, compiler, cpu, cuda, front_page, noise, oneshot, propagation, training
+from renderers import any_model, compiler, cpu, cuda, front_page, generation, noise, oneshot, propagation, training
 from renderers.registry import RENDERERS, Record
 
-_USED = (any_model, compiler, cpu, cuda, front_page, noise, oneshot, propagation, training)  # they fill the registry
+_USED = (
+    any_model,
+    compiler,
+    cpu,
+    cuda,
+    front_page,
+    generation,
+    noise,
+    oneshot,
+    propagation,
+    training,
+)  # fill the registry
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 REGION = re.compile(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sparta import (
         compiler,
         create,
+        generation,
         hf,
         measure,
         nn,
@@ -56,6 +57,7 @@ __all__ = [
     "create",
     "detect",
     "errors",
+    "generation",
     "hf",
     "load",
     "measure",
@@ -81,6 +83,7 @@ _SUBPACKAGES = frozenset(
     {
         "compiler",
         "create",
+        "generation",
         "hf",
         "measure",
         "nn",

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -251,19 +252,12 @@ class _Compilation:
         dtype = next(self.base.parameters()).dtype
         if not self.check:
             return Certificate((), str(dtype).removeprefix("torch."), 0.0, 0.0, 0.0, 0, passed=False)
-        packed = any(isinstance(module, PackedLinear) for module in fast.modules())
-
-        def reference(named: Mapping[str, Any]) -> list[Tensor]:
-            if not (packed and self.int8):
-                return outputs(self.base, named)
-            program, fast._sparta.program = fast._sparta.program, None
-            try:
-                with dense_products(fast):
-                    return outputs(fast, named)
-            finally:
-                fast._sparta.program = program
-
-        return certified(reference, lambda named: outputs(fast, named), self.base, self.example)
+        if not self.int8:
+            return certified(partial(outputs, self.base), partial(outputs, fast), self.base, self.example)
+        rounded = cast("GenerativeModel", shared_copy(fast))  # the same packed weights in the model's own code
+        rounded._sparta.program = None
+        with dense_products(rounded):
+            return certified(partial(outputs, rounded), partial(outputs, fast), self.base, self.example)
 
     # ------------------------------------------------------------------ measuring
 

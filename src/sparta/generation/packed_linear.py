@@ -18,6 +18,8 @@ from sparta.generation.matrices import PackedMatrix
 
 __all__ = ["PackedLinear", "dense_products"]
 
+_UNPACKED = 2 << 30  # bytes of a model whose weights may all be unpacked at a time
+
 
 class PackedLinear(nn.Module):
     """A linear layer without parameters of its own.
@@ -31,7 +33,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.matrix = matrix
         self.out_features, self.in_features = matrix.shape
-        self._dense = False
+        self._dense: Tensor | bool = False
 
     @property
     def weight(self) -> PackedMatrix:
@@ -48,10 +50,9 @@ class PackedLinear(nn.Module):
         plain = self.matrix.plain()
         if plain is not None and x.dtype == torch.float32 and x.numel() > self.in_features:
             return functional.linear(x, plain, self.bias)
-        if self._dense:
-            return functional.linear(
-                x, self.matrix.weight().to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
-            )
+        if self._dense is not False:
+            weight = self._dense if isinstance(self._dense, Tensor) else self.matrix.weight()
+            return functional.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         return self.matrix.multiply(x).to(x.dtype)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
@@ -71,10 +72,14 @@ class PackedLinear(nn.Module):
 
 @contextmanager
 def dense_products(model: nn.Module) -> Iterator[None]:
-    """Let the packed layers of a model multiply by PyTorch's own kernels, with what they stand for unpacked."""
+    """Let the packed layers of a model multiply by PyTorch's own kernels, with what they stand for unpacked.
+
+    Weights are unpacked once where there is memory to hold all of them, else for each call.
+    """
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    small = sum(4 * layer.in_features * layer.out_features for layer in layers) < _UNPACKED
     for layer in layers:
-        layer._dense = True
+        layer._dense = layer.matrix.weight() if small else True
     try:
         yield
     finally:
