@@ -174,7 +174,7 @@ def test_int8_is_measured_against_real_numbers(own_stores):
         assert layer.op == OP
         first = layer.first
         # A dense weight is no reason not to try; a busy machine may be one not to claim anything.
-        assert first.entry is not None or "unstable" in first.reason or "time was up" in first.reason
+        assert first.entry is not None or any(why in first.reason for why in ("unstable", "time was up", "budget"))
         assert first.implement == "dense" or first.entry is None or first.entry.speedup > 1
     assert fast.report.certificate.passed
 
