@@ -59,7 +59,7 @@ def test_convolutions(padding):
     plain = prune_structured(model, data[0], 0.5, data=data, compensate=False)[1]
     small, report = prune_structured(model, data[0], 0.5, data=data)
     assert report.folded == 1
-    assert report.change < 0.8 * plain.change
+    assert report.change < 0.9 * plain.change
     assert small.get_parameter("3.weight").shape == (4, 8, 3, 3)
     assert torch.equal(model[3].weight, model[3].weight.detach()), "the model itself is left alone"
 

@@ -145,8 +145,9 @@ MIXES = {
         ),
         5,
     ),
-    "other names": (lambda y: torch.multiply(y, y).reshape_as(y) - torch.negative(y).view_as(y), 5),
+    "other names": (lambda y: torch.multiply(y, y[:, :1].expand_as(y)).reshape_as(y) - torch.negative(y).view_as(y), 5),
     "einsum over two dims": (lambda y: y * torch.einsum("btc,btc->b", y, y + 1)[:, None, None], 5),
+    "triangles": (lambda y: y + (y.transpose(1, 2)[..., None] * y.mean(1)[..., None, None]).tril().sum(-1).mT, 5),
     "outer einsum": (lambda y: y + torch.einsum("bc,bt->btc", y[:, 0], y[:, :, 4]), 5),
     "einsum with dots": (lambda y: y + torch.einsum("...tc,...sc->...ts", y, y).sum(-1, keepdim=True), 5),
 }
@@ -180,6 +181,39 @@ def test_an_einsum_of_heads_and_widths():
     assert small.get_parameter("weight").shape == (1, 3, 3)
     assert small.get_parameter("a.weight").shape == (3, 6)
     same(small, model, torch.randn(2, 6))
+
+
+class Shuffled(nn.Module):
+    """Channels that are moved between two convolutions."""
+
+    def __init__(self, move, outputs):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.move = nn.Conv2d(3, 8, 1), nn.Conv2d(outputs, 2, 1), move
+
+    def forward(self, x):
+        return self.b(self.move(self.a(x)))
+
+
+SHUFFLES = {
+    "channels to pixels": (nn.PixelShuffle(2), 2, [4, 5, 6, 7], 1),
+    "some pixels of a channel": (nn.PixelShuffle(2), 2, [4, 5], 2),
+    "pixels to channels": (nn.PixelUnshuffle(2), 32, [1, 3], 24),
+    "interleaved groups": (nn.ChannelShuffle(2), 8, [1, 2, 5, 6], 4),
+    "a group that loses others": (nn.ChannelShuffle(2), 8, [0, 1], 8),
+}
+
+
+@pytest.mark.parametrize("name", SHUFFLES)
+def test_shuffles(name):
+    move, outputs, zeros, left = SHUFFLES[name]
+    model = Shuffled(move, outputs).eval()
+    with torch.no_grad():
+        model.a.weight[zeros] = 0
+        model.a.bias[zeros] = 0
+    small = compact(model, torch.randn(2, 3, 4, 4))
+    assert small.get_parameter("b.weight").shape[1] == left
+    same(small, model, torch.randn(3, 3, 6, 6))
 
 
 @pytest.mark.parametrize("rank", [3, 4])

@@ -214,7 +214,7 @@ ROWS = {
         {
             "embed_dim": [8, 16, 32],
             "num_heads": [1, 2, 4],
-            "depth": [1, 1, 1],
+            "depth": [1, 2, 3],
             "patch_size": None,
             "num_attention_heads": None,
         },

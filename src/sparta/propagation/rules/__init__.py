@@ -15,6 +15,7 @@ from sparta.propagation.rules import (
     recurrent,
     reductions,
     shapes,
+    shuffles,
     slicing,
     spectral,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "recurrent",
     "reductions",
     "shapes",
+    "shuffles",
     "slicing",
     "spectral",
 ]

@@ -8,6 +8,7 @@ which :func:`sparta.propagation.propagate` lets you deny with ``assume_finite=Fa
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import reduce
 
 import torch
@@ -237,3 +238,35 @@ def _channel_seen(seen: Grid, shape: tuple[int, ...]) -> Grid:
     if size == 1 or rank < 2:
         return unbroadcast(seen, shape)
     return unbroadcast(seen, (1, size, *(1 for _ in range(rank - 2)))).reshape(shape)
+
+
+# ---------------------------------------------------------------------- triangles
+
+_TRIANGLES: dict[object, Callable[..., Tensor]] = {_aten.tril.default: torch.tril, _aten.triu.default: torch.triu}
+
+
+@rule("constants", *_TRIANGLES)
+def triangle(op: Op) -> Known | None:
+    """Know the zeros of the other triangle, and what is known in this one."""
+    known = op.known(op["self"])
+    if isinstance(op["diagonal"], fx.Node) or len(op.shape) < 2 or math.prod(op.shape[-2:]) > op.facts.cell_limit:
+        return known.only(known.zero())
+    inside = _TRIANGLES[op.node.target](torch.ones(op.shape[-2:], dtype=torch.bool), op["diagonal"])
+    stays = Grid.from_dense(inside).broadcast_to(op.shape)
+    const = Grid.combine(lambda c, s: c | ~s, known.const, stays)
+    value = Grid.combine(lambda v, s: torch.where(s, v, 0.0), known.value, stays)
+    return Known(const, value).only(const)
+
+
+@rule("observed", *_TRIANGLES)
+def triangle_observed(op: Op, seen: Grid) -> _Seen:
+    """Observe of the input what is observed of the output."""
+    return [(op["self"], seen)]
+
+
+@rule("axes", *_TRIANGLES)
+def triangle_axes(op: Op, axes: Axes) -> None:
+    """Keep the two dims of the triangle, cut the others alike."""
+    axes.broadcast(op["self"], op.node)
+    for dim in (-2, -1):
+        axes.keep(axes.of(op.node, dim), "a triangle")

@@ -329,7 +329,7 @@ def _einsum_operands(op: Op) -> tuple[list[fx.Node], Letters] | None:
     """Return operands and letters of an einsum of two tensors, or None where a dim is repeated, traced or lonely."""
     equation = str(op["equation"]).replace(" ", "")
     nodes = list(op["tensors"])
-    if "->" not in equation or len(nodes) != 2 or nodes[0] is nodes[1]:
+    if "->" not in equation or len(nodes) != 2:
         return None
     left, out = equation.split("->")
     words = left.split(",")

@@ -156,26 +156,30 @@ def permute_axes(op: Op, axes: Axes) -> None:
 
 # ---------------------------------------------------------------------- repeating
 
+_EXPANDS = (_aten.expand.default, _aten.broadcast_to.default, _aten.expand_copy.default)
 
-@rule("constants", _aten.expand.default, _aten.broadcast_to.default, _aten.expand_copy.default)
+
+@rule("constants", *_EXPANDS, _aten.expand_as.default)
 def expand(op: Op) -> Known | None:
     """Repeat what is known."""
     return op.known(op["self"]).map(lambda g: g.broadcast_to(op.shape))
 
 
-@rule("observed", _aten.expand.default, _aten.broadcast_to.default, _aten.expand_copy.default)
+@rule("observed", *_EXPANDS, _aten.expand_as.default)
 def expand_observed(op: Op, seen: Grid) -> _Seen:
     """Observe an element where any of its repetitions is."""
-    return [(op["self"], unbroadcast(seen, shape_of(op["self"])))]
+    lent = [(n, nothing(shape_of(n))) for n in op.inputs if n is not op["self"]]
+    return [(op["self"], unbroadcast(seen, shape_of(op["self"]))), *lent]
 
 
-@rule("axes", _aten.expand.default, _aten.broadcast_to.default, _aten.expand_copy.default)
+@rule("axes", *_EXPANDS, _aten.expand_as.default)
 def expand_axes(op: Op, axes: Axes) -> None:
-    """Cut alike along the dims that are not repeated."""
-    axes.broadcast(op["self"], op.node)
+    """Cut alike along the dims that are not repeated; what lends its shape goes with the result."""
+    for node in op.inputs:
+        axes.broadcast(node, op.node)
 
 
-@rule("rewrite", _aten.expand.default, _aten.broadcast_to.default, _aten.expand_copy.default)
+@rule("rewrite", *_EXPANDS)
 def resize_expand(op: Op, edit: Edit) -> None:
     """Write the new sizes into the op."""
     _resize(op, edit, "size", 0)
