@@ -6,6 +6,7 @@ from torch import nn
 
 import sparta
 from compiler.conftest import forcing
+from sparta.compiler.aot.layers import DenseLayer
 from sparta.create import quantize as training
 from sparta.errors import ArgumentError, FileFormatError, NameNotFoundError, ValueRangeError
 from sparta.files import load_tensors, save_tensors
@@ -173,6 +174,8 @@ def test_a_convolution_comes_back_from_a_file(tmp_path):
     tensors, _ = load_tensors(tmp_path / "model.sparta", "model", 99)
     assert {t.dtype for name, t in tensors.items() if name.startswith("live/")} == {torch.int8}
     assert torch.equal(sparta.load(tmp_path / "model.sparta")(x), fast(x))
+    (kernel,) = fast.kernels.values()  # in a package for C++ it stands for PyTorch's convolution of rounded images
+    torch.testing.assert_close(DenseLayer(kernel)(x), fast(x), rtol=1e-4, atol=1e-4)
 
 
 def test_weights_stored_the_other_way_round():

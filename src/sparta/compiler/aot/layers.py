@@ -15,7 +15,7 @@ from sparta.specialize.conv.cpu_packed import PackedConv
 from sparta.specialize.cpu.library import STREAM_FORMS, activation_code, fused_activation
 from sparta.specialize.int8_linear.cpu_packed import PackedInt8Linear
 from sparta.specialize.int8_linear.quantization import Quantization
-from sparta.specialize.int8_linear.quantized import row_scales
+from sparta.specialize.int8_linear.quantized import INT8_IMPLEMENTS, row_scales
 from sparta.specialize.int8_linear.spec import requantization
 from sparta.specialize.linear.cpu_packed import PackedLinear
 from sparta.specialize.linear.spec import apply_epilogue
@@ -165,20 +165,22 @@ class Int8Layer(_Packed):
 
 
 class DenseLayer(nn.Module):
-    """A sub-graph by PyTorch's own operators."""
+    """A sub-graph by PyTorch's own operators, its input rounded where the kernel rounds it."""
 
     bias: Tensor | None
 
     def __init__(self, kernel: KernelModule) -> None:
         super().__init__()
         self._fused = kernel.fused
+        self._rounds = any(choice.implement in INT8_IMPLEMENTS for _, choice in kernel.choices.values())
         self.register_buffer("weight", kernel.weight())
         self.register_buffer("bias", None if kernel.bias is None else kernel.bias.clone())
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return ``activation(layer(x) + bias) + residual``."""
         fused = self._fused
-        y = fused.lowering.dense(cast("Tensor", self.weight), x, self.bias, fused.attributes)
+        given = fused.lowering.on_grid(x, fused.attributes) if self._rounds else x
+        y = fused.lowering.dense(cast("Tensor", self.weight), given, self.bias, fused.attributes)
         return apply_epilogue(y, fused.epilogue, residual)
 
 
