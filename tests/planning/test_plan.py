@@ -96,6 +96,43 @@ def test_a_latency_and_a_memory_are_met_too():
     assert plan.whole.memory_mb <= 0.6 * dense * 1.03
 
 
+def test_a_goal_that_the_model_meets_as_it_is_changes_nothing():
+    for goal in ({"latency_ms": 1e9}, {"memory_mb": 1e9}):
+        bench = FakeBench({})
+        plan = planned(bench=bench, **goal)
+        assert plan.met
+        assert not plan.assignment
+        assert bench.calls["option"] == 0
+
+
+@pytest.mark.parametrize(
+    "goal",
+    [
+        {},
+        {"speedup": 2.0, "max_loss": 0.1},
+        {"speedup": 1.0},
+        {"speedup": 1e30},
+        {"speedup": float("nan")},
+        {"latency_ms": -1.0},
+        {"memory_mb": float("inf")},
+        {"max_loss": 5.0},
+        {"speedup": "fast"},
+        {"speedup": 2.0, "patterns": "chanels"},
+        {"speedup": 2.0, "patterns": []},
+        {"speedup": 2.0, "method": "alpz"},
+        {"speedup": 2.0, "data": []},
+        {"speedup": 2.0, "data": [torch.randn(3, 5)]},
+        {"speedup": 2.0, "ignore": "*"},
+        {"speedup": 2.0, "budget_s": -1.0},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_asked_is_told_before_anything_is_measured(goal):
+    arguments = {"data": batches(), **goal}
+    with pytest.raises(SpartaError):
+        sparta.plan(transformer(), example(), **arguments)
+
+
 def test_a_largest_loss_is_kept_and_used():
     plan = planned(max_loss=0.2)
     assert 0.1 < plan.loss <= 0.2
