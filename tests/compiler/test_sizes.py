@@ -166,3 +166,11 @@ def test_sizes_of_files_are_checked(damage):
     assert Sizes.from_dict(sizes.to_dict()) == sizes
     with pytest.raises(FileFormatError):
         Sizes.from_dict({**sizes.to_dict(), **damage})
+
+
+def test_a_trace_for_any_size_that_takes_too_long_is_given_up(monkeypatch):
+    monkeypatch.setattr("sparta.compiler.graph.capturing._MOST_SECONDS", -1.0)
+    model, x = nets.pruned(nets.Mlp()), torch.randn(9, 32)
+    fast = sparta.compile(model, torch.randn(4, 32), tune="off")
+    assert "takes more than" in fast.report.notes[0]
+    agree(fast(x), model(x))  # by the model as given

@@ -6,18 +6,24 @@ taken for one that is always 1, so such dims are traced with 2 where the model t
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ShapesCollection
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 from sparta.compiler.graph.sizes import Sizes
 from sparta.propagation.capture import Captured, CaptureError, call_arguments, capture
 
 __all__ = ["AUTO", "captured_for"]
+
+_MOST_SECONDS = 60.0  # of one attempt; most take a few
 
 AUTO = "auto"
 """Let every dim change that the model lets change."""
@@ -40,7 +46,8 @@ def captured_for(
     reasons: list[str] = []
     for what, given, shapes in _attempts(model, example):
         try:
-            captured, sizes = _sized(capture(model, given, shapes), example)
+            with _within(None if shapes is None else _MOST_SECONDS):
+                captured, sizes = _sized(capture(model, given, shapes), example)
         except (CaptureError, ValueError, ArithmeticError) as error:
             if shapes is None:
                 raise
@@ -50,6 +57,29 @@ def captured_for(
             note(f"captured for {what} only: {reasons[0]}")
         return captured, sizes
     raise CaptureError("no attempt was made")
+
+
+@contextmanager
+def _within(seconds: float | None) -> Iterator[None]:
+    """End a trace that takes longer than so many seconds of this process, at the next module that it comes to.
+
+    Where padding and windows depend on sizes, torch's terms of them grow from layer to layer, and so does its time.
+    """
+    if seconds is None:
+        yield
+        return
+    thread, end = threading.get_ident(), time.process_time() + seconds
+
+    def check(module: nn.Module, args: Any) -> None:
+        del module, args
+        if threading.get_ident() == thread and time.process_time() > end:
+            raise CaptureError(f"tracing it with sizes that may change takes more than {seconds:.0f} s")
+
+    hook = register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _sized(captured: Captured, example: Any) -> tuple[Captured, Sizes]:

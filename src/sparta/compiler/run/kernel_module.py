@@ -30,6 +30,7 @@ from sparta.tesa.attribute import TeSA
 
 __all__ = ["DenseLayer", "Fused", "KernelModule", "fused_of", "subgraph"]
 
+_COMPILED = "cpu-generated"  # which takes seconds to make: too long for a call
 _NEAR = 2.0  # the ratio of sizes up to which a kernel that was measured is taken without another look
 
 
@@ -211,7 +212,7 @@ class KernelModule(nn.Module):
         spec = self.spec_for(x)
         try:
             choice = choose(spec, ForgivingStore())
-            known = choice.entry is not None or choice.implement != DENSE
+            known = (choice.entry is not None or choice.implement != DENSE) and choice.implement != _COMPILED
             return self._packed(rows, spec, choice, self.weight()) if known else None
         except Exception:  # noqa: BLE001 - a store of anyone's; the nearest kernel runs
             return None
