@@ -190,3 +190,36 @@ def training_step(found: Sequence[Record]) -> str:
         heads += ["over dense", "over dense, graph", "target", "bound"]
         parts.append(f"{title}\n\n{markdown(heads, rows)}")
     return "\n\n".join(parts)
+
+
+@renderer("cuda-fp8", "fp8")
+def fp8(found: Sequence[Record]) -> str:
+    """Return sparse layers in few bits on a GPU: a row for each pattern, shape and number of tokens."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        rows = [
+            [
+                row["pattern"],
+                row["format"].removesuffix("_e4m3"),
+                f"{row['shape'][0]}×{row['shape'][1]}",
+                row["tokens"],
+                f"{row['us']:.1f}",
+                row["best"],
+                f"{row['ratio']:.2f}",
+                f"{row['aim']:.1f}",
+                f"{row['bound']:.1f}",
+                f"{row['over_bf16']:.2f}",
+            ]
+            for row in results["linear"]
+        ]
+        limits = results["ceilings"]
+        title = (
+            "Times faster than the dense layer in the same format (fp8: `torch._scaled_mm` with fast sums on an x that "
+            "is in fp8 already; int4: PyTorch's own), in CUDA graphs with weights out of the cache. The aim stands "
+            f"beside the bound: what {limits['bytes'] / 1e6:.1f} TB/s and {limits['operations'] / 1e6:.0f} TFLOP/s in "
+            f"fp8, both measured, leave room for. {source(record)}"
+        )
+        names = ["weight", "format", "shape", "tokens", "µs", "implement", "× dense", "aim", "bound", "× dense bf16"]
+        parts.append(f"{title}\n\n{markdown(names, rows)}")
+    return "\n\n".join(parts)
