@@ -28,6 +28,7 @@ from sparta.compiler.session import Session, Tune, shown
 from sparta.compiler.variant import GIVEN, Base
 from sparta.errors import CheckError, MissingPackageError, SpartaError, ValueRangeError, message
 from sparta.generation.decoder import find_decoder
+from sparta.generation.experts import PackedExperts, put_experts
 from sparta.generation.layers import (
     SparseLayer,
     is_linear,
@@ -215,6 +216,7 @@ class _Compilation:
         try:
             if isinstance(decoder, str):
                 matrices = packed_layers(fast, masks, int8=True)
+                self._note_experts(put_experts(fast, int8=True))
             else:
                 matrices = put_program(fast, decoder, masks, int8=self.int8)
             certificate = self._certificate(fast)
@@ -242,11 +244,16 @@ class _Compilation:
         rows = row_counts(fast, self.tesas, calls)
         try:
             put = put_layers(fast, self.tesas, rows, self.session)
+            self._note_experts(put_experts(fast, int8=False))
             return fast, layer_plans(put), self._certificate(fast)
         except SpartaError as error:
             self.session.gave_up("sparse layers", error)
         fast = self._copy()
         return fast, [], self._certificate(fast)
+
+    def _note_experts(self, put: Mapping[str, PackedExperts]) -> None:
+        for name, experts in put.items():
+            self.session.note(f"{name}: {experts.extra_repr()}")
 
     def _certificate(self, fast: GenerativeModel) -> Certificate:
         dtype = next(self.base.parameters()).dtype
@@ -314,6 +321,7 @@ class _Compilation:
         held = {id(t): t for t in [*fast.parameters(), *fast.buffers()]}.values()
         now = sum(t.numel() * t.element_size() for t in held)
         now += sum(module.matrix.nbytes for module in fast.modules() if isinstance(module, PackedLinear))
+        now += sum(module.nbytes for module in fast.modules() if isinstance(module, PackedExperts))
         now += sum(module.kernel.nbytes for module in fast.modules() if isinstance(module, SparseLayer))
         sizes = [int(weight_of(m).numel()) for m in self.base.modules() if is_linear(m)]
         flops = 2 * sum(sizes)

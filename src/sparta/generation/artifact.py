@@ -21,6 +21,7 @@ from sparta.compiler.session import ForgivingStore
 from sparta.errors import FileFormatError, ValueRangeError, message
 from sparta.files import Budget, load_tensors, reading, save_tensors
 from sparta.generation.decoder import find_decoder
+from sparta.generation.experts import PackedExperts, experts_of
 from sparta.generation.layers import SparseLayer, is_transposed, kernel_of, layer_spec, weight_of
 from sparta.generation.matrices import PackedMatrix, packed, restored
 from sparta.generation.model import Compiled, GenerativeModel, compiled_class
@@ -73,6 +74,7 @@ def save(model: GenerativeModel, path: str | os.PathLike[str], sign: object = No
         "matrices": matrices,
         "layers": layers,
         "ties": ties,
+        "experts": {name: m.int8 for name, m in model.named_modules() if isinstance(m, PackedExperts)},
         "program": model.program is not None,
         "longest": model._sparta.longest,
         "report": model.report.to_dict(),
@@ -197,6 +199,7 @@ class _Reader:
             compiled.output = _output_class()
         for name, matrix in matrices.items():
             replace_module(model, name, PackedLinear(matrix))
+        self.put_experts(model)
         left = [name for name, tensor in _state(model) if tensor.is_meta]
         if left:
             raise FileFormatError(message(f"no tensor for {left[0]}", "all tensors of the model", "save it again"))
@@ -264,6 +267,14 @@ class _Reader:
             choices = {int(size): self.choice(layer, tesa, int(size), c) for size, c in fields["choices"].items()}
             if choices:
                 replace_module(model, name, SparseLayer(layer, kernel_of(layer, tesa, choices)))
+
+    def put_experts(self, model: nn.Module) -> None:
+        """Put packed experts in place; their matrices follow from the tensors."""
+        able = experts_of(model)
+        for name, int8 in self.payload["experts"].items():
+            if name not in able:
+                raise FileFormatError(message(f"packed experts at {str(name)[:100]!r}", "where the model has experts"))
+            replace_module(model, name, PackedExperts(able[name], int8=bool(int8)))
 
     def choice(self, layer: nn.Module, tesa: TeSA, rows: int, stored: Mapping[str, Any]) -> tuple[KernelSpec, Choice]:
         """Return the stored choice where it runs here, else this machine's own."""
