@@ -30,10 +30,10 @@ from sparta.testing import compare
 
 # A busy process ends with the one that started it, however that ended.
 BUSY = """
-import os, torch
+import os, sys, torch
 torch.set_num_threads(1)
-parent, x = os.getppid(), torch.randn(512, 512)
-while os.getppid() == parent:
+x = torch.randn(512, 512)
+while os.getppid() == int(sys.argv[1]):
     x = (x @ x).tanh()
 """
 LAYERS = [
@@ -47,7 +47,8 @@ PATTERNS = {"unstructured": sparta.Unstructured(), "4x1": sparta.Block(4, 1), "8
 @contextmanager
 def busy(count: int) -> Iterator[None]:
     """Run so many processes beside this one that never rest."""
-    started = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]  # noqa: S603 - our own text
+    command = [sys.executable, "-c", BUSY, str(os.getpid())]
+    started = [subprocess.Popen(command) for _ in range(count)]  # noqa: S603 - our own text
     try:
         yield
     finally:
