@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -100,8 +101,8 @@ def measure(source: str, name: str, folder: Path) -> dict[str, Any]:
     start = time.perf_counter()
     row["stage"] = "compile"
     fast = sparta.compile(model, call[1] or call[0], tune="off")
-    row["seconds"] = time.perf_counter() - start
-    row["compiled"], row["notes"] = how(fast), [note[:200] for note in fast.report.notes[:3]]
+    row["compiled"] = how(fast)
+    print(f"{name}: {time.perf_counter() - start:.0f} s; {' / '.join(note[:200] for note in fast.report.notes[:3])}")
     row["stage"] = "compare"
     expected = called(model, call)
     row["error"] = error(expected, called(fast, call))
@@ -136,8 +137,14 @@ def loaded(folder: Path) -> dict[str, Any]:
             fast = _load(place / "model.sparta", model)
             found[f"{stored['source']}/{stored['name']}"] = error(stored["expected"], called(fast, call))
         except Exception as failed:  # noqa: BLE001 - a zoo reports what it finds
-            found[f"{stored['source']}/{stored['name']}"] = f"{type(failed).__name__}: {str(failed)[:200]}"
+            found[f"{stored['source']}/{stored['name']}"] = _told(failed)
     return found
+
+
+def _told(failed: Exception) -> str:
+    """Return an error in a line, without the folders of this machine."""
+    lines = str(failed).splitlines() or [""]
+    return re.sub(r"/\S*(?:site-packages|/src|/tmp)/", "", f"{type(failed).__name__}: {lines[0]}")[:200]
 
 
 def _load(path: Path, model: nn.Module) -> Any:
@@ -157,7 +164,8 @@ def attempts(chosen: list[tuple[str, str]], folder: Path) -> Iterator[dict[str, 
             print(f"left out {source}/{name}: {missing}")
             continue
         except Exception as failed:  # noqa: BLE001 - a zoo reports what it finds
-            row["failed"] = f"{type(failed).__name__}: {str(failed).splitlines()[0][:300] if str(failed) else ''}"
+            row["failed"] = _told(failed)
+            row.pop("stage", None)
         print(json.dumps(row, ensure_ascii=False), flush=True)
         yield row
 

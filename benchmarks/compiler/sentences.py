@@ -82,8 +82,8 @@ def onnx_of(model: nn.Module, example: Batch) -> Run | None:
     return lambda batch: torch.from_numpy(session.run(None, {n: t.numpy() for n, t in batch.items()})[0])
 
 
-def runners(model: nn.Module, stream: list[Batch], budget: float) -> tuple[dict[str, Run], Any]:
-    """Return all that runs the stream, and the compiled model."""
+def runners(model: nn.Module, stream: list[Batch], budget: float) -> dict[str, Run]:
+    """Return all that runs the stream."""
     by_size = sorted(stream, key=lambda batch: batch["input_ids"].numel())
     calls = [dict(by_size[int(share * (len(by_size) - 1))]) for share in (0.05, 0.5, 0.95)]
     start = time.perf_counter()
@@ -97,7 +97,7 @@ def runners(model: nn.Module, stream: list[Batch], budget: float) -> tuple[dict[
     except Exception as failed:  # noqa: BLE001 - a rival that does not run is left out, and said so
         print(f"ONNX Runtime is left out: {type(failed).__name__}: {str(failed)[:200]}")
         onnx = None
-    return found | ({} if onnx is None else {"onnxruntime": onnx}), fast
+    return found | ({} if onnx is None else {"onnxruntime": onnx})
 
 
 def measure(found: Mapping[str, Run], stream: list[Batch], rounds: int) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def main() -> None:
     )
     spec.apply(model)
     stream = stream_of(sentences_of(options.sentences), tokenizer, 12 if options.quick else 120)
-    found, fast = runners(model, stream, 20.0 if options.quick else options.budget)
+    found = runners(model, stream, 20.0 if options.quick else options.budget)
     result = measure(found, stream, 1 if options.quick else 5)
     case = {
         "model": Path(options.model).parent.name,
@@ -159,7 +159,6 @@ def main() -> None:
         "threads": options.threads,
         "batches": len(stream),
         "shapes": len({tuple(batch["input_ids"].shape) for batch in stream}),
-        "sparse_layers": len(fast.report.plan.sparse),
         **result,
     }
     for name, rates in result["sentences_per_second"].items():

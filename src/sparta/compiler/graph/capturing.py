@@ -92,9 +92,20 @@ def _attempts(model: nn.Module, example: Any) -> Iterator[tuple[str, Any, Any]]:
     leaves = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
     if any(leaf.dim() for leaf in leaves):
         wide = _widened(model, example)
-        yield "any size", wide, _auto(model, wide, None)
-        yield "any batch size", wide, _auto(model, wide, (0,))
+        for what, dims in (("any size", None), ("any batch size", (0,))):
+            given = _copied(wide)
+            yield what, given, _auto(model, given, dims)
     yield "the example's sizes", example, None
+
+
+def _copied(example: Any) -> Any:
+    """Return an example of other tensors: torch marks those that it traces, and leaves the marks where that fails."""
+    copies: dict[int, Tensor] = {}
+
+    def copy(leaf: Any) -> Any:
+        return copies.setdefault(id(leaf), leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(copy, example)
 
 
 def _auto(model: nn.Module, example: Any, dims: Sequence[int] | None) -> Any:
