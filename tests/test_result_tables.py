@@ -102,6 +102,10 @@ CPU = {
             }
         ]
     },
+    "cpu_few_bits": {
+        "rivals": ["dense fp32", "onnxruntime"],
+        "summary": [{"name": "3x3", "block": [4, 4], "sparsity": 0.8, "dense": 2.5, "ours fp32": 1.5}],
+    },
     "cpu_chains": {
         "chains": [
             {"kind": "ffn", "size": 1, "height": 1, "sparsity": 0.9, "speedup": {"apart": 7.0}, "target": 7.5}
@@ -144,6 +148,7 @@ CPU = {
                 "| fp32 | repeated | 5.0 (12.0) |  |",
             ],
         ),
+        ("cpu_few_bits", ["| 3x3 | block 4×4 | 80 % | 2.5 | 1.5 |", "the best of dense fp32, onnxruntime"]),
         (
             "cpu_chains",
             ["| 1 token | unstructured | 90 % | 7.0 |  | 7.5 | 50 % | 1.5 |", "| 2.0 | 3.0 |  | 50 % |  |"],

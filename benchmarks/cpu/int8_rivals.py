@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common import Call
 
-__all__ = ["quantized_layer_calls"]
+__all__ = ["dynamic_layer_call", "quantized_conv_calls", "quantized_layer_calls"]
 
 _OPSET, _IR = 17, 8
 
@@ -49,6 +49,45 @@ def quantized_layer_calls(
     return found
 
 
+def quantized_conv_calls(weight: Tensor, grid: tuple[float, int], weight_scale: float, x: Tensor) -> dict[str, Call]:
+    """Return the same for a convolution with a weight (N, C, K, K), padded by half its kernel, fp32 at both ends."""
+    if not (importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx")):
+        return {}
+    from onnx import TensorProto, helper
+
+    pad = weight.shape[2] // 2
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "xs", "xz"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "xs", "xz"], ["xr"]),
+        helper.make_node("DequantizeLinear", ["w", "ws", "wz"], ["wr"]),
+        helper.make_node("Conv", ["xr", "wr"], ["p"], pads=[pad] * 4),
+        helper.make_node("QuantizeLinear", ["p", "ys", "xz"], ["r"]),  # which lets runtimes use integers
+        helper.make_node("DequantizeLinear", ["r", "ys", "xz"], ["y"]),
+    ]
+    constants = _constants(weight, grid, weight_scale) | {"ys": np.float32(1.0)}
+    shapes = (list(x.shape), [x.shape[0], weight.shape[0], *x.shape[2:]])
+    model = _graph(nodes, constants, shapes, TensorProto.FLOAT, TensorProto.FLOAT)
+    found = {"onnxruntime": _onnxruntime(model, x)}
+    if importlib.util.find_spec("openvino"):
+        found["openvino"] = _openvino(model, x)
+    return found
+
+
+def dynamic_layer_call(weight: Tensor, weight_scale: float, x: Tensor) -> Call:
+    """Return ONNX Runtime's linear layer that rounds its input in the call, as its dynamic quantisation writes it."""
+    from onnx import TensorProto, helper
+
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "xs", "xz"]),
+        helper.make_node("MatMulInteger", ["q", "w", "xz"], ["i"]),
+        helper.make_node("Cast", ["i"], ["f"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["xs", "ws"], ["s"]),
+        helper.make_node("Mul", ["f", "s"], ["y"]),
+    ]
+    constants = {"w": weight.t().contiguous().numpy(), "ws": np.float32(weight_scale)}
+    return _onnxruntime(_model(nodes, constants, weight, TensorProto.FLOAT, TensorProto.FLOAT), x)
+
+
 def _in_bytes(weight: Tensor, grid: tuple[float, int], weight_scale: float) -> bytes:
     """Return one node from bytes to bytes; a zero point of 0 without a sign is a ReLU."""
     from onnx import TensorProto, helper
@@ -78,21 +117,27 @@ def _constants(weight: Tensor, grid: tuple[float, int], weight_scale: float) -> 
     return {
         "xs": np.float32(grid[0]),
         "xz": np.uint8(grid[1]),
-        "w": weight.t().contiguous().numpy(),
+        "w": (weight if weight.dim() > 2 else weight.t()).contiguous().numpy(),
         "ws": np.float32(weight_scale),
         "wz": np.int8(0),
     }
 
 
 def _model(nodes: list[Any], constants: dict[str, Any], weight: Tensor, x_type: int, y_type: int) -> bytes:
+    """Return a linear layer for any number of tokens."""
+    return _graph(nodes, constants, (["M", weight.shape[1]], ["M", weight.shape[0]]), x_type, y_type)
+
+
+def _graph(
+    nodes: list[Any], constants: dict[str, Any], shapes: tuple[list[Any], list[Any]], x_type: int, y_type: int
+) -> bytes:
     from onnx import helper, numpy_helper
 
-    outputs, inputs = weight.shape
     graph = helper.make_graph(
         nodes,
         "layer",
-        [helper.make_tensor_value_info("x", x_type, ["M", inputs])],
-        [helper.make_tensor_value_info("y", y_type, ["M", outputs])],
+        [helper.make_tensor_value_info("x", x_type, shapes[0])],
+        [helper.make_tensor_value_info("y", y_type, shapes[1])],
         [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
     )
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR)

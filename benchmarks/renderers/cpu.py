@@ -171,6 +171,31 @@ def _int8_regimes(row: Record) -> list[Record]:
     return [*found, {**row, "ends": "fp32", "how": "repeated", "cell": cell, "roof_share": None, "target": None}]
 
 
+@renderer("cpu-few-bits", "cpu_few_bits")
+def cpu_few_bits(found: Sequence[Record]) -> str:
+    """Return int8 convolutions and weights of 8 bits for a few tokens: a row for each kind and pattern."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        rows = [
+            [
+                row["name"],
+                "unstructured" if row["block"] == [1, 1] else f"block {row['block'][0]}×{row['block'][1]}",
+                f"{100 * row['sparsity']:g} %",
+                f"{row['dense']:.1f}",
+                f"{row['ours fp32']:.1f}",
+            ]
+            for row in results["summary"]
+        ]
+        title = (
+            f"Times faster than the best of {', '.join(results['rivals'])}, and than our own kernels in fp32, "
+            f"geometric means over the layers. {source(record)}"
+        )
+        heads = ["layer", "pattern", "sparsity", "over dense", "over ours in fp32"]
+        parts.append(f"{title}\n\n{_without_empty(heads, rows)}")
+    return "\n\n".join(parts)
+
+
 _CHAIN_NAMES = {"mlp": "MLP, four layers of 1024", "ffn": "six feed-forward blocks, 768-3072-768", "conv": "four 1×1"}
 
 
