@@ -245,3 +245,41 @@ def test_ctrl_c_is_no_traceback(here, monkeypatch):
     result = run("compile", "their_nets:with_inputs")
     assert result.exit_code == 130
     assert "Traceback" not in result.output
+
+
+def test_plan_writes_a_spec(here):
+    asked = ["--max-loss", "0.5", "--pattern", "4x1", "--budget", "10", "-o", "plan.spec"]
+    result = run("plan", "their_nets:with_inputs", *asked, "--json")
+    assert result.exit_code == 0, result.output
+    assert isinstance(json.loads(result.stdout), dict)
+    sparta.Spec.load("plan.spec")
+
+
+def test_what_plan_refuses(here):
+    assert "example inputs" in error_of(run("plan", "their_nets:small", "--speedup", "2"))
+    assert "speedup" in error_of(run("plan", "their_nets:with_inputs"))
+
+
+@pytest.mark.slow
+def test_the_demo_says_what_stands_in_for_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr("sparta.demo.encoder.found_weights", lambda: None)
+    monkeypatch.setattr("sparta.demo.encoder.found_pairs", lambda folder: None)
+    result = run("demo", "--seconds", "0.1", "-o", tmp_path / "demo", "--json")
+    assert result.exit_code == 0, result.output
+    assert "random weights stands in" in result.stdout
+    assert "no accuracy is claimed" in result.stdout
+    facts = json.loads(result.stdout[result.stdout.index("\n{") :])
+    assert facts["spearman"] is None
+    assert facts["same_in_a_fresh_process"]
+    assert (tmp_path / "demo" / "report.html").is_file()
+
+
+def test_the_demo_reads_real_pairs_and_ranks_with_ties(tmp_path):
+    from sparta.demo.sentences import _ranks, found_pairs
+
+    line = "a\tb\tc\td\t{}\tA man sings.\tA man is singing.\n"
+    for name in ("sts-train.csv", "sts-test.csv"):
+        (tmp_path / name).write_text(line.format(4.5) + line.format(1.0))
+    learn, _ = found_pairs(tmp_path)
+    assert learn.score.tolist() == [4.5, 1.0]
+    assert _ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]

@@ -18,7 +18,7 @@ from sparta.errors import FileFormatError, MissingPackageError, NameNotFoundErro
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["inputs_of", "model_of", "with_batch"]
+__all__ = ["inputs_of", "model_and_data", "model_of", "with_batch"]
 
 _SHAPE = re.compile(r"(?:(?P<kind>float|ids|bool|[A-Za-z_]\w*)[:=])?(?P<sizes>\d+(?:x\d+)*)")
 _TOKENS = 1000
@@ -26,6 +26,11 @@ _TOKENS = 1000
 
 def model_of(source: str) -> tuple[nn.Module, Any]:
     """Return a model in evaluation mode and the example inputs that came with it, or None."""
+    return model_and_data(source)[:2]
+
+
+def model_and_data(source: str) -> tuple[nn.Module, Any, Any]:
+    """Return a model in evaluation mode, and the example inputs and the data that came with it, or None."""
     from torch import nn
 
     if ":" in source and not Path(source).exists():
@@ -35,11 +40,11 @@ def model_of(source: str) -> tuple[nn.Module, Any]:
     else:
         allowed = "package.module:factory, or a folder that transformers wrote"
         raise ValueRangeError(message(f"the model {source!r}", allowed, "sparta load reads compiled models"))
-    model, example = made if isinstance(made, tuple) else (made, None)
+    model, example, data = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
     if not isinstance(model, nn.Module):
         given = f"{source} returned a {type(model).__name__}"
         raise ValueRangeError(message(given, "a torch.nn.Module, or a module and its example inputs"))
-    return model.eval(), example
+    return model.eval(), example, data
 
 
 def _factory(source: str) -> Any:
