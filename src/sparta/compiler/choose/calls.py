@@ -56,16 +56,20 @@ def with_operators(program: Program, inputs: Sequence[Any], session: Session) ->
 
 
 def _calls(program: Program, shapes: Mapping[fx.Node, Tensor], session: Session) -> list[Call]:
-    found = []
+    found, known = [], dict(shapes)
+    refused: dict[str, list[str]] = {}
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
         for finder in FINDERS:
-            answer = finder(node, program, dict(shapes))
+            answer = finder(node, program, known)
             if isinstance(answer, Call):
                 found.append(answer)
             elif answer:
-                session.note(f"{node.name} stays dense: {answer}")
+                refused.setdefault(answer, []).append(node.name)
+    for answer, names in refused.items():
+        others = f" (and {len(names) - 1} like it)" if len(names) > 1 else ""
+        session.note(f"{names[0]}{others} stays dense: {answer}")
     return found
 
 
