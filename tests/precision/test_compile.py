@@ -1,5 +1,7 @@
 """`compile(precision=...)`: the rounded model runs, with its accuracy in the report, and comes back from a file."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -308,3 +310,33 @@ def test_layers_in_fp8_are_lowered_and_agree_with_the_simulation():
     assert {layer.pattern for layer in layers} == {"block 8×8"}
     assert change(fast(x).float(), model(data[0])) < 0.05
     assert all(str(fast.spec[name].format) == "fp8_e4m3" for name in spec)
+
+
+def test_files_hold_fp8(tmp_path):
+    from sparta.precision import quantize
+
+    torch.manual_seed(0)
+    model, data = Sentences(), [torch.randint(0, 200, (4, 6)) for _ in range(2)]
+    spec = pruned(model, sparta.Block(4, 1))
+    found = quantize(model, data, "fp8", spec=spec)
+    short = found.model.to(torch.bfloat16)
+    fast = sparta.compile(short, data[0], found.spec, activations=found.activations, tune="off")
+    fast.save(tmp_path / "model.sparta")
+    tensors, _ = load_tensors(tmp_path / "model.sparta", "model", 99)
+    assert tensors["fp8-bf16/table.weight"].dtype == torch.float8_e4m3fn
+    assert torch.equal(sparta.load(tmp_path / "model.sparta")(data[1]), fast(data[1]))
+
+
+def test_live_weights_of_fp8_kernels_are_stored_in_fp8():
+    from sparta.compiler.artifact import _codes
+    from sparta.specialize.scaled_linear.spec import rounded_weight, scaled_weight
+
+    torch.manual_seed(0)
+    weight = torch.randn(16, 32)
+    known = scaled_weight(weight, sparta.TeSA.from_mask(torch.rand(16, 32) < 0.5))
+    live = rounded_weight(weight, known).bfloat16()[known.mask()]
+    codes = _codes(SimpleNamespace(live=live, fused=SimpleNamespace(weight=known)))
+    assert codes.dtype == torch.float8_e4m3fn
+    assert torch.equal((codes.float() * known.scale.dense().float()[known.mask()]).bfloat16(), live)
+    other = torch.randn_like(live)
+    assert _codes(SimpleNamespace(live=other, fused=SimpleNamespace(weight=known))) is other

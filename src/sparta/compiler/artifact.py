@@ -272,9 +272,10 @@ class _Reader:
         if live.dim() != 1 or live.numel() != fused.weight.count("live"):
             raise FileFormatError(message(f"{live.numel()} live weights of {name}", f"{fused.weight.count('live')}"))
         self.budget.take(fused.weight.shape, 4, f"the weight of {name}")
-        if fields.get("integers"):
+        if fields.get("integers") or live.dtype == torch.float8_e4m3fn:
             rows = fused.weight.mask(where).nonzero()[:, 0]
             live = live.float() * row_scales(fused.weight).float().to(where)[rows]
+            live = live.to({"bfloat16": torch.bfloat16, "float16": torch.float16}.get(fields.get("real"), live.dtype))
         if not live.is_floating_point():
             raise FileFormatError(message(f"live weights of {name} in {live.dtype}", "floating-point numbers"))
         bias = self.tensors[f"bias/{name}"].to(where, live.dtype) if fused.epilogue.bias else None
@@ -332,12 +333,13 @@ class _Reader:
 def _kernel_fields(name: str, module: KernelModule, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return what a kernel module is, as JSON values, with its tensors put among the others."""
     integers = module.fused.op in (OP, *CONV_OPS.values()) and module.live.dtype == torch.float32
-    tensors[f"live/{name}"] = _integers(module) if integers else module.live
+    tensors[f"live/{name}"] = _integers(module) if integers else _codes(module)
     if module.bias is not None:
         tensors[f"bias/{name}"] = module.bias
     return {
         "op": module.fused.op,
         "integers": integers,
+        "real": str(module.live.dtype).removeprefix("torch."),
         "weight": _tesa_fields(f"mask/{name}", module.fused.weight, tensors),
         "attributes": dict(module.fused.attributes),
         "epilogue": vars(module.fused.epilogue).copy(),
@@ -357,6 +359,22 @@ def _integers(module: KernelModule) -> Tensor:
     weight, known = module.weight(), module.fused.weight
     integers = integers_of(weight.flatten(1), row_scales(known)).reshape(weight.shape)
     return integers[known.mask(module.live.device)]
+
+
+def _codes(module: KernelModule) -> Tensor:
+    """Return the live weights as they are stored: in fp8 where that gives back every bit."""
+    live, known = module.live, module.fused.weight
+    if (
+        str(known.format) != "fp8_e4m3"
+        or not live.is_floating_point()
+        or bool((known.scale.dense() == torch.inf).any())
+    ):
+        return live
+    scales = known.scale.dense().to(live.device, torch.float32)[known.mask(live.device)]
+    codes = (live.float() / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    same = torch.equal((codes.float() * scales).to(live.dtype), live)
+    rows = known.scale.dense().flatten(1)
+    return codes if same and bool((rows == rows[:, :1]).all()) else live
 
 
 def _retuned(module: KernelModule, spec: KernelSpec, tune: Tune) -> Choice:
