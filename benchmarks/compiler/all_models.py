@@ -90,7 +90,7 @@ def larger(call: Call) -> Call:
 def how(fast: Any) -> str:
     """Return how much of a model was compiled."""
     if not isinstance(fast, PartialModel):
-        return "whole" if isinstance(fast, sparta.compiler.CompiledModel) else type(fast).__name__
+        return "whole" if isinstance(fast, sparta.compiler.CompiledModel) else "with generate"
     return f"in {len(fast.parts)} parts" if fast.parts else "as given"
 
 
