@@ -275,7 +275,9 @@ class _Reader:
         if fields.get("integers") or live.dtype == torch.float8_e4m3fn:
             rows = fused.weight.mask(where).nonzero()[:, 0]
             live = live.float() * row_scales(fused.weight).float().to(where)[rows]
-            live = live.to({"bfloat16": torch.bfloat16, "float16": torch.float16}.get(fields.get("real"), live.dtype))
+            live = live.to(
+                {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(str(fields.get("real")), live.dtype)
+            )
         if not live.is_floating_point():
             raise FileFormatError(message(f"live weights of {name} in {live.dtype}", "floating-point numbers"))
         bias = self.tensors[f"bias/{name}"].to(where, live.dtype) if fused.epilogue.bias else None
