@@ -206,6 +206,7 @@ def fp8(found: Sequence[Record]) -> str:
                 row["tokens"],
                 f"{row['us']:.1f}",
                 row["best"],
+                f"{row['dense_us']:.1f}",
                 f"{row['ratio']:.2f}",
                 f"{row['aim']:.1f}",
                 f"{row['bound']:.1f}",
@@ -220,6 +221,18 @@ def fp8(found: Sequence[Record]) -> str:
             f"beside the bound: what {limits['bytes'] / 1e6:.1f} TB/s and {limits['operations'] / 1e6:.0f} TFLOP/s in "
             f"fp8, both measured, leave room for. {source(record)}"
         )
-        names = ["weight", "format", "shape", "tokens", "µs", "implement", "× dense", "aim", "bound", "× dense bf16"]
+        names = [
+            "weight",
+            "format",
+            "shape",
+            "tokens",
+            "µs",
+            "implement",
+            "dense µs",
+            "× dense",
+            "aim",
+            "bound",
+            "× bf16",
+        ]
         parts.append(f"{title}\n\n{markdown(names, rows)}")
     return "\n\n".join(parts)
