@@ -128,4 +128,4 @@ def test_what_does_not_fit_is_refused_with_a_reason():
     assert "int4" in reason(ScaledGather(), scaled_weight(weight, two_four, "int4"))
     assert "0.50 of the weight is live" in reason(ScaledGather(), scaled_weight(weight, two_four))
     assert not ResidentTile(16, warps=16).fits(14336)
-    assert GatherTile(8).shared_bytes(16384) > 227 * 1024 > GatherTile(4).shared_bytes(16384)
+    assert GatherTile(4).shared_bytes(30000) > 227 * 1024 > GatherTile(2).shared_bytes(30000)

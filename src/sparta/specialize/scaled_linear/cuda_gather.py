@@ -39,14 +39,14 @@ class _ScaledGatherKernel(GatherKernel):
 
 
 class ScaledGather(TiledImplement):
-    """CUDA C++ on any mask, weights in 8 bits, for up to 8 tokens."""
+    """CUDA C++ on any mask, weights in 8 bits, for up to 4 tokens."""
 
     name = "cuda-gather"
     op = OP
     first_run_compiles = True
 
     def supports(self, spec: KernelSpec) -> Support:
-        """Bf16 and fp16 on CUDA, weights and numbers of tokens for which it was the fastest somewhere."""
+        """Bf16 and fp16 on CUDA, very few tokens, weights of which little is live."""
         return takes_scaled(spec, _FORMATS) and gather_fits(spec) and nvrtc_here(_ADA)
 
     def tiles(self, spec: KernelSpec) -> Sequence[object]:
