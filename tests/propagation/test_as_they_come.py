@@ -15,6 +15,7 @@ from sparta import Spec, TeSA
 from sparta.errors import CheckError, ShapeError, ValueRangeError
 from sparta.propagation import CompactModel, capture, compact, propagate, prune_structured
 from sparta.propagation.caches import without_caches
+from sparta.propagation.sizes import Sizes, _Guard
 
 
 def same(small, model, *inputs, **kwargs):
@@ -215,6 +216,18 @@ def test_relations_of_sizes_are_checked():
     assert small(torch.randn(8, 3)).shape == (4, 3)
     with pytest.raises(ShapeError, match="Mod"):
         small(torch.randn(5, 3))
+
+
+def test_a_relation_that_divides_by_zero_does_not_hold():
+    sympy = pytest.importorskip("sympy")
+    mod = pytest.importorskip("torch.utils._sympy.functions").Mod
+    size = sympy.Symbol("s", integer=True, positive=True)
+    sizes = Sizes([("x", (size,)), ("y", (2 * size,))], [_Guard(sympy.Eq(mod(7, size - 3), 1), "a remainder")])
+    sizes(torch.randn(6), torch.randn(12))
+    with pytest.raises(ShapeError, match="a remainder"):
+        sizes(torch.randn(3), torch.randn(6))
+    with pytest.raises(ShapeError, match="dim 0 of y"):
+        sizes(torch.randn(6), torch.randn(6))
 
 
 def test_a_sum_along_a_free_dim_is_not_the_examples():

@@ -149,7 +149,7 @@ MIXES = {
     "einsum over two dims": (lambda y: y * torch.einsum("btc,btc->b", y, y + 1)[:, None, None], 5),
     "triangles": (lambda y: y + (y.transpose(1, 2)[..., None] * y.mean(1)[..., None, None]).tril().sum(-1).mT, 5),
     "outer einsum": (lambda y: y + torch.einsum("bc,bt->btc", y[:, 0], y[:, :, 4]), 5),
-    "einsum with dots": (lambda y: y + torch.einsum("...tc,...sc->...ts", y, y).sum(-1, keepdim=True), 5),
+    "einsum with dots": (lambda y: y * torch.einsum("...tc,...sc->...ts", y, y).sum(-1, keepdim=True), 5),
 }
 
 

@@ -99,10 +99,12 @@ class Sizes(nn.Module):
                 for dim, pair in enumerate(zip(wanted, shape, strict=True)):
                     _check_size(*pair, f"a size of {pair[1]} in dim {dim} of {name}", (free, derived))
         for size, actual, where in derived:
-            if size.free_symbols <= free.keys() and int(size.subs(free)) != actual:
-                raise _wrong(where, str(int(size.subs(free))))
+            if size.free_symbols <= free.keys() and not _holds(size - actual, free, zero=True):
+                raise _wrong(
+                    where, f"{size}, with " + ", ".join(f"{name} = {free[name]}" for name in size.free_symbols)
+                )
         for guard in self.guards:
-            if guard.expression.free_symbols <= free.keys() and not bool(guard.expression.subs(free)):
+            if guard.expression.free_symbols <= free.keys() and not _holds(guard.expression, free):
                 told = ", ".join(f"{symbol} = {value}" for symbol, value in sorted(free.items(), key=str))
                 raise _wrong(f"sizes {told}", f"sizes with {guard.text}")
 
@@ -156,7 +158,16 @@ def _only_of_one(expression: Any) -> bool:
     small = any(side.is_number and side <= 2 for side in expression.args)
     symbols = list(expression.free_symbols)
     samples = ([size + step for step in range(len(symbols))] for size in (2, 3, 5, 8, 1021, 2**20))
-    return small and all(bool(expression.subs(dict(zip(symbols, sizes, strict=True)))) for sizes in samples)
+    return small and all(_holds(expression, dict(zip(symbols, sizes, strict=True))) for sizes in samples)
+
+
+def _holds(expression: Any, sizes: Mapping[Any, int], *, zero: bool = False) -> bool:
+    """Whether a relation holds for sizes, or (`zero`) an expression is 0; one that divides by 0 does not."""
+    try:
+        value = expression.subs(sizes)
+        return bool(value == 0) if zero else bool(value)
+    except (ZeroDivisionError, TypeError):
+        return False
 
 
 def _guards(environment: Any) -> list[_Guard]:
