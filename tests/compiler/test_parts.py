@@ -247,10 +247,12 @@ def test_a_step_that_fails_becomes_a_line(monkeypatch):
     assert any("planted" in note for note in fast.report.notes)
 
 
-def test_an_encoder_with_padding_is_compiled(forced):
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:the model takes PyTorch's fast path")
+def test_an_encoder_with_padding_is_compiled(forced, nested):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)
-    model = nets.pruned(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False))
+    model = nets.pruned(nn.TransformerEncoder(layer, 1, enable_nested_tensor=nested))
     x, padded = torch.randn(3, 6, 32), torch.zeros(3, 6, dtype=torch.bool)
     padded[1, 4:] = True
     fast = sparta.compile(model, {"src": x, "src_key_padding_mask": padded}, tune="off")
