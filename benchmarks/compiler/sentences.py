@@ -133,6 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="a folder of transformers")
     parser.add_argument("--sentences", required=True, type=Path, help="a text file")
+    parser.add_argument("--name", default="MiniLM", help="of the model, for the table")
     parser.add_argument("--sparsity", type=float, default=0.8)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds to compile")
@@ -154,7 +155,7 @@ def main() -> None:
     found = runners(model, stream, 20.0 if options.quick else options.budget)
     result = measure(found, stream, 1 if options.quick else 5)
     case = {
-        "model": Path(options.model).parent.name,
+        "model": options.name,
         "sparsity": options.sparsity,
         "threads": options.threads,
         "batches": len(stream),
