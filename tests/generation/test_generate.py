@@ -1,6 +1,7 @@
 """A compiled language model generates what the masked dense one does, in every way that transformers knows."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -242,6 +243,15 @@ def test_copies_and_dense_state(both, ids):
     state = fast.state_dict()
     for key, value in model.state_dict().items():
         assert torch.equal(state[key], value), key
+
+
+def test_calls_from_several_threads(both, ids):
+    _, fast = both
+    prompts = [torch.randint(3, 96, (1, length)) for length in (5, 40, 11, 70)]
+    expected = [fast.generate(**attended(prompt), **GREEDY) for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda prompt: fast.generate(**attended(prompt), **GREEDY), prompts * 3))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected * 3, strict=True))
 
 
 def test_without_a_cache_a_graph_is_compiled(ids):

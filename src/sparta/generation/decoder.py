@@ -1,7 +1,7 @@
 """Find a decoder by its structure: which modules of a model are the norms, projections and gates of a llama-like stack.
 
-Nothing goes by the name of a class: what has the parts of such a decoder is taken for one, and whoever compiles it
-compares its results with the model's before it is used. What does not fit is told in words.
+Nothing goes by the name of a class: what has the parts of such a decoder is taken for one, and its results are
+compared with the model's before it is used. What does not fit is told in words.
 """
 
 from __future__ import annotations

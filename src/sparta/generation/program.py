@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Mapping
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 from typing import Any, cast
@@ -74,7 +75,7 @@ class DecodeProgram:
         self.vocabulary = matrices[decoder.head].shape[0]
         self._kept: list[Any] = []
         self._struct = self._program()
-        self._buffer = torch.empty(0)
+        self._own = threading.local()  # memory of a call; calls from several threads run at the same time
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecodeProgram:
         return DecodeProgram(self.decoder, self.matrices)
@@ -190,9 +191,10 @@ class DecodeProgram:
     def _room(self, rows: int) -> Tensor:
         """Return memory that the threads of a call share."""
         needed = int(self.library.handle.sparta_decode_buffer(ctypes.byref(self._struct), rows))
-        if self._buffer.numel() < needed:
-            self._buffer = torch.empty(needed)
-        return self._buffer
+        held: Tensor | None = getattr(self._own, "buffer", None)
+        if held is None or held.numel() < needed:
+            held = self._own.buffer = torch.empty(needed)
+        return held
 
 
 def _plain_call(config: Any, named: Mapping[str, Any]) -> bool:
