@@ -22,7 +22,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import sparta
 from record import RESULTS, save
-from sparta.testing import compare
+from sparta.measure.timing import compare_own_time
 
 Draw = Callable[[random.Random], tuple[Tensor, ...]]
 
@@ -121,7 +121,7 @@ def pairs(name: str, sparsity: float, count: int, seconds: float) -> list[dict[s
                 before = float((fast(*given) - expected).abs().max())
                 fast.tune(*given, budget_s=seconds)
                 row["difference"] = max(before, float((fast(*given) - expected).abs().max()))
-                times = compare(
+                times = compare_own_time(
                     {"eager": lambda x=given: model(*x), "sparta": lambda x=given: fast(*x)}, max_seconds=seconds
                 )
             row["speedup"] = times["eager"].median / times["sparta"].median

@@ -32,6 +32,8 @@ from sparta.tesa.spec import Spec
 
 __all__ = ["CompiledModel"]
 
+_MOST_TUNED = 1024
+
 
 class CompiledModel(nn.Module):
     """A model compiled by :func:`sparta.compile`, or loaded by :func:`sparta.load`.
@@ -90,6 +92,7 @@ class CompiledModel(nn.Module):
         self._hosted = run
         self._unproven = source
         self._fast_path: Callable[[tuple[Any, ...]], Any] | None = None
+        self._tuned: dict[Any, Callable[..., Any]] = {}  # by the sizes and dtypes of positional arguments
         self._other_sizes = self._by_size()
         super().train(mode=False)
 
@@ -98,11 +101,15 @@ class CompiledModel(nn.Module):
 
         Most of what a small model takes beside its kernels is Python, and the more so the less of it is in the caches.
         """
-        fast_path = self._fast_path
-        if fast_path is not None and not kwargs and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        fast_path, tuned = self._fast_path, self._tuned
+        short = (fast_path is not None or tuned) and not kwargs and not torch.is_grad_enabled()
+        if short and not torch.compiler.is_compiling():
             hooked = self._forward_pre_hooks or self._forward_hooks or _has_any_global_hook()  # type: ignore[no-untyped-call]
-            if not hooked and (result := fast_path(args)) is not NOT_EXACT:
-                return result
+            if not hooked:
+                if fast_path is not None and (result := fast_path(args)) is not NOT_EXACT:
+                    return result
+                if tuned and (run := tuned.get(_shapes_and_dtypes(args))) is not None:
+                    return self.signature.unflatten(run(*args))
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -210,6 +217,7 @@ class CompiledModel(nn.Module):
     def _forget_host(self) -> None:
         """Let the host be made again at the next call: it may hold tensors that are replaced now."""
         self._hosted = self._fast_path = None
+        self._tuned = {}
         self._other_sizes = self._by_size()
 
     @property
@@ -257,6 +265,7 @@ class CompiledModel(nn.Module):
     def use_general(self, graph: fx.GraphModule) -> None:
         """Run this graph at other sizes than the example's."""
         self._general = [graph]
+        self._tuned = {}
         self._other_sizes = self._by_size()
 
     def use_at(self, leaves: Sequence[Any], run: Callable[..., Any]) -> None:
@@ -266,6 +275,9 @@ class CompiledModel(nn.Module):
         else:
             self._other_sizes.made(self._shapes_of(leaves))
             self._other_sizes.put(self._shapes_of(leaves), run)
+            plain = self.signature.flat and all(type(leaf) is Tensor for leaf in leaves)
+            if plain and len(self._tuned) < _MOST_TUNED:
+                self._tuned[_shapes_and_dtypes(leaves)] = run
 
     def dense_graph(self) -> fx.GraphModule:
         """Return the graph for any size with dense layers in the places of its kernels."""
@@ -340,6 +352,10 @@ class CompiledModel(nn.Module):
     def extra_repr(self) -> str:
         """Say what runs."""
         return self.report.plan.whole.reason
+
+
+def _shapes_and_dtypes(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple([(leaf.shape, leaf.dtype) if type(leaf) is Tensor else None for leaf in leaves])
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor]) -> int:
