@@ -38,7 +38,7 @@ from sparta.modules import replace_module
 from sparta.signing import PublicKey, SigningKey, signer, verifier
 from sparta.specialize.conv.int8 import CONV_OPS
 from sparta.specialize.implement import implement_named
-from sparta.specialize.int8_linear.quantized import OP, integers_of, row_scales
+from sparta.specialize.int8_linear.quantized import INT8_IMPLEMENTS, OP, integers_of, row_scales
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec, operation_named
 from sparta.specialize.tuning.select import DENSE, Choice, build, choose, tune_kernel
 from sparta.specialize.tuning.store import device_name
@@ -318,7 +318,7 @@ class _Reader:
                 raise FileFormatError(message(f"the parameters {dict(choice.params)}", "those of the search space"))
             build(spec, choice.config)
         except SpartaError as error:
-            other = choose(spec, ForgivingStore())
+            other = _rounding_too(choice, spec) or choose(spec, ForgivingStore())
             why = str(error).splitlines()[0]
             note = f"{name}: {choice.implement} does not run here ({why}); {other.implement} runs instead"
             self.notes.append(note)
@@ -330,6 +330,21 @@ class _Reader:
         """Return a stored TeSA."""
         self.budget.take(meta["shape"], 1, f"the mask {prefix}")
         return from_state({part: self.tensors[f"{prefix}/{part}"] for part in meta["parts"]}, meta)
+
+
+def _rounding_too(choice: Choice, spec: KernelSpec) -> Choice | None:
+    """Return the same kernel with parameters of its own, for one that rounds its inputs: others compute otherwise."""
+    if choice.implement not in INT8_IMPLEMENTS:
+        return None
+    try:
+        implement = implement_named(choice.implement, spec.op)
+        if not implement.answer(spec):
+            return None
+        params = implement.default(spec)
+        build(spec, {"_name": choice.implement, **params})
+    except SpartaError:
+        return None
+    return Choice(choice.implement, params, "the file has parameters of another version")
 
 
 def _kernel_fields(name: str, module: KernelModule, tensors: dict[str, Tensor]) -> dict[str, Any]:
