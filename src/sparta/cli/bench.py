@@ -101,7 +101,7 @@ def _given(
 
 
 def _timed(runs: dict[str, Any], example: Any, batch: int | None, rivals: list[str], seconds: float) -> dict[str, Any]:
-    """Return the times of all that run, in turns, at one batch size."""
+    """Return the times of all that run, interleaved, at one batch size."""
     import torch
 
     from sparta.cli.sources import with_batch
