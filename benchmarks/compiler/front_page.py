@@ -15,10 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import save
 
+ROOT = Path(__file__).parents[2]
 PAGES = {"readme": "README.md", "quickstart": "docs/start/quickstart.md"}
 SAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -36,6 +36,13 @@ __all__ = ["tuned_at"]
 _KERNEL = re.compile(r"(.*?)(?:_folded(?:_\d+)?)?_kernel(?:_(\d+))?")
 _Seen = dict[str, tuple[Tensor, Tensor | None]]
 _DENSE = Choice(DENSE, {}, "dense: not measured at this size")
+
+
+def search(
+    model: CompiledModel, leaves: Sequence[Any], tune: Literal["quick", "full", "off"], budget_s: float | None
+) -> None:
+    """Tune a model at the sizes of these flat inputs, with so much effort; what ``CompiledModel.tune`` calls."""
+    tuned_at(model, leaves, Session(tune=tune, budget_s=budget_s))
 
 
 def tuned_at(model: CompiledModel, leaves: Sequence[Any], session: Session) -> None:
@@ -196,3 +203,6 @@ def _values(graph: fx.GraphModule, leaves: Sequence[Any]) -> dict[fx.Node, Any]:
 
 def _shapes(values: Mapping[fx.Node, Any]) -> dict[fx.Node, Tensor]:
     return {node: value for node, value in values.items() if isinstance(value, Tensor)}
+
+
+CompiledModel.search = staticmethod(search)

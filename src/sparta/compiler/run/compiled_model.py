@@ -11,7 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, fx, nn
@@ -66,6 +66,9 @@ class CompiledModel(nn.Module):
     >>> fast(torch.ones(3, 4)).shape
     torch.Size([3, 2])
     """
+
+    # What chooses kernels for more sizes. `compiler.retune` puts it here, since what runs knows nothing of searching.
+    search: ClassVar[Callable[..., None]]
 
     def __init__(  # noqa: PLR0913 - all that a compiled model is
         self,
@@ -251,15 +254,11 @@ class CompiledModel(nn.Module):
         tune, budget_s
             As in :func:`sparta.compile`.
         """
-        from sparta.compiler.retune import tuned_at
-        from sparta.compiler.session import Session
-
-        session = Session(tune=tune, budget_s=budget_s)
         leaves = self.signature.flatten(args, kwargs)
         shapes = self._shapes_of(leaves)
         sizes = self.signature.sizes
         if sizes is None or not sizes.problem(shapes):
-            tuned_at(self, leaves, session)
+            self.search(self, leaves, tune, budget_s)
         return self.report
 
     def use_general(self, graph: fx.GraphModule) -> None:

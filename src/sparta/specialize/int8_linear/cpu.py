@@ -130,4 +130,7 @@ def integers_here(spec: KernelSpec) -> Support:
             row_scales(weight)
         except SpartaError as error:
             no = str(error), Cause.PATTERN
-    return Support.yes() if no is None else Support.no(*no)
+    if no is None:
+        return Support.yes()
+    reason, cause = no
+    return Support.no(reason, cause)
