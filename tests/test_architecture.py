@@ -25,6 +25,7 @@ MAY_USE = {
     "scheduler": {"tesa", "sparsify"},
     "create": {"tesa", "sparsify"},
     "propagation": {"tesa"},
+    "recovery": {"tesa", "common", "sparsify", "oneshot", "create"},
     "specialize": {"tesa", "common", "measure"},
     "nn": {"tesa", "common", "specialize", "measure"},
     "hf": {"tesa", "nn"},

@@ -19,14 +19,14 @@ from torch import nn
 import sparta
 from sparta.errors import SpartaError
 
-ROOMS = ("", "nn", "create", "sparsify", "testing", "scheduler", "propagation", "compiler", "signing")
+ROOMS = ("", "nn", "create", "sparsify", "testing", "scheduler", "propagation", "compiler", "signing", "recovery")
 # Results that a user reads and does not make; bases that others derive from; decorators, which take any class.
 NOT_CALLED_BY_USERS = {
-    "Agreement", "Allocation", "Backend", "Candidate", "CaptureError", "Captured", "Certificate", "CompactModel",
-    "Comparison", "CompiledModel", "EndToEnd", "Environment", "Exported", "Layer", "LayerPlan", "OperatorBase",
-    "Origin", "PartialModel", "Pattern", "Plan", "PropagationResult", "PruningReport", "Report", "Run", "Score",
-    "TeSA", "Timing", "Totals", "modifier", "register_fake_sparse", "register_mask_generator", "register_scheduler",
-    "rule",
+    "Adapters", "Agreement", "Allocation", "Backend", "Candidate", "CaptureError", "Captured", "Certificate",
+    "CompactModel", "Comparison", "CompiledModel", "EndToEnd", "Environment", "Exported", "Layer", "LayerPlan",
+    "MaskedLoRA", "OperatorBase", "Origin", "PartialModel", "Pattern", "Plan", "PropagationResult", "PruningReport",
+    "RecoveryLog", "Report", "Run", "Score", "StageLog", "TeSA", "Timing", "Totals", "modifier",
+    "register_fake_sparse", "register_mask_generator", "register_scheduler", "rule",
 }  # fmt: skip
 METHODS = {
     "Spec": ("from_zeros", "from_pattern", "from_masks", "load", "save", "apply", "check"),
@@ -87,6 +87,12 @@ def pruned_linear():
     layer = nn.Linear(8, 8)
     sparta.Spec.from_pattern(layer, sparta.Block(4, 1), 0.5).apply(layer)
     return layer.eval()
+
+
+def pruned_model():
+    model = plain_model()
+    sparta.Spec.from_pattern(model, "2:4").apply(model)
+    return model
 
 
 def mask():
@@ -153,6 +159,7 @@ PLAIN = {
     "sparsity": lambda: 0.5,
     "steps_per_epoch": lambda: 10,
     "stages": tuple,
+    "teacher": plain_model,
     "state": dict,
     "store": lambda: False,
     "tensor": lambda: torch.randn(8, 8),
@@ -187,6 +194,11 @@ SPECIAL = {
     ("measure_sensitivity", "score"): lambda: None,
     ("measure_sensitivity", "levels"): lambda: (0.5,),
     ("prune_structured", "score"): lambda: "l2",
+    ("add_lora", "model"): pruned_linear,
+    ("recover", "model"): pruned_model,
+    ("recover", "data"): lambda: [torch.randn(4, 8)],
+    ("recover", "steps"): lambda: 2,
+    ("recover", "block_steps"): lambda: 2,
     ("block_mask", "score"): lambda: None,
     ("along_inputs", "layer"): lambda: layers()[0],
     ("build_sparse_scheduler", "config"): lambda: {"scheduler": {"type": "ADMMScheduler"}},
@@ -264,6 +276,7 @@ LEFT = {
     ("prune_structured", "score"): USERS_CODE,
     ("prune_structured", "data"): USERS_CODE,
     ("prune", "progress"): USERS_CODE,
+    ("recover", "progress"): USERS_CODE,
     ("make_masks", "score"): USERS_CODE,
     ("measure_sensitivity", "evaluate"): USERS_CODE,
     ("compare", "inputs"): USERS_CODE,

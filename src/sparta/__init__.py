@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         planning,
         precision,
         propagation,
+        recovery,
         scheduler,
         signing,
         sparsify,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from sparta.planning import plan
     from sparta.propagation.api import compact, propagate
     from sparta.propagation.structured import prune_structured
+    from sparta.recovery import recover
     from sparta.scheduler import build_sparse_scheduler
     from sparta.tesa import NM, VNM, Block, Channel, Pattern, Spec, TeSA, Unstructured, detect
 
@@ -71,6 +73,8 @@ __all__ = [
     "propagation",
     "prune",
     "prune_structured",
+    "recover",
+    "recovery",
     "scheduler",
     "signing",
     "sparsify",
@@ -91,6 +95,7 @@ _SUBPACKAGES = frozenset(
         "planning",
         "precision",
         "propagation",
+        "recovery",
         "scheduler",
         "signing",
         "sparsify",
@@ -113,6 +118,7 @@ _NAMES = {
     "plan": ("sparta.planning", "plan"),
     "prune": ("sparta.oneshot", "prune"),
     "prune_structured": ("sparta.propagation", "prune_structured"),
+    "recover": ("sparta.recovery", "recover"),
 }
 
 
