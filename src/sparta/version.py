@@ -7,6 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 __all__ = ["__version__"]
 
 try:
-    __version__ = version("sparta")
+    __version__ = version("sparta-torch")
 except PackageNotFoundError:  # a source tree on the path, not installed
     __version__ = "0+source"

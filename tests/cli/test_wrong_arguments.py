@@ -61,7 +61,7 @@ def folder(tmp_path, monkeypatch):
 FILES = ["missing", "", "a folder", "empty", "bytes", "text.py", "deep.json", "short.safetensors", "x" * 5000]
 VALUES = ["", "a folder", "bytes", "x" * 5000, "-1", "nan", "=", "text.py:no_such"]
 PLAIN = {"recipe": "good.yaml", "prune": "good.safetensors", "inspect": "good.safetensors"}
-REQUIRED = {("prune",): {"out": ("--out", "pruned")}}
+REQUIRED = {("prune",): {"out": ("--out", "pruned")}, ("demo",): {"weights": ("--weights", "missing")}}
 
 
 def ended(words, *arguments):

@@ -48,7 +48,11 @@ def whole_job(
 ) -> dict[str, Any]:
     """Do all of it, say what happens, and return the figures."""
     transformers = _transformers()
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fix = "choose a folder that you may write"
+        raise FileFormatError(message(f"cannot write {out}: {error}", fix=fix)) from error
     model, tokens, real = _encoder(transformers, weights, say)
     data = found_pairs(pairs)
     if data is None:
