@@ -23,7 +23,7 @@ MAY_USE = {
     "sparsify": {"tesa"},
     "oneshot": {"tesa", "common", "sparsify", "measure"},
     "scheduler": {"tesa", "sparsify"},
-    "create": {"tesa", "sparsify"},
+    "create": {"tesa", "common", "sparsify"},
     "propagation": {"tesa"},
     "recovery": {"tesa", "common", "sparsify", "oneshot", "create"},
     "specialize": {"tesa", "common", "measure"},

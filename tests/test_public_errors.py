@@ -24,9 +24,9 @@ ROOMS = ("", "nn", "create", "sparsify", "testing", "scheduler", "propagation", 
 NOT_CALLED_BY_USERS = {
     "Adapters", "Agreement", "Allocation", "Backend", "Candidate", "CaptureError", "Captured", "Certificate",
     "CompactModel", "Comparison", "CompiledModel", "EndToEnd", "Environment", "Exported", "Layer", "LayerPlan",
-    "MaskedLoRA", "OperatorBase", "Origin", "PartialModel", "Pattern", "Plan", "PropagationResult", "PruningReport",
-    "RecoveryLog", "Report", "Run", "Score", "StageLog", "TeSA", "Timing", "Totals", "modifier",
-    "register_fake_sparse", "register_mask_generator", "register_scheduler", "rule",
+    "MaskedLoRA", "MethodComparison", "MethodResult", "OperatorBase", "Origin", "PartialModel", "Pattern", "Plan",
+    "PropagationResult", "PruningReport", "RecoveryLog", "Report", "Run", "Score", "StageLog", "TeSA", "Timing",
+    "Totals", "modifier", "register_fake_sparse", "register_mask_generator", "register_scheduler", "rule",
 }  # fmt: skip
 METHODS = {
     "Spec": ("from_zeros", "from_pattern", "from_masks", "load", "save", "apply", "check"),
@@ -92,6 +92,12 @@ def pruned_linear():
 def pruned_model():
     model = plain_model()
     sparta.Spec.from_pattern(model, "2:4").apply(model)
+    return model
+
+
+def trained(start, _seed):
+    model = plain_model()
+    start(model, torch.optim.SGD(model.parameters(), lr=0.1), 1, recipe_variables={"num_epochs": 1})
     return model
 
 
@@ -195,6 +201,10 @@ SPECIAL = {
     ("measure_sensitivity", "levels"): lambda: (0.5,),
     ("prune_structured", "score"): lambda: "l2",
     ("add_lora", "model"): pruned_linear,
+    ("compare", "methods"): lambda: ["magnitude"],
+    ("compare", "sparsities"): lambda: [0.5],
+    ("compare", "train"): lambda: trained,
+    ("compare", "evaluate"): lambda: lambda _model: 0.5,
     ("recover", "model"): pruned_model,
     ("recover", "data"): lambda: [torch.randn(4, 8)],
     ("recover", "steps"): lambda: 2,
@@ -217,6 +227,10 @@ SPECIAL = {
 }
 
 
+# One name for two things in two rooms.
+OTHER_THINGS = {("testing", "compare"): "compare times"}
+
+
 def public():
     """Yield the name and the callable of everything that a user may call, once."""
     seen = set()
@@ -224,6 +238,7 @@ def public():
         module = getattr(sparta, room) if room else sparta
         for name in module.__all__:
             thing = getattr(module, name)
+            name = OTHER_THINGS.get((room, name), name)  # noqa: PLW2901
             if not callable(thing) or inspect.ismodule(thing) or name in seen:
                 continue
             seen.add(name)
@@ -279,7 +294,10 @@ LEFT = {
     ("recover", "progress"): USERS_CODE,
     ("make_masks", "score"): USERS_CODE,
     ("measure_sensitivity", "evaluate"): USERS_CODE,
-    ("compare", "inputs"): USERS_CODE,
+    ("compare", "train"): USERS_CODE,
+    ("compare", "evaluate"): USERS_CODE,
+    ("compare", "progress"): USERS_CODE,
+    ("compare times", "inputs"): USERS_CODE,
     ("profile", "inputs"): USERS_CODE,
     ("profile", "fn"): USERS_CODE,
     ("search_permutation", "escapes"): "takes as many escapes as asked, for as long as that takes",

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from sparta.compiler import compile_model as compile  # noqa: A004 - as torch.compile
     from sparta.compiler import load, optimize
+    from sparta.create import compare
     from sparta.oneshot import prune
     from sparta.planning import plan
     from sparta.propagation.api import compact, propagate
@@ -54,6 +55,7 @@ __all__ = [
     "__version__",
     "build_sparse_scheduler",
     "compact",
+    "compare",
     "compile",
     "compiler",
     "create",
@@ -111,6 +113,7 @@ _NAMES = {
     },
     "build_sparse_scheduler": ("sparta.scheduler", "build_sparse_scheduler"),
     "compact": ("sparta.propagation", "compact"),
+    "compare": ("sparta.create", "compare"),
     "compile": ("sparta.compiler", "compile_model"),
     "load": ("sparta.compiler", "load"),
     "optimize": ("sparta.compiler", "optimize"),

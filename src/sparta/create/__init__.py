@@ -5,6 +5,7 @@ own steps. :func:`initialize` returns your optimizer (or your gradient scaler); 
 """
 
 from sparta.arguments import front_door
+from sparta.create.comparison import MethodComparison, MethodResult, compare
 from sparta.create.initialize import initialize
 from sparta.create.manager import Manager
 from sparta.create.modifiers import Modifier, Run, modifier, modifier_named, modifier_names
@@ -14,10 +15,13 @@ from sparta.create.variables import RecipeVariables
 
 __all__ = [
     "Manager",
+    "MethodComparison",
+    "MethodResult",
     "Modifier",
     "Recipe",
     "RecipeVariables",
     "Run",
+    "compare",
     "initialize",
     "modifier",
     "modifier_named",
