@@ -17,6 +17,7 @@ def test_the_defaults():
         "sparsity": 0.8,
         "mask_type": "unstructured",
         "global_sparsity": True,
+        "allocation": None,
         "hardness": 0.5,
         "temperature": 2.0,
     }

@@ -200,6 +200,9 @@ def _pruning(kind: str, given: RecipeVariables, *, quantize: bool) -> _Part:
     }
     name, more = _method(kind, given)
     fields |= more
+    if given.allocation is not None and name != "GlobalMagnitudePruning":
+        fields.pop("global_sparsity", None)
+        fields["allocation"], variables["allocation"] = "${allocation}", given.allocation
     if "init_sparsity" in fields:
         variables["pruning_init_sparsity"] = "${min(0.05, pruning_final_sparsity)}"
     return variables, {name: fields}
@@ -284,11 +287,11 @@ def _warn_without_effect(kind: str, lr: str | None, given: RecipeVariables, *, q
     """Warn of variables that were given, other than at their defaults, and change nothing."""
     idle: dict[str, str] = {}
     if kind in {"constant", "none"}:
-        idle |= dict.fromkeys(("sparsity", "mask_type", "global_sparsity"), "without pruning")
+        idle |= dict.fromkeys(("sparsity", "mask_type", "global_sparsity", "allocation"), "without pruning")
         if not (quantize and given.target == "tensorrt"):
             idle["target"] = "without pruning"
     elif kind not in {"magnitude", "acdc", "obs", "mfac"}:
-        idle["global_sparsity"] = f"with pruning={kind!r}"
+        idle["global_sparsity"] = f"with pruning={kind!r}; allocation has"
     if not distil:
         idle |= dict.fromkeys(("hardness", "temperature"), "without distillation")
     if lr in {None, "constant"}:

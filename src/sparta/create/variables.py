@@ -13,6 +13,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sparta.create.modifiers.masked import mask_text, pattern_of
+from sparta.create.modifiers.spread import ALLOCATIONS
 from sparta.errors import NameNotFoundError, SpartaError, ValueRangeError, did_you_mean, message
 from sparta.sparsify.targets import TARGETS
 from sparta.tables import table
@@ -54,6 +55,10 @@ class RecipeVariables(BaseModel):
     global_sparsity: bool = Field(
         default=True, description="rank the weights of all layers together; false: the same sparsity in each layer"
     )
+    allocation: str | None = Field(
+        default=None,
+        description=f"how the sparsity is spread over layers: {', '.join(ALLOCATIONS)}; none: as the kind does",
+    )
     hardness: float = Field(default=0.5, ge=0, le=1, description="weight of the teacher in the loss of distillation")
     temperature: float = Field(default=2.0, gt=0, description="softmax temperature of distillation")
 
@@ -80,6 +85,13 @@ class RecipeVariables(BaseModel):
             raise NameNotFoundError(did_you_mean(value, TARGETS, "target"))
         return value
 
+    @field_validator("allocation")
+    @classmethod
+    def _known_allocation(cls, value: str | None) -> str | None:
+        if value is not None and value not in ALLOCATIONS:
+            raise NameNotFoundError(did_you_mean(value, ALLOCATIONS, "allocation"))
+        return value
+
     _as_text = field_validator("mask_type", mode="before")(mask_text)
 
     @field_validator("mask_type")
@@ -98,11 +110,20 @@ class RecipeVariables(BaseModel):
             elif pattern_of(self.mask_type) not in [pattern_of(mask) for mask in allowed]:
                 given = f"mask_type {self.mask_type!r} does not pay on the target {self.target!r}"
                 raise ValueRangeError(message(given, ", ".join(allowed), "leave mask_type or target out"))
+        if self.allocation is not None:
+            self._derive_ranking(together=self.allocation == "global")
         pattern = pattern_of(self.mask_type)
         own = pattern.own_sparsity()
         if own is not None:
             self._derive_from(own)
         return self
+
+    def _derive_ranking(self, *, together: bool) -> None:
+        if "global_sparsity" not in self.model_fields_set:
+            self._fill("global_sparsity", together)
+        elif self.global_sparsity != together:
+            given = f"global_sparsity is {self.global_sparsity} with allocation {self.allocation!r}"
+            raise ValueRangeError(message(given, "one of them", "leave global_sparsity out"))
 
     def _derive_from(self, own: float) -> None:
         """Fill in what follows from a mask with a sparsity of its own."""
@@ -111,6 +132,11 @@ class RecipeVariables(BaseModel):
         elif self.sparsity < own - 1e-6:
             given = f"sparsity {self.sparsity} with mask_type {self.mask_type!r}, which prunes {own:.4g}"
             raise ValueRangeError(message(given, f"{own:.4g} or more", "leave sparsity out, or take another mask"))
+        if self.allocation not in {None, "uniform"}:
+            given = (
+                f"allocation {self.allocation!r} with mask_type {self.mask_type!r}, which says how sparse layers are"
+            )
+            raise ValueRangeError(message(given, "uniform", "leave allocation out"))
         if "global_sparsity" not in self.model_fields_set:
             self._fill("global_sparsity", value=False)
         elif self.global_sparsity:

@@ -13,16 +13,17 @@ import torch
 from pydantic import Field, model_validator
 
 from sparta.create.modifiers.base import Run, modifier
-from sparta.create.modifiers.masked import MaskedModifier, reset_state
+from sparta.create.modifiers.masked import reset_state
+from sparta.create.modifiers.spread import SpreadModifier
 from sparta.errors import message
-from sparta.sparsify import Global, Layer, Magnitude, Uniform, make_masks
+from sparta.sparsify import Layer, Magnitude
 from sparta.sparsify.shards import local
 
 __all__ = ["ACDCPruningModifier"]
 
 
 @modifier
-class ACDCPruningModifier(MaskedModifier):
+class ACDCPruningModifier(SpreadModifier):
     """Alternates dense and compressed phases over its window, and ends compressed.
 
     Parameters
@@ -36,7 +37,10 @@ class ACDCPruningModifier(MaskedModifier):
     long_last_dense_phase
         Whether the last dense phase is twice as long as the others, as in the paper (Peste et al., 2021).
     layer_floor
-        Least density of a layer under a global threshold; by default a tenth of that of all.
+        Least density of a layer unless all get the same; by default a tenth of that of all.
+    allocation
+        How the sparsity is spread over layers, if not by `global_sparsity`: ``uniform``, ``global``, ``erk``,
+        ``lamp`` or ``sensitivity``.
 
     Examples
     --------
@@ -78,6 +82,7 @@ class ACDCPruningModifier(MaskedModifier):
         """Change the phase, if it is another one."""
         compressed = self.is_compressed(run.epoch)
         if compressed and self._is_dense:
+            self.measure(run)
             self.set_masks(run, self._make(self._layers))
         elif not compressed and not self._is_dense:
             ones = {layer.name: torch.ones_like(local(layer.parameter), dtype=torch.bool) for layer in self._layers}
@@ -93,11 +98,10 @@ class ACDCPruningModifier(MaskedModifier):
         return not any(self.masks.pruned_counts().values())
 
     def _make(self, layers: list[Layer]) -> dict[str, Any]:
-        if self.global_sparsity and self.pattern.own_sparsity() is None and self.compression_sparsity is not None:
+        floor = 0.0
+        if self.compression_sparsity is not None:
             floor = (1 - self.compression_sparsity) / 10 if self.layer_floor is None else self.layer_floor
-            allocation = Global(max_sparsity=1 - floor)
-            return make_masks(layers, Magnitude(), self.pattern, self.compression_sparsity, allocation)
-        return make_masks(layers, Magnitude(), self.pattern, self.compression_sparsity, Uniform())
+        return self.spread(layers, Magnitude(), self.compression_sparsity, floor)
 
     def planned(self, epoch: float) -> dict[str, float]:
         """Return the sparsity of the phase."""
@@ -107,5 +111,7 @@ class ACDCPruningModifier(MaskedModifier):
 
     def preview(self, run: Run) -> dict[str, float]:
         """Return the sparsity each layer would end with, by its weights now."""
+        if self.spread_by == "sensitivity" and not self._curves:
+            return {}  # not known before it is measured
         made = self._make(self.chosen_layers(run))
         return {name: 1 - float(mask.float().mean()) for name, mask in made.items()}

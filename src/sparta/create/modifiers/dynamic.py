@@ -15,10 +15,10 @@ from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
 from sparta.create.modifiers.base import Run, modifier
-from sparta.create.modifiers.masked import MaskedModifier
 from sparta.create.modifiers.parameters import fresh_gradients, gradient_of, refuse_shards
+from sparta.create.modifiers.spread import AllocationName, SpreadModifier
 from sparta.errors import ValueRangeError, message
-from sparta.sparsify import ERK, Layer, Magnitude, Uniform, make_masks
+from sparta.sparsify import ERK, Layer, Magnitude, make_masks
 from sparta.sparsify.masks import OptimizerState, Pruned, zero_moments
 from sparta.sparsify.shards import local
 from sparta.tesa.formats.mask_bits import pack_bits, unpack_bits
@@ -28,7 +28,7 @@ __all__ = ["RigLPruningModifier", "TopKASTPruningModifier"]
 
 
 @modifier
-class RigLPruningModifier(MaskedModifier):
+class RigLPruningModifier(SpreadModifier):
     """Drops the smallest weights and grows as many where the gradient is largest, at every update.
 
     Parameters
@@ -37,6 +37,9 @@ class RigLPruningModifier(MaskedModifier):
         Sparsity from the start on.
     sparsity_strategy
         How it is spread: ``erdos_renyi_kernel``, ``erdos_renyi`` (without the kernel's dims) or ``uniform``.
+    allocation
+        The same by the names that all kinds share, and goes before it: ``uniform``, ``global``, ``erk``, ``lamp`` or
+        ``sensitivity``, by the weights at the start.
     init_update_fraction
         Share of a layer's weights that the first update moves; it falls to zero over the window as half a cosine.
     num_grads
@@ -86,6 +89,7 @@ class RigLPruningModifier(MaskedModifier):
     def update(self, run: Run) -> None:
         """Make the first masks, or move them."""
         if self.start_pending(run.epoch):
+            self.measure(run)
             self.set_masks(run, self._first_masks(self._layers))
         elif not self.end_pending(run.epoch):
             self.set_masks(run, self._moved(run))
@@ -93,10 +97,16 @@ class RigLPruningModifier(MaskedModifier):
             self.release()
 
     def _first_masks(self, layers: list[Layer]) -> dict[str, Tensor]:
-        if self.sparsity_strategy == "uniform":
-            return make_masks(layers, Magnitude(), self.pattern, self.final_sparsity, Uniform())
-        allocation = ERK(include_kernel=self.sparsity_strategy == "erdos_renyi_kernel")
-        return make_masks(layers, Magnitude(), self.pattern, self.final_sparsity, allocation)
+        if self.allocation is None and self.sparsity_strategy == "erdos_renyi":
+            allocation = ERK(include_kernel=False)
+            return make_masks(layers, Magnitude(), self.pattern, self.final_sparsity, allocation)
+        return self.spread(layers, Magnitude(), self.final_sparsity, self._floor(self.final_sparsity))
+
+    def _own_allocation(self) -> AllocationName:
+        return "uniform" if self.sparsity_strategy == "uniform" else "erk"
+
+    def _floor(self, sparsity: float) -> float:
+        return 0.0 if self.allocation is None else (1 - sparsity) / 10
 
     def _moved(self, run: Run) -> dict[str, Tensor]:
         gradients = self._gradients_of(run)
@@ -130,12 +140,14 @@ class RigLPruningModifier(MaskedModifier):
 
     def preview(self, run: Run) -> dict[str, float]:
         """Return how the sparsity is spread."""
+        if self.spread_by == "sensitivity" and not self._curves:
+            return {}  # not known before it is measured
         made = self._first_masks(self.chosen_layers(run))
         return {name: 1 - float(mask.float().mean()) for name, mask in made.items()}
 
 
 @modifier
-class TopKASTPruningModifier(MaskedModifier):
+class TopKASTPruningModifier(SpreadModifier):
     """Computes with the largest weights and trains some more, so that these can take their places.
 
     Weights outside the forward mask are zero for the model but go on learning inside the backward mask; decay pulls
@@ -149,6 +161,8 @@ class TopKASTPruningModifier(MaskedModifier):
         Of the weights that learn; not above `forward_sparsity`.
     active_weight_decay
         Strength of the decay.
+    allocation
+        How both are spread over layers: ``uniform`` (the default), ``global``, ``erk``, ``lamp`` or ``sensitivity``.
 
     Examples
     --------
@@ -180,9 +194,11 @@ class TopKASTPruningModifier(MaskedModifier):
 
     def update(self, run: Run) -> None:
         """Choose both masks again by magnitude; at the end, what is outside the forward mask stops learning."""
+        self.measure(run)
+        floor = (1 - self.forward_sparsity) / 10
         with self.masks.exposed():
-            made = make_masks(self._layers, Magnitude(), self.pattern, self.forward_sparsity, Uniform())
-            self._learning = make_masks(self._layers, Magnitude(), self.pattern, self.backward_sparsity, Uniform())
+            made = self.spread(self._layers, Magnitude(), self.forward_sparsity, floor)
+            self._learning = self.spread(self._layers, Magnitude(), self.backward_sparsity, floor)
         self._learning = {name: mask | made[name] for name, mask in self._learning.items()}
         if self.end_pending(run.epoch):
             self._learning = made

@@ -56,7 +56,11 @@ class BlockFisher:
 
     def saliency(self, weight: Tensor) -> Tensor:
         """Return ``w² / (2 · (F⁻¹)_ii)``: the rise of the loss when only this weight goes, others making up for it."""
-        diagonals = [torch.linalg.inv(part).diagonal(dim1=1, dim2=2) for part in self._parts()]
+        # (F⁻¹)_ii is never below 1 / F_ii; where it is, a sum in float32 has made the matrix indefinite
+        diagonals = [
+            torch.linalg.inv(part).diagonal(dim1=1, dim2=2).maximum(1 / part.diagonal(dim1=1, dim2=2))
+            for part in self._parts()
+        ]
         inverse = torch.cat(diagonals).flatten()[: weight.numel()].view(weight.shape)
         return (weight.double().square() / (2 * inverse)).float()
 

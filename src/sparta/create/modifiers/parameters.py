@@ -21,7 +21,16 @@ from sparta.sparsify.layers import along_inputs, without_frozen, without_misfits
 from sparta.tesa import names
 from sparta.tesa.patterns import Pattern
 
-__all__ = ["ALL", "ALL_PRUNABLE", "fresh_gradients", "gradient_of", "layers_for", "parameters_for", "refuse_shards"]
+__all__ = [
+    "ALL",
+    "ALL_PRUNABLE",
+    "fresh_gradients",
+    "gradient_of",
+    "layers_for",
+    "mean_fresh_loss",
+    "parameters_for",
+    "refuse_shards",
+]
 
 ALL = "__ALL__"
 ALL_PRUNABLE = "__ALL_PRUNABLE__"
@@ -113,6 +122,17 @@ def fresh_gradients(run: Run, layers: Sequence[Layer], count: int) -> Iterator[l
                     torch.distributed.all_reduce(gradient)
                     gradient.div_(torch.distributed.get_world_size())
             yield gradients
+
+
+def mean_fresh_loss(run: Run, count: int) -> float:
+    """Return the mean loss on `count` fresh batches, the same on every process; `data` begins at its first batch."""
+    losses = _losses(run)
+    with _evaluating(run.model), torch.no_grad():
+        mean = torch.stack([next(losses).detach().float() for _ in range(count)]).mean()
+    if isinstance(run.model, DistributedDataParallel):
+        torch.distributed.all_reduce(mean)
+        mean.div_(torch.distributed.get_world_size())
+    return float(mean)
 
 
 def refuse_shards(layers: Sequence[Layer], name: str) -> None:

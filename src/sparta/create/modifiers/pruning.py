@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sparta.create.loop.scaler import step_is_skipped
 from sparta.create.modifiers.base import Run, modifier
-from sparta.create.modifiers.masked import MaskedModifier
 from sparta.create.modifiers.parameters import fresh_gradients, gradient_of, layers_for
+from sparta.create.modifiers.spread import SpreadModifier
 from sparta.errors import ValueRangeError, message
-from sparta.sparsify import Global, Layer, Magnitude, Movement, Schedule, Score, Uniform, along_inputs, make_masks
+from sparta.sparsify import Layer, Magnitude, Movement, Schedule, Score, Uniform, along_inputs, make_masks
 from sparta.sparsify.masks import OptimizerState, Pruned
 from sparta.sparsify.shards import local, shards_of, summed
 
@@ -35,7 +35,7 @@ FROM_PARAM = "__FROM_PARAM__"
 _WARM_UP = 8  # fresh batches for a score that has seen none, when a recipe is applied at once
 
 
-class GradualPruning(MaskedModifier):
+class GradualPruning(SpreadModifier):
     """Prunes from `init_sparsity` at the start of the window to `final_sparsity` at its end, and holds it.
 
     Parameters
@@ -48,8 +48,11 @@ class GradualPruning(MaskedModifier):
         The curve between: ``cubic`` (much early), ``linear``, ``inverse_cubic`` (much late), ``cosine``.
     global_sparsity
         Whether one threshold ranks all layers together. N:M fixes every layer's sparsity, so there it makes none.
+    allocation
+        How the sparsity is spread over layers, if not by `global_sparsity`: ``uniform``, ``global``, ``erk``,
+        ``lamp`` or ``sensitivity``.
     layer_floor
-        Least density of a layer under a global threshold; by default a tenth of the final density. 0: one weight.
+        Least density of a layer unless all get the same; by default a tenth of the final density. 0: one weight.
     """
 
     init_sparsity: float | Literal["__FROM_PARAM__"] = 0.05
@@ -85,10 +88,9 @@ class GradualPruning(MaskedModifier):
         if isinstance(final, dict):
             if self.params != []:
                 raise ValueError(message("final_sparsity names parameters, and so does params", "params: []"))
-            if self.global_sparsity:
-                raise ValueError(
-                    message("a global threshold with several final sparsities", "one", "set global_sparsity: false")
-                )
+            if self.spread_by != "uniform":
+                given = f"the allocation {self.spread_by!r} with several final sparsities"
+                raise ValueError(message(given, "uniform", "set global_sparsity: false"))
         elif final is not None:
             if isinstance(self.init_sparsity, float) and self.init_sparsity > final:
                 raise ValueError(message(f"init_sparsity {self.init_sparsity} is above final_sparsity {final}"))
@@ -159,6 +161,9 @@ class GradualPruning(MaskedModifier):
         layers = self.chosen_layers(run)
         twin = type(self)(**{name: getattr(self, name) for name in self.model_fields_set})
         twin._targets = twin._find_targets(run, layers)
+        twin._curves = self._curves
+        if twin.spread_by == "sensitivity" and not twin._curves:
+            return {}  # not known before it is measured
         made = twin._make(layers, Magnitude(), self.end_epoch)
         return {name: 1 - float(mask.float().mean()) for name, mask in made.items()}
 
@@ -168,6 +173,7 @@ class GradualPruning(MaskedModifier):
         """Make the masks of this epoch."""
         if self.start_pending(run.epoch) and self.init_sparsity == FROM_PARAM:
             self._measured = measured_sparsities(self._layers, together=self._ranks_together)
+        self.measure(run)
         with self.masks.exposed():
             self.see_gradients(run)
             made = self._make(self._layers, self.scores(run), run.epoch)
@@ -185,13 +191,13 @@ class GradualPruning(MaskedModifier):
 
     @property
     def _ranks_together(self) -> bool:
-        return self.global_sparsity and self.pattern.own_sparsity() is None
+        return self.spread_by != "uniform"
 
     def _make(self, layers: list[Layer], score: Score | Mapping[str, Tensor], epoch: float) -> dict[str, Tensor]:
         if self._ranks_together:
             sparsity = self.sparsity_at(epoch, layers[0])
             floor = (1 - self._final_of(layers[0])) / 10 if self.layer_floor is None else self.layer_floor
-            return make_masks(layers, score, self.pattern, sparsity, Global(max_sparsity=1 - floor))
+            return self.spread(layers, score, sparsity, floor)
         made: dict[str, Tensor] = {}
         for layer in layers:
             sparsity = self.sparsity_at(epoch, layer)
@@ -255,6 +261,7 @@ class MovementPruningModifier(GradualPruning):
     # Pruned weights that went on learning would move with nothing to hold them, and score themselves up.
     _pruned: ClassVar[Pruned] = "keep"
     _moments: ClassVar[OptimizerState] = "keep"
+    _refused: ClassVar[Mapping[str, str]] = {"lamp": "movement can be negative, and LAMP cannot rank that"}
 
     _score: Score = PrivateAttr(default_factory=Movement)
     _seen_step: int = PrivateAttr(default=-1)

@@ -65,6 +65,9 @@ class StructuredPruningModifier(GradualPruning):
         """Find the layers and the groups among them."""
         super().initialize(run)
         refuse_shards(self._layers, self.name)
+        if self.param_groups and self.spread_by != "uniform":
+            given = f"param_groups with allocation {self.spread_by!r}"
+            raise ValueRangeError(message(given, "uniform", "the layers of a group lose the same channels"))
         by_name = {layer.name: layer for layer in self._layers}
         axis = self.pattern.axis if isinstance(self.pattern, Channel) else 0
         for entries in self.param_groups or []:
