@@ -128,7 +128,7 @@ def test_another_machine_is_noted(saved):
         payload["provenance"]["machine"] = "a machine far away"
 
     again = sparta.load(rewritten(path, elsewhere))
-    assert 'tune="quick"' in str(again.report)
+    assert 'tune="quick"' in again.report.full
 
 
 @pytest.mark.parametrize("config", [{"_name": "future"}, {"_name": "cpu", "tile": "panel:3:77:1:0:0"}])
@@ -144,7 +144,7 @@ def test_kernels_that_do_not_fit_are_chosen_anew(saved, config):
     with pytest.warns(UserWarning, match="does not run here"):
         again = sparta.load(path)
     torch.testing.assert_close(again(x), fast(x), rtol=1e-4, atol=1e-5)
-    assert "does not run here" in str(again.report)
+    assert "does not run here" in again.report.full
 
 
 # ---------------------------------------------------------------------- files that are not as written

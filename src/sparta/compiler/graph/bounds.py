@@ -24,7 +24,20 @@ _UNKNOWN = object()
 _ANY_SIZE = 8  # stands for dims that any size will do for
 _LEAST, _GROWTH = 128 * 1024 * 1024, 64  # of one result: so many bytes, or so many times what goes in
 _ROOM_MAKERS = frozenset(
-    {"arange", "constant_pad_nd", "eye", "full", "linspace", "new_full", "new_ones", "new_zeros", "one_hot", "ones"}
+    {
+        "arange",
+        "broadcast_to",
+        "constant_pad_nd",
+        "expand",
+        "eye",
+        "full",
+        "linspace",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "one_hot",
+        "ones",
+    }
     | {"pad", "rand", "randn", "repeat", "repeat_interleave", "tile", "zeros"}
 )
 
@@ -68,16 +81,18 @@ def check_sizes(
 def _result(node: fx.Node, values: Mapping[fx.Node, Any], limit: Budget) -> Any:
     """Return what a call returns on tensors without memory, or _UNKNOWN."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: values.get(used, _UNKNOWN))
-    if any(leaf is _UNKNOWN for leaf in _leaves((args, kwargs))):
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name[6:] in _ROOM_MAKERS:
-            numbers = [n for n in _leaves((args, kwargs)) if isinstance(n, int) and n > 1]
-            limit.check((math.prod(numbers),), 1, f"the result of {node.target}")
-        return _UNKNOWN
-    args, kwargs = _on_meta(args), dict(_on_meta(dict(kwargs)))
-    if isinstance(node.target, torch._ops.OpOverload):
-        named = {argument.name for argument in node.target._schema.arguments if argument.kwarg_only}
-        kwargs |= {"device": torch.device("meta")} if "device" in named else {}
-    return _followed(lambda: node.target(*args, **kwargs))  # type: ignore[operator]
+    numbers = [n for n in _leaves((args, kwargs)) if isinstance(n, int) and n > 1]
+    found = _UNKNOWN
+    if all(leaf is not _UNKNOWN for leaf in _leaves((args, kwargs))):
+        args, kwargs = _on_meta(args), dict(_on_meta(dict(kwargs)))
+        if isinstance(node.target, torch._ops.OpOverload):
+            named = {argument.name for argument in node.target._schema.arguments if argument.kwarg_only}
+            kwargs |= {"device": torch.device("meta")} if "device" in named else {}
+        found = _followed(lambda: node.target(*args, **kwargs))  # type: ignore[operator]
+    makes_room = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name[6:] in _ROOM_MAKERS
+    if found is _UNKNOWN and makes_room:
+        limit.check((math.prod(numbers),), 1, f"the result of {node.target}")
+    return found
 
 
 def _followed(call: Any) -> Any:
