@@ -1,5 +1,7 @@
 """The heart of propagation: on random graphs, no fact is ever wrong, and the compact model is the masked model."""
 
+import os
+
 import torch
 from hypothesis import HealthCheck, given, settings
 from torch.func import functional_call
@@ -9,7 +11,9 @@ from propagation.random_graphs import Witness, random_models, random_sequences
 from sparta.propagation import propagate
 from sparta.propagation.compact import masked_tensors
 
-SLOW = settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+# SPARTA_EXAMPLES=500 looks longer than CI can.
+EXAMPLES = int(os.environ.get("SPARTA_EXAMPLES", "8"))
+SLOW = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 def check_facts(model, x, *, train=False):
@@ -78,7 +82,7 @@ def test_sequences(drawn):
     check_compact(model, x, check_facts(model, x))
 
 
-@settings(SLOW, max_examples=10)
+@settings(SLOW, max_examples=max(1, EXAMPLES // 2))
 @given(random_models(images=True))
 def test_train_mode(drawn):
     """Batch norms with the batch's statistics: outputs, gradients and the running statistics afterwards."""

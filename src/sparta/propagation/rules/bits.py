@@ -11,7 +11,7 @@ import operator
 import torch
 from torch import fx
 
-from sparta.propagation.op import Op, dtype_of
+from sparta.propagation.op import Op, dtype_of, is_tensor
 from sparta.propagation.registry import rule
 from sparta.tesa.bits import BitFormat
 
@@ -42,7 +42,7 @@ _MOVES = (
 def moved(op: Op) -> BitFormat | None:
     """Return the one format of all inputs, if they have one and the output's dtype can hold it."""
     nodes = op.inputs or [n for split in op.node.all_input_nodes for n in split.all_input_nodes]
-    values = [n for n in nodes if dtype_of(n).is_floating_point]
+    values = [n for n in nodes if is_tensor(n) and dtype_of(n).is_floating_point]
     found = {op.facts.format_of(n) for n in values}
     return found.pop() if len(found) == 1 else None
 
