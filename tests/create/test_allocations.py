@@ -82,6 +82,22 @@ def test_magnitude_and_rigl_spread_as_before():
     assert trained("rigl", None) == trained("rigl", "erk")
 
 
+def test_acdc_does_not_starve_small_layers_by_itself():
+    assert trained("acdc", None) == trained("acdc", "erk")
+    stem = torch.nn.Conv2d(1, 16, 3)  # by far the smallest layer, with the smallest weights
+    model = nn.Sequential(stem, nn.Conv2d(16, 32, 3), nn.Flatten(), nn.Linear(32, 10))
+    with torch.no_grad():
+        stem.weight.mul_(0.1)
+
+    def density(variables):
+        made = sparta.create.recipe_for("acdc", quantization=False, variables={"sparsity": 0.95, **variables})
+        run = sparta.create.Run(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return 1 - made.modifiers()[-1].preview(run)["0.weight"]
+
+    assert density({}) > 0.3
+    assert density({"global_sparsity": True}) < 0.05
+
+
 def test_measured_sensitivities_are_part_of_the_state():
     whole = trained("magnitude", "sensitivity")
     model, optimizer, data, manager = started("magnitude", "sensitivity")

@@ -200,12 +200,22 @@ def _pruning(kind: str, given: RecipeVariables, *, quantize: bool) -> _Part:
     }
     name, more = _method(kind, given)
     fields |= more
-    if given.allocation is not None and name != "GlobalMagnitudePruning":
+    allocation = given.allocation or _own_allocation(kind, given)
+    if allocation is not None and name != "GlobalMagnitudePruning":
         fields.pop("global_sparsity", None)
-        fields["allocation"], variables["allocation"] = "${allocation}", given.allocation
+        fields["allocation"], variables["allocation"] = "${allocation}", allocation
     if "init_sparsity" in fields:
         variables["pruning_init_sparsity"] = "${min(0.05, pruning_final_sparsity)}"
     return variables, {name: fields}
+
+
+def _own_allocation(kind: str, given: RecipeVariables) -> str | None:
+    """Return the allocation of a kind whose modifier does better with another one than its default.
+
+    AC/DC cuts to the full sparsity at once, and a single threshold then starves small layers: it takes ERK.
+    """
+    fixed = "global_sparsity" in given.model_fields_set or given.pattern.own_sparsity() is not None
+    return "erk" if kind == "acdc" and not fixed else None
 
 
 def _method(kind: str, given: RecipeVariables) -> tuple[str, dict[str, Any]]:
