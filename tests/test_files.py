@@ -12,7 +12,7 @@ import torch
 
 from sparta import files
 from sparta.errors import FileFormatError, ShapeError
-from sparta.files import Budget, load_tensors, read_json, read_json_file, reading, save_tensors, write_atomic
+from sparta.files import Budget, kind_of, load_tensors, read_json, read_json_file, reading, save_tensors, write_atomic
 
 
 def rewritten(path, change):
@@ -212,3 +212,16 @@ def test_a_path_that_cannot_be_written_is_an_error_of_ours(tmp_path, monkeypatch
     with pytest.raises(FileFormatError, match="cannot write"):
         write_atomic(name, b"data")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_the_kind_of_a_file_takes_no_more_memory_than_the_file_has(tmp_path):
+    import tracemalloc
+
+    path = tmp_path / "short"
+    path.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
+    tracemalloc.start()
+    try:
+        assert kind_of(path) is None
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

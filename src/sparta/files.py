@@ -195,9 +195,10 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
     try:
         with Path(path).open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(size, _HEADER_LIMIT)))
+            there = os.fstat(file.fileno()).st_size - 8  # a buffer is made for what is asked for, not for what there is
+            header = read_json(file.read(max(0, min(size, there, _HEADER_LIMIT))), str(path))
         found = header["__metadata__"]["sparta"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, FileFormatError):
         return None
     return found if isinstance(found, str) else None
 
