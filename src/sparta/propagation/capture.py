@@ -23,7 +23,7 @@ from sparta.errors import SpartaError, ValueRangeError, message
 from sparta.modules import member, unwrapped
 from sparta.propagation.advice import advice_on, quiet
 from sparta.propagation.caches import wants_cache, without_caches
-from sparta.propagation.sizes import AUTO, all_sizes, free_dims, input_sizes
+from sparta.propagation.sizes import AUTO, all_sizes, free_dims, input_sizes, pinned
 from sparta.propagation.tidy import (
     join_views_of_heads,
     know_shapes_of_fake_quantization,
@@ -208,9 +208,11 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
             break
         try:
             with all_sizes(), recurrent_networks_whole():
-                return _export(model, args, kwargs, shapes)
+                exported = _export(model, args, kwargs, shapes)
         except CaptureError:
             continue  # fewer dims may do
+        if not pinned(exported.graph_module.graph):
+            return exported
     return _export(model, args, kwargs, None)
 
 

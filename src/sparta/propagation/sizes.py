@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from sparta.errors import ShapeError, message
 
-__all__ = ["AUTO", "Sizes", "all_sizes", "free_dims", "input_sizes"]
+__all__ = ["AUTO", "Sizes", "all_sizes", "free_dims", "input_sizes", "pinned"]
 
 AUTO = "auto"
 """As `dynamic_shapes`: find the dims that may change."""
@@ -146,6 +146,18 @@ def input_sizes(graph: fx.Graph) -> Sizes:
         shapes.append((node.name, tuple(int(s) if isinstance(s, int) or s.is_number else s for s in expressions)))
         environment = next((s.node.shape_env for s in given if not isinstance(s, int)), environment)
     return Sizes(shapes, _guards(environment) if environment is not None else [])
+
+
+def pinned(graph: fx.Graph) -> bool:
+    """Whether free sizes of a traced graph must give a certain number together, and so are hardly free.
+
+    A linear layer after Flatten asks for that: height times width. As numbers they tell propagation more.
+    """
+    return any(
+        getattr(guard.expression, "rel_op", "") == "=="
+        and any(side.is_number and side > 1 for side in guard.expression.args)
+        for guard in input_sizes(graph).guards
+    )
 
 
 def _only_of_one(expression: Any) -> bool:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from sparta.compiler.graph.sizes import Sizes
 from sparta.propagation.capture import Captured, CaptureError, call_arguments, capture
+from sparta.propagation.sizes import pinned
 
 __all__ = ["AUTO", "captured_for"]
 
@@ -52,6 +53,9 @@ def captured_for(
             if shapes is None:
                 raise
             reasons.append(str(error).splitlines()[0][:300])
+            continue
+        if shapes is not None and pinned(captured.graph):
+            reasons.append("a layer takes a certain number of them, such as a linear layer after Flatten")
             continue
         if reasons:
             note(f"captured for {what} only: {reasons[0]}")
