@@ -1,8 +1,9 @@
 """A few models of the zoo, as they come: captured by their default call, exact, kept in a file, at another batch size.
 
-All of them are run by `make zoo`.
+All of them are run by `make zoo`; SPARTA_LONG=1 takes some more here.
 """
 
+import os
 import pickle
 
 import pytest
@@ -17,7 +18,8 @@ from zoo import language, pictures
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 WRITTEN = ("lstm tagger", "fourier operator", "transformer", "deep and cross", "pixel shuffle")
-TRANSFORMERS = ("deberta-v2", "llama", "mamba", "swin-v2", "t5", "convnext-v2", "whisper")
+LONG = ("swin-v2", "convnext-v2", "whisper") if os.environ.get("SPARTA_LONG") else ()
+TRANSFORMERS = ("deberta-v2", "llama", "mamba", "t5", *LONG)
 
 
 def called(model, inputs):
