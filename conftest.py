@@ -11,7 +11,7 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-settings.register_profile("sparta", deadline=None, max_examples=40, derandomize=True)
+settings.register_profile("sparta", deadline=None, max_examples=20, derandomize=True)
 settings.load_profile("sparta")
 
 _GPU_TESTS = Path(__file__).parent / "tests" / "gpu"
