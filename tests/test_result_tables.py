@@ -245,3 +245,17 @@ def test_the_chart_agrees_with_the_results():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.TARGET.read_text("utf-8") == module.chart(), "run `python benchmarks/chart.py`"
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results():
+    results = ROOT / "benchmarks" / "results"
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    cases = json.loads((results / "compiler_models.x86-64-cpu.json").read_text())["results"]["cases"]
+    wanted = {"model": "bert-base", "batch": 1, "pattern": "4x1", "sparsity": 0.9}
+    [bert] = [case for case in cases if wanted.items() <= case.items()]
+    assert f"**{bert['speedup']:.1f}x** the best of eager and `torch.compile`" in readme
+    performance = (ROOT / "docs" / "performance.md").read_text()  # made from the results, as is checked above
+    ahead = performance.partition("Ahead of DeepSparse in ")[2].partition(" rows")[0]
+    assert f"ahead of DeepSparse 1.8 in **{ahead}** cases" in readme
+    [row] = [line for line in performance.splitlines() if line.startswith("| llama-7b | prefill | 128x128, 90 % |")]
+    assert f"**{float(row.split('|')[6].split('(')[0]):.1f}x** the best dense prefill" in readme
