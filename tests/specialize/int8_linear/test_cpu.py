@@ -284,6 +284,20 @@ def test_onednn_is_no_candidate_where_its_sums_overflow(flags, runs, monkeypatch
     assert answer or "overflow" in answer.reason or "without oneDNN" in answer.reason
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.parametrize("epilogue", [Epilogue(), Epilogue(bias=True), Epilogue(bias=True, activation="relu")])
+def test_onednn_rounds_results_of_tokens_with_their_own_scales(epilogue):
+    weight = TeSA.dense((8, 16)).with_format("int8", scale=0.01)
+    spec = int8_linear_spec(weight, 5, Quantization.per_token(), output=Quantization(0.05, 3), epilogue=epilogue)
+    integers, x = torch.randint(-3, 4, (8, 16), dtype=torch.int8), torch.randn(5, 16)  # no sum leaves 16 bits
+    bias = torch.randn(8) if epilogue.bias else None
+    kernel = dense.OneDnnInt8Linear().build(spec, {})
+    y = kernel.run(kernel.pack(integers), x, bias, None)
+    truth = reference(spec, integers, x, bias, None)
+    assert y.dtype == truth.dtype
+    assert (y.int() - truth.int()).abs().max() <= 1
+
+
 def test_the_tuner_chooses_among_them():
     mask = (torch.rand(16, 16) < 0.2).repeat_interleave(4, 0).repeat_interleave(4, 1)
     integers, grid, bias = random_bytes(mask.shape, "int8"), Quantization(0.1), torch.randn(64)

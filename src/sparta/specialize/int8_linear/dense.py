@@ -98,7 +98,9 @@ class _OneDnnKernel(_DenseInt8Kernel):
         self._zero = self._grid.zero_point + 128 * self._signed
         epilogue, output = spec.epilogue, self._output
         self._inside = epilogue.activation == "relu" and not epilogue.residual
-        self._plain = output is not None and (self._inside or epilogue.activation is None) and not epilogue.residual
+        # The library rounds its result only where nothing is left to do after it: tokens have no scale of their own.
+        done = (self._inside or epilogue.activation is None) and not epilogue.residual and not self._grid.dynamic
+        self._plain = output is not None and done
         divisor = output.scale if output is not None and self._plain else 1.0
         self._divisor = divisor
         self._multiplier, _ = requantization(self._scales, self._grid.scale, output_scale=divisor)
