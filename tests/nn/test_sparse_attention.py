@@ -84,6 +84,24 @@ def test_any_size_and_mask(problem, implement, tile):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
+@pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (0, 0)])
+def test_the_library_is_never_asked_about_nothing(config, queries, keys, monkeypatch):
+    def asked(q, k, *rest, **options):
+        assert q.numel()
+        assert k.numel()
+        return fused(q, k, *rest, **options)
+
+    fused = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", asked)
+    mask = torch.zeros(queries, keys, dtype=torch.bool)
+    qkv = torch.randn(2, queries, E), torch.randn(2, keys, E), torch.randn(2, keys, E)
+    op = SparseAttention(mask)
+    if config is not None and (config["_name"] != "blocks" or mask.numel()):
+        op.build(qkv, config)
+    compare(op, mask, *qkv)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
 def test_what_no_query_sees_never_matters(config):
     mask = block_mask((N, N), (8, 8), 0.5, seed=1)
     mask[:, 5], mask[9] = False, False

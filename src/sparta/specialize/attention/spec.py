@@ -122,6 +122,13 @@ def _without_blind(y: Tensor, sight: Sequence[Tensor]) -> Tensor:
     return torch.where(sight[0], y, 0.0) if sight else y
 
 
+def _fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False) -> Tensor:
+    """Return PyTorch's fused attention; some of its kernels divide by the number of queries or keys, so never of none."""
+    if q.numel() and k.numel():
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+    return torch.softmax(q @ k.mT, -1) @ v
+
+
 class DenseAttentionKernel(AttentionKernel):
     """PyTorch's fused attention with the mask, or without where a mask is not needed."""
 
@@ -143,7 +150,7 @@ class DenseAttentionKernel(AttentionKernel):
         batches = Batches(broadcast(q=tuple(q.shape[:-2]), mask=self._mask_lead), self._mask_lead)
         folded = (batches.fold(q), batches.fold(repeat_heads(q, k)), batches.fold(repeat_heads(q, v)))
         mask, causal = packed[0] if packed else None, self._causal and not self._full
-        y = functional.scaled_dot_product_attention(*_cleaned(*folded, packed[1:]), attn_mask=mask, is_causal=causal)
+        y = _fused_attention(*_cleaned(*folded, packed[1:]), mask, causal=causal)
         return batches.unfold(_without_blind(y, packed[1:]))
 
 
@@ -197,7 +204,7 @@ class _BlocksKernel(AttentionKernel):
             strict=True,
         )
         if self._fused:
-            attended = [functional.scaled_dot_product_attention(x, y, z, attn_mask=kept) for x, y, z, kept in bands]
+            attended = [_fused_attention(x, y, z, kept) for x, y, z, kept in bands]
         else:
             scale = 1.0 / math.sqrt(max(1, q.shape[-1]))
             covered = (band.covered for band in rows.bands)
