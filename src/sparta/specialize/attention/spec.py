@@ -123,7 +123,7 @@ def _without_blind(y: Tensor, sight: Sequence[Tensor]) -> Tensor:
 
 
 def _fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False) -> Tensor:
-    """Return PyTorch's fused attention; some of its kernels divide by the number of queries or keys, so never of none."""
+    """Return PyTorch's fused attention; some of its kernels divide by the number of queries or keys: never of none."""
     if q.numel() and k.numel():
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
     return torch.softmax(q @ k.mT, -1) @ v
