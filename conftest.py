@@ -14,7 +14,9 @@ if not torch.cuda.is_available():
 settings.register_profile("sparta", deadline=None, max_examples=20, derandomize=True)
 settings.load_profile("sparta")
 
-_GPU_TESTS = Path(__file__).parent / "tests" / "gpu"
+_TESTS = Path(__file__).parent / "tests"
+_GPU_TESTS = _TESTS / "gpu"
+_TRAINING = ("create", "scheduler", "sparsify")
 
 
 def pytest_collection_modifyitems(items):
@@ -28,6 +30,18 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(request):
+    """Train with one thread: these networks are so small that a second one only waits for the first."""
+    if not request.path.is_relative_to(_TESTS) or request.path.relative_to(_TESTS).parts[0] not in _TRAINING:
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session", autouse=True)
