@@ -1,90 +1,31 @@
 """Models that nobody tuned for: are they compiled, whole or in part, exact, at other sizes, and from files.
 
-Run with ``python benchmarks/compiler/all_models.py``; ``--only NAME ...`` takes some models, ``--sources`` some
-families, ``--quick`` ten; ``--continue`` leaves out models that have a row. Of each model a fifth of rows and columns
-of its weights is set to zero at random; it is compiled by its default call without measuring, compared with the model
-on the example and at another batch size, saved, and loaded in a new process, where it is compared again.
+Run with ``python benchmarks/compiler/all_models.py --workers 2``; ``--only NAME ...`` takes some models, ``--sources``
+some families, ``--quick`` ten; ``--continue`` leaves out models that have a good row. Of each model a fifth of rows and
+columns of its weights is set to zero at random. It is compiled by its default call, with every layer that has zeros on
+a sparse kernel and nothing timed, so that kernels meet shapes that nobody chose for them; compared with the model on
+the example and at another batch size; asked for the same tokens where it generates; saved, and loaded in a new process,
+where it is compared again.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import re
-import subprocess
 import sys
-import tempfile
-import time
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import sparta
-from propagation.architectures import plant
-from record import RESULTS, save
 from sparta.compiler import PartialModel
-from sparta.propagation.caches import without_caches
-from zoo import language, pictures
+from sparta.errors import ValueRangeError
+from walk import Call, Row, Walk, build, called, error, error_at, larger
 
-QUESTION, DEVICE = "compiler_zoo", f"{platform.machine()} cpu"
-SOURCES = {
-    "written": list(pictures.WRITTEN),
-    "transformers": list(language.ROWS),
-    "timm": list(pictures.TIMM),
-    "torchvision": list(pictures.TORCHVISION),
-}
-SHORT = ("lstm tagger", "unet", "transformer", "bert", "deberta-v2", "swin-v2", "vit", "convnext-v2", "mamba", "gpt2")
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def build(source: str, name: str) -> tuple[nn.Module, Call]:
-    """Return a model with planted zeros, and a call of it."""
-    torch.manual_seed(0)
-    if source == "transformers":
-        model, inputs = language.build(name)
-        return plant(model), ((), inputs)
-    model, inputs = pictures.build(source, name)
-    return plant(model), (inputs, {})
-
-
-def called(model: nn.Module, call: Call) -> list[Any]:
-    """Return the leaves of a model's results, on copies of the inputs and from one random state."""
-    args, kwargs = pytree.tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, call)
-    torch.manual_seed(0)
-    with torch.no_grad(), without_caches(model):
-        found = model(*args, **kwargs)
-    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
-
-
-def error(expected: list[Any], actual: list[Any]) -> float:
-    """Return the largest difference, relative to the largest number of each result."""
-    worst = 0.0
-    for one, two in zip(expected, actual, strict=True):
-        if one.shape != two.shape:
-            return float("inf")
-        if one.numel() and (one.is_floating_point() or one.is_complex()):
-            scale = max(1.0, float(one.abs().nan_to_num(0, 0, 0).max()))
-            worst = max(worst, float((one - two).abs().nan_to_num(0, 0, 0).max()) / scale)
-    return worst
-
-
-def larger(call: Call) -> Call:
-    """Return the call with one more sample."""
-
-    def more(leaf: Any) -> Any:
-        return torch.cat([leaf, leaf[:1]]) if isinstance(leaf, Tensor) and leaf.dim() else leaf
-
-    grown: Call = pytree.tree_map(more, call)
-    return grown
+SHORT = ("lstm tagger", "unet", "transformer", "bert", "deberta-v2", "swin-v2", "vit", "channel shuffle", "mamba", "t5")
+_NEW_TOKENS = 6
 
 
 def how(fast: Any) -> str:
@@ -94,120 +35,61 @@ def how(fast: Any) -> str:
     return f"in {len(fast.parts)} parts" if fast.parts else "as given"
 
 
-def measure(source: str, name: str, folder: Path) -> dict[str, Any]:
-    """Return what became of one model."""
-    row: dict[str, Any] = {"model": name, "source": source}
-    model, call = build(source, name)
-    start = time.perf_counter()
+def measure(row: Row, folder: Path) -> None:
+    """Compile one model, compare it, save it."""
+    from compiler.conftest import forcing
+
+    row["stage"] = "build"
+    model, call = build(row["source"], row["model"])
     row["stage"] = "compile"
-    fast = sparta.compile(model, call[1] or call[0], tune="off")
-    row["compiled"] = how(fast)
-    print(f"{name}: {time.perf_counter() - start:.0f} s; {' / '.join(note[:200] for note in fast.report.notes[:3])}")
+    with forcing():
+        fast = sparta.compile(model, call[1] or call[0], tune="off")
+    print(*fast.report.notes, sep="\n")
+    totals = fast.report.totals
+    row |= {"compiled": how(fast), "parameters": totals.parameters, "kept": totals.live_parameters / totals.parameters}
+    row["kernels"] = sum(layer.sparse for layer in fast.report.plan.layers)
     row["stage"] = "compare"
     expected = called(model, call)
     row["error"] = error(expected, called(fast, call))
     row["stage"] = "another batch size"
-    row["any_batch"] = _other_batch(model, fast, call)
+    row["any_batch"] = error_at(model, fast, larger(call))
+    row["stage"] = "generate"
+    tokens = generated(model, call)
+    if tokens is not None:
+        found = generated(fast, call)
+        row["tokens"] = "equal" if found is not None and torch.equal(found, tokens) else "others"
     row["stage"] = "save"
-    place = folder / str(len(list(folder.iterdir())))
-    place.mkdir()
-    fast.save(place / "model.sparta")
-    torch.save({"source": source, "name": name, "expected": expected}, place / "expected.pt")
-    del row["stage"]
-    return row
+    fast.save(folder / "model.sparta")
+    torch.save({"call": call, "expected": expected, "tokens": tokens}, folder / "expected.pt")
 
 
-def _other_batch(model: nn.Module, fast: Any, call: Call) -> float | str:
-    """Return the error at another batch size, or why there is none."""
-    other = larger(call)
+def generated(model: nn.Module, call: Call) -> Tensor | None:
+    """Return the tokens that a model adds greedily; None where it generates nothing, or not from these inputs."""
+    if not hasattr(model, "generate"):
+        return None
+    given = {name: value for name, value in call[1].items() if not name.startswith("decoder_")}
+    torch.manual_seed(0)
     try:
-        expected = called(model, other)
-    except Exception as failed:  # noqa: BLE001 - the model itself does not take it
-        return f"the model refuses it: {type(failed).__name__}"
-    return error(expected, called(fast, other))
+        with torch.no_grad():
+            tokens: Tensor = model.generate(**given, max_new_tokens=_NEW_TOKENS, do_sample=False)
+    except Exception as failed:  # noqa: BLE001 - a model may need more than its default inputs
+        print(f"generate: {failed}")
+        return None
+    return tokens
 
 
-def loaded(folder: Path) -> dict[str, Any]:
-    """Return the error of every saved model, loaded in this process; models of parts are made here again."""
-    found: dict[str, Any] = {}
-    for place in sorted(folder.iterdir()):
-        stored = torch.load(place / "expected.pt", weights_only=True)
-        model, call = build(stored["source"], stored["name"])
-        try:
-            fast = _load(place / "model.sparta", model)
-            found[f"{stored['source']}/{stored['name']}"] = error(stored["expected"], called(fast, call))
-        except Exception as failed:  # noqa: BLE001 - a zoo reports what it finds
-            found[f"{stored['source']}/{stored['name']}"] = _told(failed)
-    return found
-
-
-def _told(failed: Exception) -> str:
-    """Return an error in a line, without the folders of this machine."""
-    lines = str(failed).splitlines() or [""]
-    return re.sub(r"/\S*(?:site-packages|/src|/tmp)/", "", f"{type(failed).__name__}: {lines[0]}")[:200]
-
-
-def _load(path: Path, model: nn.Module) -> Any:
+def reload(row: Row, folder: Path) -> float:
+    """Return the error of a saved model, loaded in this process; a model of parts is made here again."""
+    stored = torch.load(folder / "expected.pt", weights_only=True)
     try:
-        return sparta.load(path)
-    except sparta.errors.ValueRangeError:  # holds parts
-        return sparta.load(path, model=model)
-
-
-def attempts(chosen: list[tuple[str, str]], folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield a row for each model; what goes wrong is part of the row."""
-    for source, name in chosen:
-        row: dict[str, Any] = {"model": name, "source": source}
-        try:
-            row = measure(source, name, folder)
-        except ModuleNotFoundError as missing:
-            print(f"left out {source}/{name}: {missing}")
-            continue
-        except Exception as failed:  # noqa: BLE001 - a zoo reports what it finds
-            row["failed"] = _told(failed)
-            row.pop("stage", None)
-        print(json.dumps(row, ensure_ascii=False), flush=True)
-        yield row
-
-
-def main() -> None:
-    """Measure and save."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", help="names of models")
-    parser.add_argument("--sources", nargs="+", default=list(SOURCES), choices=list(SOURCES))
-    parser.add_argument("--quick", action="store_true", help="ten small models")
-    parser.add_argument("--continue", dest="go_on", action="store_true", help="leave out models that have a row")
-    parser.add_argument("--fresh", action="store_true", help="forget the rows of earlier runs")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
-    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    if options.load:
-        print(json.dumps(loaded(options.load)))
-        return
-    wanted = SHORT if options.quick else options.only
-    chosen = [(s, n) for s in options.sources for n in SOURCES[s] if wanted is None or n in wanted]
-    old = options.out / f"{QUESTION}.{platform.machine().replace('_', '-')}-cpu.json"
-    rows = {} if options.fresh or not old.exists() else _rows(old)
-    chosen = [pair for pair in chosen if not options.go_on or "loaded" not in rows.get("/".join(pair), {})]
-    for start in range(0, len(chosen), 10):  # few at a time, so that a run that is cut short keeps whole rows
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            for row in attempts(chosen[start : start + 10], folder):
-                rows[f"{row['source']}/{row['model']}"] = row
-            command = [sys.executable, __file__, "--load", str(folder)]
-            answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]  # noqa: S603 - this file
-            for key, found in json.loads(answer).items():
-                rows[key]["loaded"] = found
-        path = save(QUESTION, DEVICE, {"models": list(rows.values())}, folder=options.out)
-    bad = [key for key, row in rows.items() if "failed" in row or not isinstance(row.get("loaded"), float)]
-    print(f"{len(rows)} models, {len(bad)} failed: {', '.join(bad)}; saved {path}")
-
-
-def _rows(path: Path) -> dict[str, dict[str, Any]]:
-    return {f"{row['source']}/{row['model']}": row for row in json.loads(path.read_text())["results"]["models"]}
+        fast = sparta.load(folder / "model.sparta")
+    except ValueRangeError:  # holds parts
+        fast = sparta.load(folder / "model.sparta", model=build(row["source"], row["model"])[0])
+    if stored["tokens"] is not None and row["tokens"] == "equal":
+        found = generated(fast, stored["call"])
+        row["tokens"] = "equal" if found is not None and torch.equal(found, stored["tokens"]) else "others from a file"
+    return error(stored["expected"], called(fast, stored["call"]))
 
 
 if __name__ == "__main__":
-    main()
+    Walk("compiler_zoo", measure, reload, SHORT).main(__doc__)

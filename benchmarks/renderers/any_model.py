@@ -12,29 +12,34 @@ _EXACT = 1e-4
 
 @renderer("compiler-zoo", "compiler_zoo")
 def zoo(found: Sequence[Record]) -> str:
-    """Return a row for each model: how much is compiled, the errors here and from a file."""
+    """Return a row for each model: how much is compiled and kept, the errors here and from a file, the tokens."""
     parts = []
     for record in found:
         models = record["results"]["models"]
         good = [row for row in models if "failed" not in row]
-        whole = sum(row["compiled"] == "whole" for row in good)
+        whole = sum(not row["compiled"].startswith(("in ", "as ")) for row in good)
         exact = sum(row["error"] < _EXACT for row in good)
         loaded = sum(isinstance(row.get("loaded"), float) and row["loaded"] < _EXACT for row in good)
+        tokens = [row["tokens"] for row in good if "tokens" in row]
         title = (
             f"{len(models)} models: {len(good)} compiled, {whole} of them whole, {exact} exact (a relative error below "
-            f"1e-4), {loaded} saved, and loaded exactly in a new process. {source(record)}"
+            f"1e-4), {loaded} saved, and loaded exactly in a new process; of {len(tokens)} that generate, "
+            f"{tokens.count('equal')} give the same tokens, here and from the file. {source(record)}"
         )
-        heads = ["model", "from", "compiled", "error", "with one sample more", "from a file, in a new process"]
+        heads = ["model", "from", "compiled", "parameters", "kept", "sparse layers", "error", "with one sample more"]
+        heads += ["from a file, in a new process", "tokens"]
         parts.append(f"{title}\n\n{markdown(heads, [_zoo_row(row) for row in models])}")
     return "\n\n".join(parts)
 
 
 def _zoo_row(row: dict[str, Any]) -> list[str]:
     if "failed" in row:
-        return [row["model"], row["source"], row["failed"].replace("|", "/"), "", "", ""]
+        return [row["model"], row["source"], row["failed"].replace("|", "/"), *[""] * 7]
     numbers = [row["error"], row["any_batch"], row.get("loaded", "")]
     texts = [number if isinstance(number, str) else f"{number:.0e}" for number in numbers]
-    return [row["model"], row["source"], row["compiled"], *texts]
+    size = f"{row['parameters'] / 1e3:.0f} k"
+    head = [row["model"], row["source"], row["compiled"], size, f"{row['kept']:.0%}", f"{row['kernels']}"]
+    return [*head, *texts, row.get("tokens", "")]
 
 
 @renderer("compiler-sentences", "compiler_sentences")
@@ -72,7 +77,7 @@ def sizes(found: Sequence[Record]) -> str:
                 case["sizes"],
                 case["failed"],
                 None if case["difference"] is None else f"{case['difference']:.0e}",
-                None if case["least"] is None else f"{case['least']:.2f}",
+                None if case["least"] is None else f"{case['least']:.2f} {_at(case)}",
                 None if case["median"] is None else f"{case['median']:.2f}",
                 case["slower"],
             ]
@@ -85,3 +90,9 @@ def sizes(found: Sequence[Record]) -> str:
         heads = ["model", "pruned", "sizes", "exceptions", "difference", "least ratio", "median ratio", "below 0.97"]
         parts.append(f"{title}\n\n{markdown(heads, rows)}")
     return "\n\n".join(parts)
+
+
+def _at(case: dict[str, Any]) -> str:
+    """Return the size of the least ratio, in words."""
+    shapes = case["worst"][0]["size"]
+    return "at " + ", ".join("×".join(map(str, shape)) for shape in shapes)

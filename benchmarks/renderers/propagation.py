@@ -16,7 +16,7 @@ def propagate_zoo(found: Sequence[Record]) -> str:
         models = record["results"]["models"]
         good = [row for row in models if "failed" not in row]
         exact = sum(row["error"] < 1e-4 for row in good)
-        loaded = sum(row.get("loaded", 1.0) < 1e-6 for row in good)
+        loaded = sum(isinstance(row.get("loaded"), float) and row["loaded"] < 1e-6 for row in good)
         title = (
             f"{len(models)} models: {len(good)} captured and compact, {exact} of them exact (a relative error below "
             f"1e-4), {loaded} pickled and loaded in a new process. {source(record)}"
