@@ -1,17 +1,18 @@
 """A thousand pairs of a model and a size: no exception, no wrong output, and never slower than eager after tuning.
 
-Run with ``python benchmarks/compiler/sizes.py``; ``--pairs 20`` takes fewer. Each model is compiled once, for one size;
-each size is then drawn, tuned for a second, compared with the model, and timed beside it, interleaved.
+Run with ``python benchmarks/compiler/sizes.py``; ``--pairs 20`` takes fewer, ``--workers 8`` runs as many models at a
+time, each on two cores of its own, ``--continue`` leaves out models that have a row. Each model is compiled once, for
+one size; each size is then drawn, tuned for a second, compared with the model, and timed beside it, interleaved.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import random
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import sparta
+from processes import Failed, Pool
 from record import RESULTS, save
 from sparta.measure.timing import compare_own_time
 
@@ -101,34 +103,49 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Draw]] = {
     "convolutions": (convolutional, _images),
 }
 SPARSITIES = (0.5, 0.8, 0.9, 0.95)
+_SLOWER, _WRONG = 0.97, 1e-3
 
 
-def pairs(name: str, sparsity: float, count: int, seconds: float) -> list[dict[str, Any]]:
-    """Return a row for each size of one model."""
+def pairs(name: str, sparsity: float, count: int, seconds: float) -> dict[str, Any]:
+    """Return what was found at some sizes of one model."""
     torch.manual_seed(0)
     draw = random.Random(f"{name} {sparsity}")  # noqa: S311 - sizes that are the same in every run
     make, inputs = MODELS[name]
     model = make().eval()
     sparta.Spec.from_pattern(model, sparta.Block(4, 1), sparsity).apply(model)
-    fast = sparta.compile(model, inputs(draw), budget_s=30)
-    rows = []
-    for _ in range(count):
-        given = inputs(draw)
-        row: dict[str, Any] = {"model": name, "sparsity": sparsity, "size": [list(t.shape) for t in given]}
-        try:
-            with torch.no_grad():
-                expected = model(*given)
-                before = float((fast(*given) - expected).abs().max())
-                fast.tune(*given, budget_s=seconds)
-                row["difference"] = max(before, float((fast(*given) - expected).abs().max()))
-                times = compare_own_time(
-                    {"eager": lambda x=given: model(*x), "sparta": lambda x=given: fast(*x)}, max_seconds=seconds
-                )
-            row["speedup"] = times["eager"].median / times["sparta"].median
-        except Exception as failed:  # noqa: BLE001 - which is what is looked for
-            row["failed"] = f"{type(failed).__name__}: {str(failed).splitlines()[0][:200]}"
-        rows.append(row)
-    return rows
+    fast = sparta.compile(model, inputs(draw), budget_s=15)
+    rows = [_pair(model, fast, inputs(draw), seconds) for _ in range(count)]
+    ratios = sorted(row["speedup"] for row in rows if "speedup" in row)
+    return {
+        "model": name,
+        "sparsity": sparsity,
+        "sizes": count,
+        "failed": sum("failed" in row for row in rows),
+        "wrong": sum(row.get("difference", 0.0) > _WRONG for row in rows),
+        "difference": max((row["difference"] for row in rows if "difference" in row), default=None),
+        "least": ratios[0] if ratios else None,
+        "median": ratios[len(ratios) // 2] if ratios else None,
+        "slower": sum(ratio < _SLOWER for ratio in ratios),
+        "worst": sorted((row for row in rows if "speedup" in row), key=lambda row: row["speedup"])[:3]
+        + [row for row in rows if "failed" in row][:3],
+    }
+
+
+def _pair(model: nn.Module, fast: Any, given: tuple[Tensor, ...], seconds: float) -> dict[str, Any]:
+    """Return what was found at one size."""
+    row: dict[str, Any] = {"size": [list(t.shape) for t in given]}
+    try:
+        with torch.no_grad():
+            expected = model(*given)
+            before = float((fast(*given) - expected).abs().max())
+            fast.tune(*given, budget_s=seconds)
+            row["difference"] = max(before, float((fast(*given) - expected).abs().max()))
+            calls = {"eager": lambda: model(*given), "sparta": lambda: fast(*given)}
+            times = compare_own_time(calls, max_seconds=0.5 * seconds)
+        row["speedup"] = times["eager"].median / times["sparta"].median
+    except Exception as failed:  # noqa: BLE001 - which is what is looked for
+        row["failed"] = f"{type(failed).__name__}: {str(failed).splitlines()[0][:200]}"
+    return row
 
 
 def main() -> None:
@@ -136,41 +153,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=1.0, help="to tune a size")
+    parser.add_argument("--workers", type=int, default=1, help="models at a time, on two cores each")
+    parser.add_argument("--limit", type=float, default=1200.0, help="seconds for all sizes of a model")
+    parser.add_argument("--continue", dest="go_on", action="store_true", help="leave out models that have a row")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     kinds = [(name, sparsity) for name in MODELS for sparsity in SPARSITIES]
-    count = max(1, options.pairs // len(kinds))
-    rows: list[dict[str, Any]] = []
-    start = time.perf_counter()
-    for name, sparsity in kinds:
-        rows += pairs(name, sparsity, count, options.seconds)
-        own = [row for row in rows if row["model"] == name and row["sparsity"] == sparsity]
-        ratios = sorted(row["speedup"] for row in own if "speedup" in row)
-        print(f"{name} {sparsity}: {len(own)} sizes, least {ratios[0]:.2f}, median {ratios[len(ratios) // 2]:.2f}")
-    failed = [row for row in rows if "failed" in row]
-    wrong = [row for row in rows if row.get("difference", 0.0) > 1e-3]
-    slow = [row for row in rows if row.get("speedup", 1.0) < 0.97]
-    summary = {"pairs": len(rows), "failed": len(failed), "wrong": len(wrong), "slower": len(slow)}
-    print(summary, failed[:3], wrong[:3], slow[:5], f"{time.perf_counter() - start:.0f} s", sep="\n")
-    kept = [_kept(rows, name, sparsity) for name, sparsity in kinds]
-    print(save("compiler_sizes", f"{platform.machine()} cpu", {"cases": kept, **summary}, folder=options.out))
+    count = max(1, -(-options.pairs // len(kinds)))
+    old = options.out / f"compiler_sizes.{platform.machine().replace('_', '-')}-cpu.json"
+    cases: dict[tuple[str, float], dict[str, Any]] = {}
+    if options.go_on and old.exists():
+        stored = json.loads(old.read_text())["results"]["cases"]
+        cases = {(case["model"], case["sparsity"]): case for case in stored if case["sizes"] >= count}
+    pool, start = Pool(options.workers, options.limit, cores=2), time.perf_counter()
+    for kind in kinds:
+        if kind not in cases:
+            pool.add(kind, "spawn", pairs, *kind, count, options.seconds)
+    for kind, found in pool.answers():
+        if isinstance(found, Failed):
+            print(kind, found.how, found.log[-2000:])
+            continue
+        cases[kind] = found
+        print(json.dumps(found), flush=True)
+        _save([cases[kind] for kind in kinds if kind in cases], options.out)
+    print(f"{time.perf_counter() - start:.0f} s")
 
 
-def _kept(rows: list[dict[str, Any]], name: str, sparsity: float) -> dict[str, Any]:
-    own = [row for row in rows if row["model"] == name and row["sparsity"] == sparsity]
-    ratios = sorted(row["speedup"] for row in own if "speedup" in row)
-    return {
-        "model": name,
-        "sparsity": sparsity,
-        "sizes": len(own),
-        "failed": sum("failed" in row for row in own),
-        "difference": max((row["difference"] for row in own if "difference" in row), default=None),
-        "least": ratios[0] if ratios else None,
-        "median": ratios[len(ratios) // 2] if ratios else None,
-        "slower": sum(ratio < 0.97 for ratio in ratios),
-    }
+def _save(cases: list[dict[str, Any]], folder: Path) -> None:
+    totals = {key: sum(case[key] for case in cases) for key in ("failed", "wrong", "slower")}
+    found = {"cases": cases, "pairs": sum(case["sizes"] for case in cases), **totals}
+    save("compiler_sizes", f"{platform.machine()} cpu", found, folder=folder)
 
 
 if __name__ == "__main__":

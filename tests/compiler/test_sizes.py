@@ -6,7 +6,12 @@ from torch import nn
 
 import sparta
 from compiler import nets
+from compiler.clocks import Clock
+from compiler.conftest import choosing, chosen, forcing
 from sparta.compiler.graph.sizes import Sizes
+from sparta.compiler.retune import tuned_at
+from sparta.compiler.run.given import GivenModel
+from sparta.compiler.session import Session
 from sparta.errors import FileFormatError, ShapeError
 
 
@@ -121,15 +126,79 @@ def test_another_size_is_tuned_on_request(forced, tmp_path):
         agree(loaded(x), model(x))
 
 
+def tuned(fast, x, wins, **options):
+    """Tune a size by a clock that finds one candidate fast, and return the names of all candidates."""
+    clock = Clock(lambda name: 1.0 if name == wins else 2.0)
+    tuned_at(fast, [x], Session(measure=clock, **options))
+    ((names, _),) = clock.asked
+    return set(names)
+
+
+@pytest.mark.parametrize("wins", ["nearest", "measured", "dense", "given"])
+def test_what_is_fastest_at_a_size_runs_there(forced, tmp_path, wins):
+    model, x = nets.pruned(nets.Mlp()), torch.randn(64, 32)
+    fast = sparta.compile(model, torch.randn(4, 32), tune="off")
+    assert tuned(fast, x, wins) == {"nearest", "measured", "dense", "given"}
+    assert isinstance(fast.decided_at([x]), GivenModel) == (wins == "given")
+    for kernel in fast.kernels.values():
+        assert set(kernel.choices) == ({4, 64} if wins in ("measured", "dense") else {4})
+        assert (kernel.choice_for(x).implement == "dense") == (wins == "dense")
+    loaded = through_a_file(fast, tmp_path)
+    for size in (4, 64, 63):
+        y = torch.randn(size, 32)
+        with torch.no_grad():
+            agree(fast(y), model(y))
+            agree(loaded(y), model(y))
+
+
+def test_a_size_is_timed_even_if_its_layers_took_all_of_the_budget(forced):
+    fast = sparta.compile(nets.pruned(nets.Mlp()), torch.randn(4, 32), tune="off")
+    assert tuned(fast, torch.randn(64, 32), "dense", budget_s=1e-9)
+    assert all(kernel.choices[64][1].implement == "dense" for kernel in fast.kernels.values())
+
+
+def test_the_model_as_given_is_that_of_the_compilation():
+    model, x = nets.pruned(nets.Mlp()), torch.randn(64, 32)
+    fast = sparta.compile(model, torch.randn(4, 32), tune="off")
+    expected = model(x).detach()
+    tuned(fast, x, "given")
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)  # as training would
+    agree(fast(x), expected)
+    other = sparta.compile(model, torch.randn(4, 32), tune="off")
+    with torch.no_grad():
+        next(model.parameters()).mul_(2.0)
+    assert "given" not in tuned(other, x, "given")
+
+
+def test_a_decision_holds_when_another_size_brings_new_kernels():
+    model, x = nets.pruned(nets.Mlp()), torch.randn(64, 32)
+    fast = sparta.compile(model, torch.randn(4, 32), tune="off")
+    tuned(fast, x, "given")
+    with pytest.MonkeyPatch.context() as patch:
+        choosing(patch, chosen)
+        assert "measured" in tuned(fast, torch.randn(9, 32), "measured")
+    assert fast.kernels
+    assert isinstance(fast.decided_at([x]), GivenModel)
+    for size in (4, 9, 64):
+        y = torch.randn(size, 32)
+        agree(fast(y), model(y))
+
+
+def test_sizes_of_one_bucket_share_their_packed_weights(forced):
+    fast = sparta.compile(nets.pruned(nets.Mlp()), torch.randn(4, 32), tune="off")
+    for size in (130, 131, 140, 150):
+        fast.tune(torch.randn(size, 32), tune="off")
+    for kernel in fast.kernels.values():
+        assert {4, 130, 131, 140, 150} <= set(kernel.choices)
+        assert len({kernel.built(size)[1][0].data_ptr() for size in (130, 131, 140, 150)}) == 1
+
+
 def test_a_layer_that_was_dense_gets_a_kernel_where_it_wins(tmp_path):
     model = nets.pruned(nets.Mlp())
     fast = sparta.compile(model, torch.randn(4, 32), tune="off")
     assert not fast.kernels
-    from compiler.conftest import forcing
-
     with forcing(), pytest.MonkeyPatch.context() as patch:
-        from compiler.conftest import chosen
-
         patch.setattr("sparta.compiler.choose.layers.choose", lambda spec, _store=None: chosen(spec))
         fast.tune(torch.randn(64, 32), tune="off")
     assert fast.kernels

@@ -220,7 +220,9 @@ class Job:
         run = workshop.run(outcome.variant, outcome.plans)
         signature = replace(self.signature, sizes=sizes)
         given = self._given() if model_takes_more else None
-        return CompiledModel(graph, signature, report, spec, _provenance(self), run, general=general, given=given)
+        done = CompiledModel(graph, signature, report, spec, _provenance(self), run, general=general, given=given)
+        done.remember(self.model)
+        return done
 
     def _given(self) -> GivenModel | None:
         """Return the model as given, to run in a graph's place; None where it cannot be copied."""

@@ -9,33 +9,40 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from sparta.compiler.choose.layers import TOO_DENSE, choice_for
 from sparta.compiler.choose.partition import partition
-from sparta.compiler.choose.timer import Timer
+from sparta.compiler.choose.timer import until_done
 from sparta.compiler.choose.workshop import called
+from sparta.compiler.clock import Rounds
 from sparta.compiler.graph.fixed import fixed_module
 from sparta.compiler.graph.program import Program
 from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.plan import Plan
-from sparta.compiler.run.combine import combined
+from sparta.compiler.run.combine import combined, module_name
 from sparta.compiler.run.compiled_model import CompiledModel
-from sparta.compiler.run.host import Host, hosted
+from sparta.compiler.run.eager import with_fast_paths
+from sparta.compiler.run.given import GivenModel
 from sparta.compiler.run.kernel_module import KernelModule
 from sparta.compiler.session import Session
+from sparta.compiler.verify import agree
 from sparta.specialize.tuning.select import DENSE, Choice
 
 __all__ = ["tuned_at"]
 
 _KERNEL = re.compile(r"(.*?)(?:_folded(?:_\d+)?)?_kernel(?:_(\d+))?")
 _Seen = dict[str, tuple[Tensor, Tensor | None]]
-_DENSE = Choice(DENSE, {}, "dense: not measured at this size")
+_Choices = Mapping[str, Choice]
+_DENSE = Choice(DENSE, {}, "dense: nothing else was measured to be faster at this size")
+_ROUNDS = 6
+_LEAST_SECONDS, _MOST_SECONDS = 0.02, 1.5
 
 
 def search(
@@ -46,23 +53,22 @@ def search(
 
 
 def tuned_at(model: CompiledModel, leaves: Sequence[Any], session: Session) -> None:
-    """Choose kernels for the sizes that layers see with these flat inputs, and run them at these sizes from now on."""
+    """Choose kernels for the sizes that layers see with these flat inputs, and run what wins at these sizes.
+
+    Kernels that were measured, the kernels of the nearest size, dense layers and the model as given compete as wholes.
+    """
     graph = model.general if model.general is not None else model.graph
-    known: dict[str, Choice] = {}
+    before = session.elapsed
     seen = _seen(graph, leaves)
-    kernels = dict(model.kernels)
-    sparse: dict[str, tuple[int, Choice]] = {}
-    for number, (name, kernel) in enumerate(kernels.items()):
-        if name in seen:
-            session.show(f"{name} {number + 1}/{len(kernels)}")
-            sparse[name] = _choice(kernel, *seen[name], known, session)
+    contest = _Contest(model, graph, leaves, session, session.elapsed - before, seen)
+    known: dict[str, Choice] = {}
+    measured: dict[str, Choice] = {}
+    for number, name in enumerate(seen):
+        session.show(f"{name} {number + 1}/{len(seen)}")
+        measured[name] = _choice(model.kernels[name], *seen[name], known, session, 1 / (len(seen) - number))
     added = _added(graph, leaves, seen, known, session)
     with torch.no_grad():
-        for name, (size, choice) in sparse.items():
-            kernels[name].put(size, kernels[name].spec_for(seen[name][0]), choice)
-        if added:
-            _join(model, graph, added)
-    _settle(model, leaves, session, _all_sizes(model, leaves))
+        contest.decide(measured, added)
     _tell(model, leaves)
 
 
@@ -82,15 +88,15 @@ def _seen(graph: fx.GraphModule, leaves: Sequence[Any]) -> _Seen:
 
 
 def _choice(
-    kernel: KernelModule, x: Tensor, residual: Tensor | None, known: dict[str, Choice], session: Session
-) -> tuple[int, Choice]:
-    """Return the size that a layer has, and the fastest kernel for it."""
+    kernel: KernelModule, x: Tensor, residual: Tensor | None, known: dict[str, Choice], session: Session, share: float
+) -> Choice:
+    """Return the fastest kernel of a layer for an input of this size."""
     fused, spec = kernel.fused, kernel.spec_for(x)
 
     def problem() -> Any:
         return fused.lowering.problem(spec, kernel.weight(), x, kernel.bias, residual)
 
-    return fused.lowering.size(x), choice_for(spec, problem, known, session, share=1.0)
+    return choice_for(spec, problem, known, session, share=share)
 
 
 def _added(
@@ -113,56 +119,132 @@ def _added(
     return found
 
 
-def _join(model: CompiledModel, graph: fx.GraphModule, added: Mapping[SubGraph, KernelModule]) -> None:
-    """Put new kernels into the graph for any size; at the sizes before, these layers stay dense."""
-    tensors = dict(graph.named_buffers())
-    present = {name: kernel for name, kernel in graph.named_modules() if isinstance(kernel, KernelModule)}
-    joined = combined(Program(graph.graph, tensors), added, present)
-    for subgraph, kernel in added.items():
-        spec, _ = next(iter(kernel.choices.values()))
-        for size in _other_sizes(model, subgraph):
-            kernel.put(size, spec, _DENSE)
-    model.use_general(joined)
+@dataclass
+class _Contest:
+    """What competes at one size, timed as the callers of the model will see it.
+
+    Each candidate holds the kernels that it was made with, whatever is chosen for other sizes later.
+
+    Parameters
+    ----------
+    graph
+        For any size, as it is before.
+    call_seconds
+        What a call takes, about.
+    inputs
+        Of kernel modules, by their names.
+    """
+
+    model: CompiledModel
+    graph: fx.GraphModule
+    leaves: Sequence[Any]
+    session: Session
+    call_seconds: float
+    inputs: _Seen
+
+    def __post_init__(self) -> None:
+        self._kernels = {name: self.model.kernels[name] for name in self.inputs}
+        self._sizes = {name: kernel.fused.lowering.size(self.inputs[name][0]) for name, kernel in self._kernels.items()}
+        self._before = {name: kernel.choices.get(self._sizes[name]) for name, kernel in self._kernels.items()}
+
+    def decide(self, measured: _Choices, added: Mapping[SubGraph, KernelModule]) -> None:
+        """Time the candidates, and keep the fastest at this size.
+
+        Parameters
+        ----------
+        measured
+            What is fastest for each layer alone.
+        added
+            Kernels for layers that were dense at the sizes before.
+        """
+        model, graph = self.model, self.graph
+        joined = self._joined(added)
+        candidates: dict[str, tuple[fx.GraphModule, _Choices, Callable[..., Any]]] = {}
+        nearest = {name: kernel.choice_for(self.inputs[name][0]) for name, kernel in self._kernels.items()}
+        if added or any(measured[name].config != nearest[name].config for name in nearest):
+            candidates["nearest"] = graph, {}, self._bound(graph, {}, {})
+        candidates["measured"] = joined, measured, self._bound(joined, measured, added)
+        timed = self.session.tune != "off" and not self.session.interrupted
+        if timed and nearest:
+            dense = dict.fromkeys(nearest, _DENSE)
+            candidates["dense"] = graph, dense, self._bound(graph, dense, {})
+        now = model.decided_at(self.leaves)
+        if timed and now is not None and not isinstance(now, GivenModel):
+            candidates["now"] = graph, {}, now
+        runs = {name: run for name, (_, _, run) in candidates.items()}
+        best, given = self._fastest(runs) if timed else ("measured", None)
+        general, choices, run = candidates[best]
+        self._put(choices)
+        if general is not graph:
+            model.use_general(general)
+        model.use_at(self.leaves, run if given is None else given)
+
+    def _fastest(self, runs: Mapping[str, Callable[..., Any]]) -> tuple[str, GivenModel | None]:
+        """Return the fastest of the graphs, and the model as given where that is faster than all of them."""
+        calls = {name: self._call(self.model.finished(run), self.leaves) for name, run in runs.items()}
+        given = self._agreeing(runs["measured"])
+        if given is not None:
+            args, kwargs = pytree.tree_unflatten(list(self.leaves), self.model.signature.in_spec)
+            calls["given"] = self._call(partial(given.model, *args, **kwargs), ())
+        least = min(1.0, _ROUNDS * len(calls) * self.call_seconds)  # without which nothing could be said
+        seconds = min(_MOST_SECONDS, max(_LEAST_SECONDS, least, 0.5 * self.session.left))
+        rounds = Rounds(self.session.measure(calls, seconds))
+        best = max(runs, key=lambda name: rounds.ratio("measured", name).value)
+        if given is None or rounds.ratio("given", best).value >= 1:
+            return best, None
+        return best, self.model.given_again(keep=True)
+
+    def _agreeing(self, run: Callable[..., Any]) -> GivenModel | None:
+        """Return the model as given, if it still computes what was compiled."""
+        given = self.model.given_again(keep=False)
+        try:
+            if given is not None:
+                agree(pytree.tree_leaves(given(*self.leaves)), pytree.tree_leaves(run(*self.leaves)))
+        except Exception:  # noqa: BLE001 - it was changed, or does not run any more
+            return None
+        return given
+
+    def _call(self, run: Callable[..., Any], inputs: Sequence[Any]) -> Callable[[], Any]:
+        cuda = any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in self.leaves)
+        return until_done(called(run, inputs)) if cuda else called(run, inputs)
+
+    def _bound(
+        self, graph: fx.GraphModule, choices: _Choices, added: Mapping[SubGraph, KernelModule]
+    ) -> Callable[..., Any]:
+        """Return a graph for these sizes that holds these kernels, or those of before."""
+        self._put(choices)
+        new = {module_name(subgraph): next(iter(kernel.choices)) for subgraph, kernel in added.items()}
+        return with_fast_paths(fixed_module(graph, self.leaves), sizes={**self._sizes, **new})
+
+    def _put(self, choices: _Choices) -> None:
+        """Let kernels run what was chosen at these sizes; without choices, what they ran before."""
+        for name, kernel in self._kernels.items():
+            size, before = self._sizes[name], self._before[name]
+            if name in choices:
+                kernel.put(size, kernel.spec_for(self.inputs[name][0]), choices[name])
+            elif before is not None:
+                kernel.put(size, *before)
+            else:
+                kernel.drop(size)
+
+    def _joined(self, added: Mapping[SubGraph, KernelModule]) -> fx.GraphModule:
+        """Return the graph for any size with new kernels; at the sizes before, these layers stay dense."""
+        if not added:
+            return self.graph
+        tensors = dict(self.graph.named_buffers())
+        present = {name: kernel for name, kernel in self.graph.named_modules() if isinstance(kernel, KernelModule)}
+        for subgraph, kernel in added.items():
+            spec, _ = next(iter(kernel.choices.values()))
+            for size in _other_sizes(self.model, subgraph):
+                if size not in kernel.choices:
+                    kernel.put(size, spec, _DENSE)
+        return combined(Program(self.graph.graph, tensors), added, present)
 
 
 def _other_sizes(model: CompiledModel, subgraph: SubGraph) -> list[int]:
     """Return the sizes at which a layer was measured before."""
     plans = {layer.name: layer for layer in model.report.plan.layers}
     return list(plans[subgraph.name].choices) if subgraph.name in plans else []
-
-
-def _all_sizes(model: CompiledModel, leaves: Sequence[Any]) -> Callable[[], None]:
-    """Return what makes all kernels dense at the sizes that they see with these inputs."""
-
-    def dense() -> None:
-        graph = model.general if model.general is not None else model.graph
-        for name, (x, _) in _seen(graph, leaves).items():
-            kernel = model.kernels[name]
-            kernel.put(kernel.fused.lowering.size(x), kernel.spec_for(x), _DENSE)
-
-    return dense
-
-
-def _settle(model: CompiledModel, leaves: Sequence[Any], session: Session, make_dense: Callable[[], None]) -> None:
-    """Time the whole with the kernels, all dense and as given, and keep the fastest at these sizes."""
-    graph = model.general if model.general is not None else model.graph
-    calls: dict[str, Callable[..., Any]] = {"kernels": hosted(fixed_module(graph, leaves), Host.EAGER, any_size=True)}
-    if model.given is not None:
-        calls["given"] = model.given
-    chosen = "kernels"
-    if session.tune != "off" and session.left > 0:
-        dense = hosted(fixed_module(model.dense_graph(), leaves), Host.EAGER)
-        calls["dense"] = dense
-        before = session.elapsed
-        dense(*leaves)
-        timer = Timer(session, session.measure, session.elapsed - before)
-        rounds = timer.rounds({name: called(run, leaves) for name, run in calls.items()})
-        chosen = min(calls, key=rounds.median)
-    if chosen == "dense":
-        make_dense()
-        chosen = "kernels"
-        calls[chosen] = hosted(fixed_module(graph, leaves), Host.EAGER, any_size=True)
-    model.use_at(leaves, calls[chosen])
 
 
 def _tell(model: CompiledModel, leaves: Sequence[Any]) -> None:

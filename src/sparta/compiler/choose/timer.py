@@ -11,7 +11,7 @@ import torch
 from sparta.compiler.clock import Call, Measure, Rounds
 from sparta.compiler.session import Session
 
-__all__ = ["ROUNDS", "Timer"]
+__all__ = ["ROUNDS", "Timer", "until_done"]
 
 ROUNDS = 9  # of the contest that decides, where the budget allows
 
@@ -56,11 +56,13 @@ class Timer:
         seconds = min(wanted, max(0.02, 0.5 * self.session.left))
         self.hurried |= seconds < self.enough * wanted
         # By the clock, until the device is done: callers that wait for a result wait for the host as well.
-        waiting = {key: _until_done(call) if self.cuda else call for key, call in calls.items()}
+        waiting = {key: until_done(call) if self.cuda else call for key, call in calls.items()}
         return Rounds(self.measure(waiting, seconds))
 
 
-def _until_done(call: Call) -> Call:
+def until_done(call: Call) -> Call:
+    """Return a call that waits for the CUDA device."""
+
     def waiting() -> Any:
         result = call()
         torch.cuda.synchronize()

@@ -34,7 +34,7 @@ class BySize:
     def __init__(
         self, make: Callable[[], Callable[..., Any]], *, record: bool = False, module: fx.GraphModule | None = None
     ) -> None:
-        self._make, self._record, self._module = make, record, module
+        self._make, self.records, self._module = make, record, module
         self._run: Callable[..., Any] | None = None
         self._known: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
         self._recorded: OrderedDict[Any, Graphed] = OrderedDict()
@@ -42,7 +42,7 @@ class BySize:
     def get(self, shapes: Any) -> Callable[..., Any] | None:
         """Return what runs at these shapes, if they were seen before."""
         run = self._known.get(shapes)
-        if run is None or not self._record or self._run is None:
+        if run is None or not self.records or self._run is None:
             return run
         graph = self._recorded.get(shapes)
         if graph is None:
@@ -57,11 +57,7 @@ class BySize:
         """Return what runs at shapes that are new."""
         if self._run is None:
             self._run = self._make()
-        self.put(shapes, self._run)
-        return self._run
-
-    def put(self, shapes: Any, run: Callable[..., Any]) -> None:
-        """Let a function run at these shapes."""
-        self._known[shapes] = run
+        self._known[shapes] = self._run
         if len(self._known) > _MOST_SIZES:
             self._known.popitem(last=False)
+        return self._run

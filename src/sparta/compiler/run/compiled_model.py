@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -17,16 +19,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from sparta.compiler.graph.program import copied
 from sparta.compiler.graph.signature import NOT_EXACT, Signature
 from sparta.compiler.report import Report
 from sparta.compiler.run.by_size import BySize
 from sparta.compiler.run.cuda_graph import Graphed, on_cuda
 from sparta.compiler.run.given import GivenModel
 from sparta.compiler.run.host import Host, hosted
-from sparta.compiler.run.kernel_module import DenseLayer, KernelModule
+from sparta.compiler.run.kernel_module import KernelModule
 from sparta.errors import FileFormatError, ShapeError, SpartaError, ValueRangeError, message
-from sparta.modules import member, set_member
+from sparta.modules import set_member
 from sparta.signing import SigningKey
 from sparta.tesa.spec import Spec
 
@@ -88,6 +89,7 @@ class CompiledModel(nn.Module):
         # In a list, because its tensors and kernels are those of `graph`, and are not listed twice.
         self._general = [] if general is None else [general]
         self._given = given
+        self._original: weakref.ref[nn.Module] | None = None
         self.signature = signature
         self.report = report
         self.spec = spec
@@ -95,7 +97,8 @@ class CompiledModel(nn.Module):
         self._hosted = run
         self._unproven = source
         self._fast_path: Callable[[tuple[Any, ...]], Any] | None = None
-        self._tuned: dict[Any, Callable[..., Any]] = {}  # by the sizes and dtypes of positional arguments
+        self._decided: OrderedDict[Any, Callable[..., Any]] = OrderedDict()  # by the sizes that were tuned
+        self._tuned: dict[Any, Callable[..., Any]] = {}  # the same by sizes and dtypes of positional arguments
         self._other_sizes = self._by_size()
         super().train(mode=False)
 
@@ -112,7 +115,7 @@ class CompiledModel(nn.Module):
                 if fast_path is not None and (result := fast_path(args)) is not NOT_EXACT:
                     return result
                 if tuned and (run := tuned.get(_shapes_and_dtypes(args))) is not None:
-                    return self.signature.unflatten(run(*args))
+                    return run(*args)
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +187,7 @@ class CompiledModel(nn.Module):
     def _at_other_size(self, leaves: list[Any]) -> Any:
         """Run the graph for any size, or the model as given where that does not take these sizes."""
         shapes = self._shapes_of(leaves)
-        run = self._other_sizes.get(shapes)
+        run = self._decided.get(shapes) or self._other_sizes.get(shapes)
         if run is not None:
             return run(*leaves)
         if isinstance(self._hosted, GivenModel):
@@ -206,7 +209,7 @@ class CompiledModel(nn.Module):
     def _general_run(self) -> Callable[..., Any]:
         """Return the graph for any size as its host runs it."""
         host = self.report.plan.whole.host.plain
-        plain = host if host is Host.INDUCTOR else Host.EAGER
+        plain = host if host in (Host.INDUCTOR, Host.CHAIN) else Host.EAGER
         return hosted(self.general if self.general is not None else self.graph, plain, any_size=True)
 
     def _fast_path_of(self, run: Callable[..., Any]) -> Callable[[tuple[Any, ...]], Any] | None:
@@ -220,7 +223,7 @@ class CompiledModel(nn.Module):
     def _forget_host(self) -> None:
         """Let the host be made again at the next call: it may hold tensors that are replaced now."""
         self._hosted = self._fast_path = None
-        self._tuned = {}
+        self._decided, self._tuned = OrderedDict(), {}
         self._other_sizes = self._by_size()
 
     @property
@@ -238,6 +241,27 @@ class CompiledModel(nn.Module):
     def given(self) -> GivenModel | None:
         """The model as given, where it is kept: it runs at some size."""
         return self._hosted if isinstance(self._hosted, GivenModel) else self._given
+
+    def remember(self, model: nn.Module) -> None:
+        """Know the model that this was compiled from, for as long as others hold it: it competes where sizes are tuned.
+
+        Whether it still computes the same is looked at then.
+        """
+        self._original = weakref.ref(model)
+
+    def given_again(self, *, keep: bool) -> GivenModel | None:
+        """Return the model as given; with the user's own tensors unless it is kept; None where it is not known."""
+        original = None if self._original is None else self._original()
+        if self.given is not None or original is None:
+            return self.given
+        tensors = {} if keep else {**dict(original.named_parameters()), **dict(original.named_buffers())}
+        try:
+            found = GivenModel(original, {name: t.detach() for name, t in tensors.items()}, self.signature)
+        except Exception:  # noqa: BLE001 - whatever a module does when it is copied; graphs of it remain
+            return None
+        if keep:
+            self._given = found
+        return found
 
     def tune(
         self, *args: Any, tune: Literal["quick", "full", "off"] = "quick", budget_s: float | None = None, **kwargs: Any
@@ -264,31 +288,37 @@ class CompiledModel(nn.Module):
     def use_general(self, graph: fx.GraphModule) -> None:
         """Run this graph at other sizes than the example's."""
         self._general = [graph]
-        self._tuned = {}
         self._other_sizes = self._by_size()
+
+    def decided_at(self, leaves: Sequence[Any]) -> Callable[..., Any] | None:
+        """Return what runs at the sizes of these flat inputs by an earlier decision; None where there is none."""
+        return self._hosted if self._as_example(leaves) else self._decided.get(self._shapes_of(leaves))
 
     def use_at(self, leaves: Sequence[Any], run: Callable[..., Any]) -> None:
         """Run this function of flat inputs at the sizes of these."""
         if self._as_example(leaves):
             self._hosted, self._fast_path = run, None
-        else:
+            return
+        if self._other_sizes.records:  # what is recorded there looks its kernels up by size, once
             self._other_sizes.made(self._shapes_of(leaves))
-            self._other_sizes.put(self._shapes_of(leaves), run)
-            plain = self.signature.flat and all(type(leaf) is Tensor for leaf in leaves)
-            if plain and len(self._tuned) < _MOST_TUNED:
-                self._tuned[_shapes_and_dtypes(leaves)] = run
+            return
+        if len(self._decided) >= _MOST_TUNED:
+            self._decided.popitem(last=False)
+            self._tuned = {}
+        self._decided[self._shapes_of(leaves)] = run
+        if self.signature.flat and all(type(leaf) is Tensor for leaf in leaves):
+            self._tuned[_shapes_and_dtypes(leaves)] = self.finished(run)
 
-    def dense_graph(self) -> fx.GraphModule:
-        """Return the graph for any size with dense layers in the places of its kernels."""
-        graph = self.general if self.general is not None else self.graph
-        found, _ = copied(graph.graph)
-        layers: dict[str, Any] = {}
-        for node in found.nodes:
-            if node.op == "call_module":
-                layers[str(node.target)] = DenseLayer(self.kernels[str(node.target)])
-            elif node.op == "get_attr":
-                layers[str(node.target)] = member(graph, str(node.target))
-        return fx.GraphModule(layers, found, "Dense")
+    def finished(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of flat inputs as one that returns what the model returns; for flat arguments."""
+        if isinstance(run, GivenModel):
+            return run.model
+        build = self.signature.unflatten
+
+        def call(*leaves: Any) -> Any:
+            return build(run(*leaves))
+
+        return call
 
     def save(self, path: str | os.PathLike[str], *, sign: SigningKey | str | os.PathLike[str] | None = None) -> None:
         """Write the model to one file: graph, live weights, plan, spec, provenance and certificate; no pickle.

@@ -7,7 +7,7 @@ computes; the graph that is saved and given to Inductor stays the plain one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from sparta.compiler.run.kernel_module import KernelModule
 from sparta.modules import member
 from sparta.specialize.cpu.pool import max_pool2d
 
-__all__ = ["with_fast_paths"]
+__all__ = ["quicker", "with_fast_paths"]
 
 _aten = torch.ops.aten
 _QUICKER: dict[object, Callable[..., Any]] = {
@@ -53,11 +53,23 @@ _FRESH = frozenset(
 )
 
 
-def with_fast_paths(module: fx.GraphModule, *, any_size: bool = False) -> Callable[..., Any]:
+def quicker(target: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's own function for a call of an ATen overload, where there is one.
+
+    >>> quicker(torch.ops.aten.relu.default) is torch.relu
+    True
+    """
+    return _QUICKER.get(target, target)
+
+
+def with_fast_paths(
+    module: fx.GraphModule, *, any_size: bool = False, sizes: Mapping[str, int] | None = None
+) -> Callable[..., Any]:
     """Return a function of flat inputs that computes what a graph module does.
 
     It holds the module's tensors as they are now: make it again when they are replaced by others. For inputs of `any
-    size` each kernel module chooses the kernel at the call.
+    size` each kernel module chooses the kernel at the call; where the `sizes` of the inputs of kernel modules are
+    known, by their names, it holds the kernels for these.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
@@ -77,7 +89,7 @@ def with_fast_paths(module: fx.GraphModule, *, any_size: bool = False) -> Callab
             node.replace_all_uses_with(lifted)
             first = node.next if node is first else first
             graph.erase_node(node)
-        elif not any_size and (short := _fast_path_of(module, node)) is not None:
+        elif not any_size and (short := _fast_path_of(module, node, sizes)) is not None:
             node.op, node.target = "call_function", short
         elif node in in_place:
             node.target = _IN_PLACE[node.target]
@@ -86,10 +98,10 @@ def with_fast_paths(module: fx.GraphModule, *, any_size: bool = False) -> Callab
     return partial(fx.GraphModule(module, graph).forward, *tensors)
 
 
-def _fast_path_of(module: fx.GraphModule, node: fx.Node) -> Callable[..., Any] | None:
+def _fast_path_of(module: fx.GraphModule, node: fx.Node, sizes: Mapping[str, int] | None) -> Callable[..., Any] | None:
     """Return the short way through a kernel that a node calls."""
     layer = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return layer.fast_path() if isinstance(layer, KernelModule) else None
+    return layer.fast_path((sizes or {}).get(str(node.target))) if isinstance(layer, KernelModule) else None
 
 
 def _owns_its_input(node: fx.Node) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -22,16 +23,18 @@ from sparta.compiler.lower.subgraph import SubGraph
 from sparta.errors import ShapeError, SpartaError, message
 from sparta.specialize.implement import Kernel
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
-from sparta.specialize.linear.spec import apply_epilogue
 from sparta.specialize.runtime.handles import find, register
 from sparta.specialize.tuning.forgiving import ForgivingStore
 from sparta.specialize.tuning.select import DENSE, Choice, build, choose
+from sparta.specialize.tuning.store import key_of
 from sparta.tesa.attribute import TeSA
 
-__all__ = ["DenseLayer", "Fused", "KernelModule", "fused_of", "subgraph"]
+__all__ = ["Fused", "KernelModule", "fused_of", "subgraph"]
 
 _COMPILED = "cpu-generated"  # which takes seconds to make: too long for a call
 _NEAR = 2.0  # the ratio of sizes up to which a kernel that was measured is taken without another look
+_MOST_FOUND = 4096  # sizes whose kernel is remembered
+_Built = tuple[int, Kernel, Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,11 @@ class KernelModule(nn.Module):
         self.choices = dict(choices)
         self.notes: list[str] = []
         self.handle = register(self)
-        self._built: list[tuple[int, Kernel, Sequence[Tensor]]] = []
-        self._buckets: dict[int, tuple[int, Kernel, Sequence[Tensor]]] = {}
+        self._built: list[_Built] = []
+        self._found: dict[int, _Built] = {}  # by size, so that nothing is searched for in a call
+        self._buckets: dict[int, _Built] = {}
+        self._unmeasured: dict[int, Choice] = {}  # of buckets, from the store
+        self._dense: weakref.ref[Tensor] | None = None
         self._others: dict[str, KernelModule] = {}
         self.rebuild()
 
@@ -115,16 +121,27 @@ class KernelModule(nn.Module):
         kernel, packed = self.kernel_for(lowering.size(x)) if len(self._built) > 1 else self._built[0][1:]
         return lowering.run(kernel, packed, x, self.bias, residual, self.fused.attributes)
 
-    def fast_path(self) -> Callable[..., Tensor] | None:
+    def fast_path(self, size: int | None = None) -> Callable[..., Tensor] | None:
         """Return a function like :meth:`forward` that holds the kernel as it is now, with little Python around it.
 
-        None where sizes have kernels of their own, or the kernel has no such way.
+        Parameters
+        ----------
+        size
+            Of all inputs, where it is known. Without it there is no such function where sizes have kernels of their
+            own, or the kernel has no short way.
         """
-        _, kernel, packed = self._built[0]
-        fast_path = self.fused.lowering.fast_path(kernel, packed, self.bias) if len(self._built) == 1 else None
-        if fast_path is None:
+        if size is None and len(self._built) > 1:
             return None
-        bound, run = fast_path, self.run
+        _, kernel, packed = self._built[0] if size is None else self._nearest(size)
+        lowering, bias, attributes = self.fused.lowering, self.bias, self.fused.attributes
+        short, run = lowering.fast_path(kernel, packed, bias), self.run
+        if short is None:
+
+            def plain(x: Tensor, residual: Tensor | None = None) -> Tensor:
+                return lowering.run(kernel, packed, x, bias, residual, attributes)
+
+            return None if size is None else plain
+        bound = short
 
         def call(x: Tensor, residual: Tensor | None = None) -> Tensor:
             y = bound(x, residual)
@@ -133,10 +150,13 @@ class KernelModule(nn.Module):
         return call
 
     def weight(self) -> Tensor:
-        """Return the weight, dense."""
-        mask = self.fused.weight.mask(self.live.device)
-        dense = torch.zeros(mask.shape, dtype=self.live.dtype, device=self.live.device)
-        dense[mask] = self.live
+        """Return the weight, dense; the same tensor for as long as somebody holds it."""
+        dense = None if self._dense is None else self._dense()
+        if dense is None:
+            mask = self.fused.weight.mask(self.live.device)
+            dense = torch.zeros(mask.shape, dtype=self.live.dtype, device=self.live.device)
+            dense[mask] = self.live
+            self._dense = weakref.ref(dense)
         return dense
 
     @property
@@ -156,31 +176,46 @@ class KernelModule(nn.Module):
 
     def rebuild(self) -> None:
         """Build and pack all kernels for the present values, device and dtype."""
-        self._buckets = {}
-        weight = self.weight()
-        self._built = [self._packed(size, spec, choice, weight) for size, (spec, choice) in self.choices.items()]
+        self._dense = None
+        self._built, self._found, self._buckets = [], {}, {}
+        held = self.weight()  # one dense tensor for all of them
+        for size, (spec, choice) in self.choices.items():
+            self._built.append(self._made(size, spec, choice))
+        del held
 
-    def _packed(
-        self, size: int, spec: KernelSpec, choice: Choice, weight: Tensor
-    ) -> tuple[int, Kernel, Sequence[Tensor]]:
+    def _made(self, size: int, spec: KernelSpec, choice: Choice) -> _Built:
+        """Return the kernel of a choice; sizes of one bucket with the same choice share one, packed once."""
+        for other, kernel, packed in self._built:
+            known, alike = self.choices[other]
+            if alike.config == choice.config and (choice.implement == DENSE or key_of(known) == key_of(spec)):
+                return size, kernel, packed
+        return self._packed(size, spec, choice, self.weight())
+
+    def _packed(self, size: int, spec: KernelSpec, choice: Choice, weight: Tensor) -> _Built:
         """Build and pack one kernel; dense where it does not run here."""
         wanted = _moved(spec, self.live)
         try:
             kernel = build(wanted, choice.config)
-            return size, kernel, kernel.pack(weight)
+            return size, kernel, kernel.shared(kernel.pack(weight), weight)
         except SpartaError as error:
             note = f"{choice.implement} does not run on {self.live.device.type} in {self.live.dtype}: {error}"
             self.notes.append(note)
             warnings.warn(f"{note} Dense runs instead.", stacklevel=4)
             kernel = build(wanted, {"_name": DENSE})
-            return size, kernel, kernel.pack(weight)
+            return size, kernel, kernel.shared(kernel.pack(weight), weight)
 
     def put(self, size: int, spec: KernelSpec, choice: Choice) -> None:
         """Let a kernel run activations of a size from now on."""
+        built = self._made(size, spec, choice)
         self.choices = {**self.choices, size: (spec, choice)}
-        built = self._packed(size, spec, choice, self.weight())
         self._built = [*(each for each in self._built if each[0] != size), built]
-        self._buckets = {}
+        self._found, self._buckets = {}, {}
+
+    def drop(self, size: int) -> None:
+        """Let the kernel of the nearest other size run activations of a size."""
+        self.choices = {each: choice for each, choice in self.choices.items() if each != size}
+        self._built = [each for each in self._built if each[0] != size]
+        self._found, self._buckets = {}, {}
 
     def spec_for(self, x: Tensor) -> KernelSpec:
         """Return the kernel spec for an activation of this shape."""
@@ -190,14 +225,20 @@ class KernelModule(nn.Module):
 
     def choice_for(self, x: Tensor) -> Choice:
         """Return what was chosen for an activation of this size."""
-        return self.choices[self._nearest(self.fused.lowering.size(x))[0]][1]
+        size = self._nearest(self.fused.lowering.size(x))[0]
+        return self.choices[size][1] if size in self.choices else self._unmeasured[size]
 
-    def _nearest(self, size: int) -> tuple[int, Kernel, Sequence[Tensor]]:
-        """Return the kernel of the nearest size that was measured; sizes are compared by their ratio.
+    def _nearest(self, size: int) -> _Built:
+        """Return the kernel of the nearest size that was measured; sizes are compared by their ratio."""
+        found = self._found.get(size)
+        if found is None:
+            if len(self._found) >= _MOST_FOUND:
+                self._found = {}
+            found = self._found[size] = self._looked_up(max(1, size))
+        return found
 
-        Far from all of them, what was stored for such a size before, or comes with the package, is asked first.
-        """
-        size = max(1, size)
+    def _looked_up(self, size: int) -> _Built:
+        """Find the nearest; far from all, what is stored for such a size, or comes with the package, is asked first."""
         near = min(self._built, key=lambda each: _apart(each[0], size))
         if _apart(near[0], size) <= _NEAR or self.fused.op != "linear":
             return near
@@ -206,13 +247,14 @@ class KernelModule(nn.Module):
             self._buckets[bucket] = self._stored(bucket) or near
         return self._buckets[bucket]
 
-    def _stored(self, rows: int) -> tuple[int, Kernel, Sequence[Tensor]] | None:
+    def _stored(self, rows: int) -> _Built | None:
         """Return the kernel that is known to be the fastest for so many rows, None where none is."""
         x = torch.empty(rows, self.fused.weight.shape[1], dtype=self.live.dtype, device="meta")
         spec = self.spec_for(x)
         try:
             choice = choose(spec, ForgivingStore())
             known = (choice.entry is not None or choice.implement != DENSE) and choice.implement != _COMPILED
+            self._unmeasured[rows] = choice
             return self._packed(rows, spec, choice, self.weight()) if known else None
         except Exception:  # noqa: BLE001 - a store of anyone's; the nearest kernel runs
             return None
@@ -247,20 +289,6 @@ class KernelModule(nn.Module):
         """Say what runs."""
         runs = ", ".join(f"{size}: {choice}" for size, (_, choice) in self.choices.items())
         return f"{self.fused.op}, density {self.fused.weight.density:.3g}, {self.fused.epilogue}, {runs}"
-
-
-class DenseLayer(nn.Module):
-    """What a kernel module computes, by PyTorch's own ops."""
-
-    def __init__(self, kernel: KernelModule) -> None:
-        super().__init__()
-        self.fused, self.bias = kernel.fused, kernel.bias
-        self.weight = kernel.weight()
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return ``activation(layer(x) + bias) + residual``."""
-        y = self.fused.lowering.dense(self.weight, x, self.bias, self.fused.attributes)
-        return apply_epilogue(y, self.fused.epilogue, residual)
 
 
 def _apart(one: int, two: int) -> float:
