@@ -13,7 +13,7 @@ import sparta
 try:
     from accelerate import Accelerator
 except ImportError:
-    print("accelerate is not installed: pip install sparta[hf]")
+    print("accelerate is not installed: pip install 'sparta-torch[hf]'")
     sys.exit(0)
 
 torch.manual_seed(0)

@@ -74,6 +74,12 @@ def test_the_text_avoids_phrases_that_readers_stumble_over():
     assert not found
 
 
+def test_advice_names_the_distribution_of_this_project():
+    texts = [*SOURCES, *PAGES, *ROOT.glob("*.md"), *(ROOT / "examples").glob("*.py")]
+    other = re.compile(r"pip install [^\n`]*?['\" ]?\bsparta(?:\[|['\"`\s]|$)", re.MULTILINE)
+    assert not [relative(path) for path in texts if other.search(path.read_text())]
+
+
 def test_the_rule_on_any_is_switched_off_once():
     assert not [relative(path) for path in SOURCES if "noqa: ANN401" in path.read_text()]
 

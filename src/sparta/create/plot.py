@@ -24,7 +24,7 @@ def plot_schedule(modifiers: Sequence[Modifier], epochs: float, path: str | os.P
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingPackageError(
-            message("plotting needs matplotlib", fix="install it with `pip install sparta[plot]`")
+            message("plotting needs matplotlib", fix="install it with `pip install 'sparta-torch[plot]'`")
         ) from error
     figure = Figure(figsize=(8, 4), layout="constrained")
     sparsity = figure.add_subplot()

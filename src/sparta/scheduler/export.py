@@ -37,7 +37,10 @@ def export_onnx(
     missing = [package for package in ("onnx", "onnxscript") if find_spec(package) is None]
     if missing:
         raise MissingPackageError(
-            message(f"writing ONNX needs {' and '.join(missing)}", fix="install them with `pip install sparta[onnx]`")
+            message(
+                f"writing ONNX needs {' and '.join(missing)}",
+                fix="install them with `pip install 'sparta-torch[onnx]'`",
+            )
         )
     target = Path(path)
     if target.suffix != ".onnx":

@@ -80,7 +80,7 @@ def test_without_tvm_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(tvm.importlib.util, "find_spec", lambda name: None)
     tvm.compiled.cache_clear()
     spec = linear_spec(TeSA.from_mask(mask_of(8, 8, 0.1)), 4, torch.float32)
-    assert "sparta[tvm]" in TvmLinear().supports(spec).reason
+    assert "sparta-torch[tvm]" in TvmLinear().supports(spec).reason
     with pytest.raises(MissingPackageError, match="sparta\\[tvm\\]"):
         TvmLinear().build(spec, {"rows": 1, "vectors": 1})
 

@@ -7,9 +7,42 @@ they only know *when* to call :func:`sparta.create.initialize` and where to keep
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["with_epochs"]
+if TYPE_CHECKING:
+    from sparta.create.manager import Manager
+
+__all__ = ["CallbackOf", "TrainingRun", "with_epochs"]
+
+
+class TrainingRun:
+    """What a callback does in one training, without the classes of the package that calls it.
+
+    Parameters
+    ----------
+    options
+        Keyword arguments of :func:`~sparta.create.initialize.initialize`.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options = dict(options)
+        self.manager: Manager | None = None
+
+    def end(self) -> None:
+        """Finalize; the model is a plain one with zeros in it."""
+        if self.manager is not None:
+            self.manager.finalize()
+
+
+class CallbackOf:
+    """What every callback shows of its run: the manager, once training has started."""
+
+    run: TrainingRun
+
+    @property
+    def manager(self) -> Manager | None:
+        """The manager of the recipe."""
+        return self.run.manager
 
 
 def with_epochs(variables: Any, epochs: float) -> dict[str, Any]:

@@ -9,30 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparta.create.initialize import initialize
-from sparta.create.integrations import with_epochs
+from sparta.create.integrations import CallbackOf, TrainingRun, with_epochs
 from sparta.errors import MissingPackageError, ValueRangeError, message
-
-if TYPE_CHECKING:
-    from sparta.create.manager import Manager
 
 __all__ = ["LightningRun", "lightning_callback"]
 
 
-class LightningRun:
-    """What the callback does, without Lightning's classes.
-
-    Parameters
-    ----------
-    options
-        Keyword arguments of :func:`~sparta.create.initialize.initialize`.
-    """
+class LightningRun(TrainingRun):
+    """What the callback does, without Lightning's classes."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self.options = dict(options)
-        self.manager: Manager | None = None
+        super().__init__(options)
         self.pending: Mapping[str, Any] | None = None
 
     def begin(self, trainer: Any, module: Any) -> None:
@@ -58,11 +48,6 @@ class LightningRun:
         """Return what belongs in a checkpoint."""
         return {} if self.manager is None else self.manager.state_dict()
 
-    def end(self) -> None:
-        """Finalize; the model is a plain one with zeros in it."""
-        if self.manager is not None:
-            self.manager.finalize()
-
 
 def lightning_callback(**options: Any) -> Any:
     """Return a ``lightning.pytorch.Callback`` that makes the training sparse; its ``manager`` is the manager.
@@ -82,17 +67,13 @@ def lightning_callback(**options: Any) -> Any:
         from lightning.pytorch import Callback
     except ImportError as error:
         raise MissingPackageError(
-            message("the callback needs lightning", fix="install it with `pip install sparta[lightning]`")
+            message("the callback needs lightning", fix="install it with `pip install 'sparta-torch[lightning]'`")
         ) from error
 
-    class SparseTrainingCallback(Callback):  # type: ignore[misc, unused-ignore]
+    class SparseTrainingCallback(CallbackOf, Callback):  # type: ignore[misc, unused-ignore]
         """Calls :class:`LightningRun` at Lightning's moments."""
 
         run = LightningRun(options)
-
-        @property
-        def manager(self) -> Manager | None:
-            return self.run.manager
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             self.run.begin(trainer, pl_module)

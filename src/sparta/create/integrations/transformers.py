@@ -8,35 +8,21 @@ checkpoint, takes it back when the Trainer resumes, and finalizes at the end. Th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparta.create.initialize import initialize
-from sparta.create.integrations import with_epochs
+from sparta.create.integrations import CallbackOf, TrainingRun, with_epochs
 from sparta.create.loop.state_file import load_state, save_state
 from sparta.errors import MissingPackageError, ValueRangeError, message
-
-if TYPE_CHECKING:
-    from sparta.create.manager import Manager
 
 __all__ = ["TrainerRun", "trainer_callback"]
 
 _STATE, _RECIPE = "sparta_state.safetensors", "sparta_recipe.yaml"
 
 
-class TrainerRun:
-    """What a Trainer's callback does, without the Trainer's classes.
-
-    Parameters
-    ----------
-    options
-        Keyword arguments of :func:`~sparta.create.initialize.initialize`.
-    """
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self.options = dict(options)
-        self.manager: Manager | None = None
+class TrainerRun(TrainingRun):
+    """What a Trainer's callback does, without the Trainer's classes."""
 
     def begin(self, args: Any, state: Any, model: Any, optimizer: Any, loader: Any) -> None:
         """Initialize, and go on where a checkpoint left off."""
@@ -67,11 +53,6 @@ class TrainerRun:
             save_state(folder / _STATE, self.manager.state_dict())
             self.manager.save(folder / _RECIPE)
 
-    def end(self) -> None:
-        """Finalize; the model is a plain one with zeros in it."""
-        if self.manager is not None:
-            self.manager.finalize()
-
     @staticmethod
     def _folder(args: Any, state: Any) -> Path:
         return Path(args.output_dir) / f"checkpoint-{state.global_step}"
@@ -95,17 +76,13 @@ def trainer_callback(**options: Any) -> Any:
         from transformers import TrainerCallback
     except ImportError as error:
         raise MissingPackageError(
-            message("the Trainer's callback needs transformers", fix="install it with `pip install sparta[hf]`")
+            message("the Trainer's callback needs transformers", fix="install it with `pip install 'sparta-torch[hf]'`")
         ) from error
 
-    class SparseTrainingCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    class SparseTrainingCallback(CallbackOf, TrainerCallback):  # type: ignore[misc, unused-ignore]
         """Calls :class:`TrainerRun` at the Trainer's moments."""
 
         run = TrainerRun(options)
-
-        @property
-        def manager(self) -> Manager | None:
-            return self.run.manager
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
             self.run.begin(args, state, kwargs["model"], kwargs["optimizer"], kwargs.get("train_dataloader"))

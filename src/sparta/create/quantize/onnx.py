@@ -162,5 +162,7 @@ def _need(*packages: str) -> None:
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         raise MissingPackageError(
-            message(f"ONNX export needs {' and '.join(missing)}", fix="install the extra: pip install sparta[onnx]")
+            message(
+                f"ONNX export needs {' and '.join(missing)}", fix="install the extra: pip install 'sparta-torch[onnx]'"
+            )
         )

@@ -146,7 +146,7 @@ class TvmLinear(Implement):
             given = f"density {spec['weight'].density:.2f}"
             return Support.no(f"{given}; at most {_MOST_DENSE} pays", Cause.PATTERN)
         if importlib.util.find_spec("tvm") is None:
-            return Support.no("TVM is not installed: pip install 'sparta[tvm]'", Cause.MISSING_TOOL)
+            return Support.no("TVM is not installed: pip install 'sparta-torch[tvm]'", Cause.MISSING_TOOL)
         return Support.yes("LLVM code for a loop nest in TVM's IR")
 
     def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
@@ -173,7 +173,7 @@ class TvmLinear(Implement):
 def compiled(rows: int, vectors: int, lanes: int, *, parallel: bool) -> Callable[..., None]:
     """Return the compiled loop nest; it takes tensors as they are."""
     if importlib.util.find_spec("tvm") is None:
-        raise MissingPackageError(message("TVM is not installed", fix="pip install 'sparta[tvm]'"))
+        raise MissingPackageError(message("TVM is not installed", fix="pip install 'sparta-torch[tvm]'"))
     import tvm
     import tvm.script
 
