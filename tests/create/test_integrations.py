@@ -193,7 +193,7 @@ def test_a_missing_package_is_named_with_its_extra(make, package, extra, monkeyp
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MissingPackageError, match=rf"sparta\[{extra}\]"):
+    with pytest.raises(MissingPackageError, match=rf"sparta-torch\[{extra}\]"):
         make()
 
 

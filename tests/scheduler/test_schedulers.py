@@ -440,7 +440,7 @@ def test_onnx_is_written_with_zeros_or_the_missing_packages_are_named(tmp_path, 
 
     monkeypatch.setattr(torch.onnx, "export", export)
     monkeypatch.setattr("sparta.scheduler.export.find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"sparta\[onnx\]"):
+    with pytest.raises(MissingPackageError, match=r"sparta-torch\[onnx\]"):
         scheduler.export_sparse_onnx(model, torch.randn(1, 3, 8, 8), tmp_path / "net")
     monkeypatch.setattr("sparta.scheduler.export.find_spec", lambda name: True)
     scheduler.export_sparse_onnx(model, torch.randn(1, 3, 8, 8), tmp_path / "net", opset_version=18)

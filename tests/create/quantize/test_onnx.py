@@ -57,7 +57,7 @@ def test_the_runtime_agrees_within_a_quantum(name, scheme, tmp_path):
 def test_a_missing_package_is_named(monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
-    with pytest.raises(MissingPackageError, match=r"sparta\[onnx\]"):
+    with pytest.raises(MissingPackageError, match=r"sparta-torch\[onnx\]"):
         quantize.to_onnx(torch.nn.Linear(2, 2), (torch.zeros(1, 2),), tmp_path / "model.onnx")
 
 
