@@ -15,7 +15,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from renderers import any_model, compiler, cpu, cuda, front_page, generation, noise, oneshot, propagation, training
+from renderers import (
+    any_model,
+    compiler,
+    cpu,
+    cuda,
+    cuda_models,
+    front_page,
+    generation,
+    noise,
+    oneshot,
+    propagation,
+    training,
+)
 from renderers.registry import RENDERERS, Record
 
 _USED = (
@@ -23,6 +35,7 @@ _USED = (
     compiler,
     cpu,
     cuda,
+    cuda_models,
     front_page,
     generation,
     noise,
