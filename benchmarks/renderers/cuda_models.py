@@ -1,0 +1,102 @@
+"""Tables of whole models and of trust on CUDA: stacks in fp8, training of a model, choices that hold and repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from renderers.registry import Record, markdown, renderer, source
+
+
+@renderer("cuda-stacks-fp8", "stacks_fp8")
+def stacks_fp8(found: Sequence[Record]) -> str:
+    """Return whole stacks in fp8: a row for each stack and pattern."""
+    parts = []
+    for record in found:
+        rows = []
+        for row in record["results"]["cases"]:
+            times = [f"{row['ms'][name]:.3f}" if name in row["ms"] else None for name in ("bf16", "fp8", "sparta")]
+            over = [None if row[f"ratio_{name}"] is None else f"{row[f'ratio_{name}']:.2f}" for name in ("fp8", "bf16")]
+            runs = ", ".join(f"{count} {name}" for name, count in row["implements"].items())
+            change = None if row["change"] is None else f"{100 * row['change']:.1f} %"
+            line = [row["case"], row["layers"], *times, over[0], row["over_fp8"], over[1], row["over_bf16"], runs]
+            rows.append([*line, change])
+        title = (
+            "Milliseconds of a whole stack: dense in bf16 and in fp8 (`torch.compile`, replayed from a CUDA graph), "
+            'and after `sparta.compile(precision="fp8")`; times faster than both, beside the aims; how far rounding '
+            f"changes the outputs. {source(record)}"
+        )
+        heads = ["stack", "layers", "bf16", "fp8", "sparta", "× fp8", "aim", "× bf16", "aim", "runs", "change"]
+        parts.append(f"{title}\n\n{markdown(heads, rows)}")
+    return "\n\n".join(parts)
+
+
+@renderer("training-model", "training_model")
+def training_model(found: Sequence[Record]) -> str:
+    """Return training steps of a whole model."""
+    parts = []
+    for record in found:
+        rows = []
+        for row in record["results"]["steps"]:
+            times = [f"{row[name]:.2f}" for name in ("dense_ms", "ms", "graphed_dense_ms", "graphed_ms", "linear_ms")]
+            ratios = [f"{row[name]:.2f}" for name in ("ratio", "graphed_ratio", "target", "bound")]
+            rows.append(
+                [f"{row['layers']} layers, batch {row['batch']}", f"{100 * row['sparsity']:g} %", *times, *ratios]
+            )
+        title = (
+            "A training step of ViT-B in bf16 with blocks of 64 in its linear layers: milliseconds and times faster "
+            "than dense, eagerly and replayed from CUDA graphs. The bound is Amdahl's, with linear layers that take "
+            f"their density of the time that they take densely; the target is 85 % of it. {source(record)}"
+        )
+        heads = ["model", "sparsity", "dense", "sparse", "dense, graph", "sparse, graph", "of it linear layers"]
+        heads += ["over dense", "over dense, graph", "target", "bound"]
+        parts.append(f"{title}\n\n{markdown(heads, rows)}")
+    return "\n\n".join(parts)
+
+
+@renderer("cuda-never-slower", "never_slower")
+def never_slower(found: Sequence[Record]) -> str:
+    """Return how random layers fared that were measured again."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        layers, rows = results["layers"], []
+        for pattern in sorted({each["pattern"] for each in layers}):
+            for graph in (False, True):
+                ratios = [each["ratio"] for each in layers if each["pattern"] == pattern and each["graph"] == graph]
+                if ratios:
+                    slower = sum(ratio < results["least"] for ratio in ratios)
+                    mode = "graph" if graph else "eager"
+                    rows.append([pattern, mode, len(ratios), f"{min(ratios):.2f}", f"{max(ratios):.2f}", slower])
+        title = (
+            f"{len(layers)} random layers, chosen by tuning and measured again in a process of its own: times faster "
+            f"than dense. Of all of them, {sum(each['ratio'] < results['least'] for each in layers)} fell below "
+            f"{results['least']}. {source(record)}"
+        )
+        heads = ["pattern", "mode", "layers", "lowest", "highest", f"below {results['least']}"]
+        parts.append(f"{title}\n\n{markdown(heads, rows)}")
+    return "\n\n".join(parts)
+
+
+@renderer("cuda-stability", "stability")
+def stability(found: Sequence[Record]) -> str:
+    """Return how far choices of several processes are apart."""
+    parts = []
+    for record in found:
+        rows = [
+            [
+                f"{row['n']}×{row['k']}, {row['pattern']}, {100 * row['sparsity']:g} %",
+                row["tokens"],
+                len(row["over_best"]),
+                row["choices"],
+                f"{row['best_us']:.1f}",
+                f"{max(row['over_best']):.3f}",
+            ]
+            for row in record["results"]["layers"]
+        ]
+        title = (
+            "Layers tuned again and again in fresh processes: how many different choices there were, and how long the "
+            f"slowest of them takes, over the fastest; {record['results']['allowed']} is allowed. {source(record)}"
+        )
+        heads = ["layer", "tokens", "tunings", "different choices", "best µs", "slowest over best"]
+        parts.append(f"{title}\n\n{markdown(heads, rows)}")
+    return "\n\n".join(parts)
