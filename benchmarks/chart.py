@@ -1,6 +1,7 @@
-"""The chart of the README: whole models on the CPU, drawn from the saved results.
+"""The charts of the README and the docs, drawn from the saved results.
 
-Run with ``python benchmarks/chart.py`` after ``benchmarks/compiler/models.py``; writes ``docs/_static/speedups.svg``.
+Run with ``python benchmarks/chart.py`` after ``benchmarks/compiler/models.py``, which writes
+``docs/_static/speedups.svg``, or after ``benchmarks/oneshot/encoder.py``, which writes ``docs/_static/loss.svg``.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from record import RESULTS
+from renderers import scatter
 
-TARGET = Path(__file__).parents[1] / "docs" / "_static" / "speedups.svg"
+STATIC = Path(__file__).parents[1] / "docs" / "_static"
 MODELS = {"bert-base": "BERT-base", "resnet50": "ResNet-50", "minilm": "MiniLM", "mobilenetv2": "MobileNetV2"}
 SPARSITIES = (0.8, 0.9, 0.95)
 COLOURS = ("#8fcfb4", "#2f9e74", "#0b6e4f")
@@ -71,20 +73,32 @@ def _gain(case: dict[str, Any]) -> float:
     return float(case["speedup"])
 
 
-def chart() -> str:
-    """Return the chart of the saved results."""
-    saved = json.loads((RESULTS / "compiler_models.x86-64-cpu.json").read_text())
+def charts() -> dict[Path, str]:
+    """Return the charts of the saved results, by the files that they belong into."""
+    found: dict[Path, str] = {}
+    for question, key, name, draw in (
+        ("compiler_models", "cases", "speedups.svg", drawn),
+        ("oneshot_encoder", "rows", "loss.svg", scatter.drawn),
+    ):
+        path = RESULTS / f"{question}.x86-64-cpu.json"
+        if path.exists():
+            saved = json.loads(path.read_text())
+            found[STATIC / name] = draw(saved["results"][key], _where(saved))
+    return found
+
+
+def _where(saved: dict[str, Any]) -> str:
     environment = saved["environment"]
     threads = environment["torch_threads"]
-    where = f"{environment['cpu']['model']}, {threads} threads, PyTorch {environment['torch']}, {saved['date'][:10]}"
-    return drawn(saved["results"]["cases"], where)
+    return f"{environment['cpu']['model']}, {threads} threads, PyTorch {environment['torch']}, {saved['date'][:10]}"
 
 
 def main() -> None:
-    """Write the chart."""
-    TARGET.parent.mkdir(exist_ok=True)
-    TARGET.write_text(chart(), "utf-8")
-    print(f"wrote {TARGET}")
+    """Write the charts."""
+    STATIC.mkdir(exist_ok=True)
+    for path, text in charts().items():
+        path.write_text(text, "utf-8")
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ MAY_USE = {
     "sparsify": {"tesa"},
     "oneshot": {"tesa", "common", "sparsify", "measure"},
     "scheduler": {"tesa", "sparsify"},
-    "create": {"tesa", "common", "sparsify"},
+    "create": {"tesa", "common", "sparsify", "oneshot"},
     "propagation": {"tesa"},
     "recovery": {"tesa", "common", "sparsify", "oneshot", "create"},
     "specialize": {"tesa", "common", "measure"},
@@ -32,7 +32,7 @@ MAY_USE = {
     "precision": {"tesa", "create", "specialize"},
     "compiler": {"tesa", "common", "precision", "propagation", "specialize", "nn", "measure", "reporting", "signing"},
     "generation": {"tesa", "common", "propagation", "specialize", "nn", "measure", "compiler", "signing"},
-    "planning": {"tesa", "common", "oneshot", "propagation", "specialize", "compiler"},
+    "planning": {"tesa", "common", "oneshot", "precision", "propagation", "specialize", "compiler"},
 }
 EVERYTHING = {"cli", "demo", "__init__"}
 

@@ -240,11 +240,25 @@ def test_speeds_are_means_over_shapes(tables, tmp_path, question):
     assert line in tables.made(question.replace("_", "-"), tmp_path)
 
 
-def test_the_chart_agrees_with_the_results():
+def test_the_charts_agree_with_the_results():
     spec = importlib.util.spec_from_file_location("benchmark_chart", ROOT / "benchmarks" / "chart.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.TARGET.read_text("utf-8") == module.chart(), "run `python benchmarks/chart.py`"
+    for path, text in module.charts().items():
+        assert path.read_text("utf-8") == text, "run `python benchmarks/chart.py`"
+
+
+def test_the_drawing_of_losses_has_a_point_for_each_whole_row():
+    spec = importlib.util.spec_from_file_location("benchmark_chart", ROOT / "benchmarks" / "chart.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    row = {"task": "a", "metric_name": "accuracy", "dense": 0.9, "dense_ms": 4.0}
+    whole = [{**row, "pattern": "4x1", "sparsity": s, "metric": 0.9 - s / 10, "ms": 4 - 3 * s} for s in (0.5, 0.9)]
+    unfinished = [{**row, "pattern": "2:4", "sparsity": None, "metric": 0.8, "ms": None}]
+    text = module.scatter.drawn([*whole, *unfinished], "here")
+    assert text.count("<title>4x1") == 2
+    assert "2:4" not in text
+    assert text.startswith("<svg ")
 
 
 def test_the_figures_of_the_readme_are_those_of_the_results():

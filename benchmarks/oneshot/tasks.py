@@ -45,17 +45,17 @@ class Task:
     channels: dict[str, Any]
 
 
-def minilm(folder: Path, sentences: Path, pairs: int) -> Task:
+def minilm(folder: Path, sentences: Path, pairs: int, device: str = "cpu") -> Task:
     """Return MiniLM with STS-B's test pairs, calibrated on sentences of its training pairs."""
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
 
     def encoded(texts: list[str], length: int, *, full: bool = False) -> dict[str, Tensor]:
         padding = "max_length" if full else "longest"
         found = tokenizer(texts, padding=padding, truncation=True, max_length=length, return_tensors="pt")
-        return {"input_ids": found["input_ids"], "attention_mask": found["attention_mask"]}
+        return {name: found[name].to(device) for name in ("input_ids", "attention_mask")}
 
     train, test = _pairs(sentences / "sts-train.csv"), _pairs(sentences / "sts-test.csv")[:pairs]
     texts = [text for _, one, two in train[:256] for text in (one, two)]
@@ -76,16 +76,16 @@ def minilm(folder: Path, sentences: Path, pairs: int) -> Task:
     return Task("MiniLM", model, data, example, metric, "Spearman, STS-B test", channels)
 
 
-def digits(folder: Path | None) -> Task:
+def digits(folder: Path | None, device: str = "cpu") -> Task:
     """Return a convolutional network trained on MNIST, with its test images."""
-    images = load(folder, "cpu")
+    images = load(folder, device)
     torch.manual_seed(0)
     size = (images.train_images.shape[-1] // 4) ** 2
     model = nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
         nn.Linear(64 * size, 256), nn.ReLU(), nn.Linear(256, 10),
-    )  # fmt: skip
+    ).to(device)  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     for rows in _batches(len(images.train_images), epochs=1 if folder else 20):
         loss = functional.cross_entropy(model(images.train_images[rows]), images.train_labels[rows])

@@ -48,6 +48,8 @@ def encoder(found: Sequence[Record]) -> str:
             parts.append(
                 f"{title} {source(record)}\n\n{markdown(['pattern', 'zeros', 'metric', 'ms', 'x dense'], cells)}"
             )
+    if any(row["ms"] is not None and row["metric"] is not None for each in found for row in each["results"]["rows"]):
+        parts.insert(0, "![What each pattern costs at the speed-up that it is measured to give](../_static/loss.svg)")
     return "\n\n".join(parts)
 
 
@@ -58,7 +60,7 @@ def plans(found: Sequence[Record]) -> str:
     for record in found:
         rows = [
             [
-                row["model"],
+                f"{row['model']} ({row['metric_name']})" if row["metric_name"] else row["model"],
                 f"{row['asked']:g}x",
                 f"{row['speedup']:.2f}x" + ("" if row["met"] else " (not met)"),
                 f"{100 * (row['speedup'] / row['asked'] - 1):+.1f} %",
@@ -95,9 +97,10 @@ def memory(found: Sequence[Record]) -> str:
 def _beside(row: Record) -> str:
     if row["metric"] is None:
         return ""
+    digits = 1 if row["dense_metric"] > 10 else 3
     other = row["uniform"]
-    text = "" if other is None else f"; {other['metric']:.3f} at {_percent(other['sparsity'])}, {other['speedup']:.2f}x"
-    return f"{row['metric']:.3f} ({row['dense_metric']:.3f}{text})"
+    text = "" if other is None else f"; {other['metric']:.{digits}f} by {other['option']}, {other['speedup']:.2f}x"
+    return f"{row['metric']:.{digits}f} ({row['dense_metric']:.{digits}f}{text})"
 
 
 def _percent(share: float | None) -> str:

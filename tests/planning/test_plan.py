@@ -13,7 +13,9 @@ from planning.benches import FakeBench
 from sparta.compiler.session import Session
 from sparta.errors import SpartaError, ValueRangeError
 from sparta.oneshot.targets import find_targets
+from sparta.planning import Option
 from sparta.planning.api import plan_with
+from sparta.planning.bench import CompilerBench
 from sparta.planning.result import Goal
 
 WIDTH = 32
@@ -55,7 +57,7 @@ def batches(count=3):
 
 def planned(model=None, patterns=("4x1", "unstructured"), data=None, bench=None, session=None, **goal):
     model = model or transformer()
-    options = {key: goal.pop(key) for key in ("metric", "checkpoint", "method", "ignore") if key in goal}
+    options = {key: goal.pop(key) for key in ("metric", "checkpoint", "method", "ignore", "precisions") if key in goal}
     targets = {t.name: t for t in find_targets(model, None, options.get("ignore"))}
     bench = bench or FakeBench(targets)
     bench.targets = targets
@@ -119,6 +121,9 @@ def test_a_goal_that_the_model_meets_as_it_is_changes_nothing():
         {"speedup": "fast"},
         {"speedup": 2.0, "patterns": "chanels"},
         {"speedup": 2.0, "patterns": []},
+        {"speedup": 2.0, "precisions": "int4"},
+        {"speedup": 2.0, "precisions": ["int8", "fp8"]},
+        {"speedup": 2.0, "precisions": 8},
         {"speedup": 2.0, "method": "alpz"},
         {"speedup": 2.0, "data": []},
         {"speedup": 2.0, "data": [torch.ones(3, 5)]},
@@ -335,6 +340,87 @@ def test_plots_show_the_curve():
     pytest.importorskip("matplotlib").use("Agg")
     axes = planned(speedup=1.5).plot()
     assert len(axes.lines) == 2
+
+
+def test_rounding_is_an_option_like_others_and_costs_less_than_pruning_alone():
+    plan, without = planned(speedup=2.2, precisions=["int8"]), planned(speedup=2.2)
+    assert plan.met
+    assert plan.whole.ratio == pytest.approx(2.2, rel=0.03)
+    assert set(plan.precisions.values()) == {"int8"}
+    assert plan.loss < without.loss
+    assert "by plan.compile" in str(plan)
+    assert not without.precisions
+
+
+def test_rounding_and_pruning_go_together_where_neither_is_enough():
+    assert not planned(speedup=2.0, patterns=["unstructured"]).met
+    plan = planned(speedup=2.0, patterns=["unstructured"], precisions=["int8"])
+    assert plan.met
+    both = [option for option in plan.assignment.values() if option.prunes and option.precision]
+    assert both
+    for name, option in plan.assignment.items():
+        costs = plan.table.costs[name]
+        if option.prunes and option.precision:
+            assert costs[option] > costs[option.unrounded]
+
+
+def test_rounding_alone_prunes_nothing_and_compiles_rounded():
+    model = transformer()
+    before = copy.deepcopy(model.state_dict())
+    plan = planned(model, speedup=1.2, patterns=["2:4"], precisions=["int8"])
+    only = {name: option for name, option in plan.assignment.items() if not option.prunes}
+    assert only
+    plan.assignment = only
+    log = plan.apply(model)
+    assert not list(log)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    fast = plan.compile(model, tune="off")
+    rounded = {f"{row.layer}.weight" for row in fast.report.precision.layers if row.format == "int8"}
+    assert rounded == only.keys()
+    with torch.no_grad():
+        gap = (fast(example()) - model(example())).norm() / model(example()).norm()
+    assert gap < 0.05
+
+
+def test_compiling_prunes_a_copy_unless_the_plan_was_applied():
+    model = transformer()
+    plan = planned(model, speedup=1.5, method="wanda")
+    fast = plan.compile(tune="off")
+    assert all(bool((p != 0).all()) for name, p in model.named_parameters() if name in plan.assignment)
+    with torch.no_grad():
+        assert not torch.allclose(fast(example()), model(example()), atol=1e-3)
+    with pytest.raises(SpartaError):
+        plan.compile(transformer(), tune="off")  # which has no zeros
+
+
+def test_the_metric_is_that_of_the_rounded_model():
+    model = transformer()
+    seen = []
+
+    def metric(other):
+        with torch.no_grad():
+            seen.append(float((other(example()) - model(example())).norm()))
+        return -seen[-1]
+
+    plan = planned(model, speedup=1.15, patterns=["2:4"], precisions=["int8"], metric=metric)
+    assert plan.dense_metric == 0
+    assert not any(option.prunes for option in plan.assignment.values())
+    assert plan.metric_of(plan.assignment) < 0
+
+
+def test_the_compiler_times_layers_that_are_rounded():
+    model = transformer()
+    targets = {t.name: t for t in find_targets(model)}
+    bench = CompilerBench(copy.deepcopy(model), example(), targets, Session(budget_s=4.0))
+    for option in (Option("dense", precision="int8"), Option("4x1", 0.9, "int8")):
+        assert 0 < bench.option_ms("1.gate.weight", option) <= bench.dense_ms("1.gate.weight")
+    kinds = {
+        "1.gate.weight": (Option("4x1", 0.9, "int8"), Option("4x1", 0.9).made),
+        "1.up.weight": (Option("dense", precision="int8"), None),
+    }
+    whole = bench.whole(kinds)
+    assert whole.ms > 0
+    assert not bench.notes
 
 
 class Convolutions(nn.Module):

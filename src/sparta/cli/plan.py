@@ -23,6 +23,9 @@ def plan_source(  # noqa: PLR0913 - one option each
     memory_mb: Annotated[float | None, typer.Option(help="Megabytes of weights.")] = None,
     max_loss: Annotated[float | None, typer.Option(help="As fast as possible within this estimated loss.")] = None,
     pattern: Annotated[list[str] | None, typer.Option(help="Patterns to choose from; may be repeated.")] = None,
+    precision: Annotated[
+        str, typer.Option(help="What layers may be rounded to: int8, fp8, auto for what runs here, or none.")
+    ] = "auto",
     method: Annotated[
         str, typer.Option(help="How layers are pruned: magnitude, wanda, sparsegpt, alps, ...")
     ] = "wanda",
@@ -46,7 +49,9 @@ def plan_source(  # noqa: PLR0913 - one option each
             "memory_mb": memory_mb,
             "max_loss": max_loss,
         }
-        found = sparta.plan(model, example, data, **goal, patterns=pattern or "auto", method=method, budget_s=budget_s)
+        allowed = None if precision == "none" else precision
+        how: dict[str, Any] = {"patterns": pattern or "auto", "precisions": allowed, "method": method}
+        found = sparta.plan(model, example, data, **goal, **how, budget_s=budget_s)
         if out is not None:
             found.spec.save(out)
         typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))

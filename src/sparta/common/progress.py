@@ -7,17 +7,24 @@ reports its steps, `sparta.nn.tune` its modules, a search its trials. ``progress
 from __future__ import annotations
 
 import contextlib
+import re
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from sparta.common.result import Trial, shortened
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
-__all__ = ["ManyView", "Progress", "Step", "many_view", "progress_view"]
+__all__ = ["LiveLine", "ManyView", "Progress", "Step", "many_view", "progress_view"]
+
+_COUNTED = re.compile(r"(\d+)/(\d+)")
+_BAR = 24
+_CLEAR = "\r\x1b[2K"
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,70 @@ class Step:
 Progress = Callable[[Step], object]
 
 
+@dataclass(eq=False)
+class LiveLine:
+    """The one line of a terminal that says what is done now; gone when it is closed.
+
+    A line that counts, ``layer 3/12: fc1``, has a bar and, from the second step on, the time that is left. The cursor
+    stays at its beginning, so that what is printed next takes its place.
+
+    Examples
+    --------
+    >>> import io
+    >>> stream = io.StringIO()
+    >>> line = LiveLine(stream, clock=iter([0.0, 0.0, 5.0, 10.0]).__next__, width=80)
+    >>> for step in (1, 2, 3):
+    ...     line(f"layer {step}/4: fc{step}")
+    >>> stream.getvalue().split(chr(27))[-1].strip()
+    '[2Ksparta ############------------ 0:10 (0:10 left) layer 3/4: fc3'
+    """
+
+    stream: TextIO
+    clock: Callable[[], float] = time.monotonic
+    width: int | None = None
+    _started: float = field(init=False)
+    _counting: tuple[int, float] = (0, 0.0)
+
+    def __post_init__(self) -> None:
+        self._started = self.clock()
+
+    def __call__(self, text: str) -> None:
+        """Show what is done now."""
+        now = self.clock()
+        found = _COUNTED.search(text)
+        bar = left = ""
+        if found is not None:
+            done, total = max(0, int(found[1]) - 1), max(1, int(found[2]))
+            if self._counting[0] != total or not done:
+                self._counting = total, now
+            filled = min(_BAR, _BAR * done // total)
+            full, empty = "━─" if _takes(self.stream, "━─") else "#-"
+            bar = full * filled + empty * (_BAR - filled) + " "
+            if done:
+                left = f" ({_minutes((now - self._counting[1]) * (total - done) / done)} left)"
+        columns = (self.width or shutil.get_terminal_size().columns) - 1
+        line = f"sparta {bar}{_minutes(now - self._started)}{left} {text}"
+        self.stream.write(f"{_CLEAR}{line[:columns]}\r")
+        self.stream.flush()
+
+    def close(self) -> None:
+        """Leave an empty line."""
+        self.stream.write(_CLEAR)
+        self.stream.flush()
+
+
+def _takes(stream: TextIO, characters: str) -> bool:
+    try:
+        characters.encode(getattr(stream, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
 @contextlib.contextmanager
 def progress_view(progress: Progress | Literal[True] | None, total: int | None) -> Iterator[Progress]:
     """Give the callable that shows the trials of one search.
@@ -73,7 +144,7 @@ def progress_view(progress: Progress | Literal[True] | None, total: int | None) 
     elif not progress:
         yield lambda _step: None
     elif sys.stderr.isatty():
-        with _bar(total) as (bar, task):
+        with _bar(total, "tuning") as (bar, task):
             say = _saying_the_best()
             yield lambda step: bar.update(task, completed=step.outcome.number + 1, description=say(step))
     else:
@@ -98,7 +169,11 @@ class ManyView:
 
 
 @contextlib.contextmanager
-def many_view(progress: Progress | bool | None, total: int) -> Iterator[ManyView]:  # noqa: FBT001
+def many_view(
+    progress: Progress | bool | None,  # noqa: FBT001 - as people pass it
+    total: int,
+    what: str = "tuning",
+) -> Iterator[ManyView]:
     """Give what shows several searches.
 
     Parameters
@@ -108,6 +183,8 @@ def many_view(progress: Progress | bool | None, total: int) -> Iterator[ManyView
         not; None for a live view in a terminal only; False for nothing.
     total
         How many parts there are.
+    what
+        What is done to them, in one word.
 
     Examples
     --------
@@ -118,7 +195,7 @@ def many_view(progress: Progress | bool | None, total: int) -> Iterator[ManyView
     if callable(progress):
         yield ManyView(lambda _name: None, progress)
     elif progress is not False and sys.stderr.isatty():
-        with _bar(total) as (bar, task):
+        with _bar(total, what) as (bar, task):
             yield _live_parts(bar, task)
     elif progress:
         finished: list[str] = []
@@ -147,12 +224,20 @@ def _live_parts(bar: RichProgress, task: Any) -> ManyView:
 
 
 @contextlib.contextmanager
-def _bar(total: int | None) -> Iterator[tuple[RichProgress, Any]]:
+def _bar(total: int | None, what: str) -> Iterator[tuple[RichProgress, Any]]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     text = TextColumn("{task.description}", markup=False)
-    columns = (TextColumn("tuning"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), text)
+    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    columns = (TextColumn(what), BarColumn(bar_width=_BAR), MofNCompleteColumn(), *times, text)
     with Progress(*columns, console=Console(stderr=True)) as bar:
         yield bar, bar.add_task("", total=total)
 

@@ -151,10 +151,11 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
         own = session if wanted.precision is None else session.again()
         return compile_in(own, model, calls, spec, dynamic_shapes=dynamic_shapes, activations=activations, **settled)
 
-    if wanted.precision is None:
-        return one(given, spec, activations)
-    compiled: CompiledModel | PartialModel = compiled_at(wanted, given, calls, spec, one)
-    return compiled
+    with session.showing():
+        if wanted.precision is None:
+            return one(given, spec, activations)
+        compiled: CompiledModel | PartialModel = compiled_at(wanted, given, calls, spec, one)
+        return compiled
 
 
 def _generation() -> Any:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sparta.common.progress import Progress, Step
+from sparta.common.progress import LiveLine, Progress, Step
 from sparta.compiler.clock import Measure, interleaved
 from sparta.errors import NameNotFoundError, SpartaError, ValueRangeError, did_you_mean, message
 from sparta.specialize.tuning.forgiving import ForgivingStore
@@ -71,6 +71,15 @@ class Session:
     def again(self) -> Session:
         """Return a session like this one that starts now, with its whole budget."""
         return Session(self.tune, self.budget_s, self.show, self.seed, self.store, measure=self.measure)
+
+    @contextmanager
+    def showing(self) -> Iterator[None]:
+        """Take the live line away in the end, where there is one."""
+        try:
+            yield
+        finally:
+            if isinstance(self.show, LiveLine):
+                self.show.close()
 
     def use_graphs(self) -> None:
         """Let the host's time not count: kernels are timed as CUDA graphs replay them, and kept apart from others."""
@@ -151,7 +160,7 @@ def in_words(error: BaseException) -> str:
 
 
 def shown(progress: Progress | bool | None) -> Show:  # noqa: FBT001 - as people pass it
-    """Return what shows a line about progress: the given callable, a terminal's stderr, or nothing.
+    """Return what shows a line about progress: the given callable, the live line of a terminal, stderr, or nothing.
 
     >>> shown(None if not sys.stderr.isatty() else False)("trying ...")
     >>> shown(print)("trying ...")
@@ -159,6 +168,8 @@ def shown(progress: Progress | bool | None) -> Show:  # noqa: FBT001 - as people
     """
     if callable(progress):
         return lambda line: progress(Step(line))
-    if progress or (progress is None and sys.stderr.isatty()):
+    if progress is not False and sys.stderr.isatty():
+        return LiveLine(sys.stderr)
+    if progress:
         return lambda line: print(f"sparta: {line}", file=sys.stderr, flush=True)  # noqa: T201 - what progress is for
     return lambda _line: None

@@ -79,7 +79,7 @@ class Run:
         stages, unused = self._stages(targets)
         if self.offload is not None:
             self.offload.check([stage.targets for stage in stages])
-        with many_view(progress, len(stages)) as view:
+        with many_view(progress, len(stages), "pruning") as view:
             for number, stage in enumerate(stages):
                 view.trials(stage.name)
                 with self._present(stage):

@@ -26,7 +26,7 @@ from sparta.oneshot.targets import find_targets
 from sparta.planning.bench import Bench, CompilerBench
 from sparta.planning.layers import groups_of
 from sparta.planning.notebook import Notebook, Remembering
-from sparta.planning.options import CHANNELS, options_of
+from sparta.planning.options import CHANNELS, options_of, precisions_of
 from sparta.planning.result import Goal, SparsityPlan
 from sparta.planning.search import Search
 from sparta.planning.table import Table, picked
@@ -49,6 +49,7 @@ def plan(  # noqa: PLR0913 - one verb, and all but three of its arguments by nam
     memory_mb: float | None = None,
     max_loss: float | None = None,
     patterns: Sequence[str | Pattern] | str | Pattern = "auto",
+    precisions: Sequence[str] | str | None = "auto",
     device: torch.device | str | None = None,
     budget_s: float | None = None,
     method: str = "alps",
@@ -75,6 +76,9 @@ def plan(  # noqa: PLR0913 - one verb, and all but three of its arguments by nam
     patterns
         What layers may become: ``"auto"`` for what kernels of the device are good at, or patterns, with ``"channels"``
         for whole inputs, neurons and attention heads.
+    precisions
+        What layers may be rounded to, dense or in a pattern: ``"auto"`` for what the device has kernels for (``"int8"``
+        on the CPU for float32, ``"fp8"`` on CUDA for 16 bits); None for none. :meth:`SparsityPlan.compile` rounds.
     device
         Where to measure; None: where the model is.
     budget_s
@@ -104,6 +108,7 @@ def plan(  # noqa: PLR0913 - one verb, and all but three of its arguments by nam
     if not isinstance(model, nn.Module):
         raise ArgumentError(message(f"model is a {type(model).__name__}", "a torch.nn.Module"))
     find_method(method)
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     session = Session(budget_s=budget_s, show=shown(progress))
     placed = copy.deepcopy(model).eval()
     if device is not None:
@@ -112,20 +117,22 @@ def plan(  # noqa: PLR0913 - one verb, and all but three of its arguments by nam
     example = moved(example_inputs, where)
     chosen = {target.name: target for target in find_targets(placed, include, ignore)}
     bench = CompilerBench(placed, example, chosen, session)
-    return plan_with(
-        bench,
-        session,
-        (model, placed),
-        example,
-        data,
-        goal,
-        patterns=patterns,
-        method=method,
-        metric=metric,
-        include=include,
-        ignore=ignore,
-        checkpoint=checkpoint,
-    )
+    with session.showing():
+        return plan_with(
+            bench,
+            session,
+            (model, placed),
+            example,
+            data,
+            goal,
+            patterns=patterns,
+            precisions=precisions_of(precisions, where.type, dtypes),
+            method=method,
+            metric=metric,
+            include=include,
+            ignore=ignore,
+            checkpoint=checkpoint,
+        )
 
 
 def plan_with(  # noqa: PLR0913 - as above
@@ -137,6 +144,7 @@ def plan_with(  # noqa: PLR0913 - as above
     goal: Goal,
     *,
     patterns: Sequence[str | Pattern] | str | Pattern = "auto",
+    precisions: Sequence[str] = (),
     method: str = "alps",
     metric: Metric | None = None,
     include: Sequence[str] | str | None = None,
@@ -149,11 +157,11 @@ def plan_with(  # noqa: PLR0913 - as above
     where = next((p.device for p in placed.parameters()), torch.device("cpu"))
     options = options_of(patterns, bench.device)
     if _is_met(goal, bench, _megabytes(placed)):
-        options = {}
+        options, precisions = {}, ()
     targets = {target.name: target for target in find_targets(placed, include, ignore)}
     given = listed([example] if data is None else data)
     batches = [moved(batch, where) for batch in given]
-    asked = f"{sorted(options)} {method} {bench.device}"
+    asked = f"{sorted(options)} {sorted(precisions)} {method} {bench.device}"
     question = fingerprint(list(targets.values()), [example, *batches], asked) if checkpoint is not None else ""
     notebook = Notebook.opened(checkpoint, question)
     with quiet(placed):
@@ -165,6 +173,7 @@ def plan_with(  # noqa: PLR0913 - as above
             options,
             Remembering(bench, notebook),
             notebook,
+            precisions=precisions,
             room=lambda: session.left > 0,
             show=session.show,
             notes=notes,
@@ -173,7 +182,19 @@ def plan_with(  # noqa: PLR0913 - as above
             search.notes.append("no data: layers were calibrated on the example inputs alone")
         table = search.filled(batches, method, _megabytes(placed))
     by_metric = goal.max_loss is not None and metric is not None
-    result = SparsityPlan(goal, {}, None, False, "", table, model, given, method, notes=search.notes)  # noqa: FBT003
+    result = SparsityPlan(
+        goal=goal,
+        assignment={},
+        whole=None,
+        met=False,
+        reason="",
+        table=table,
+        model=model,
+        data=given,
+        method=method,
+        notes=search.notes,
+        example=example,
+    )
     if by_metric and metric is not None:
         goal = Goal(max_loss=_loss_by_metric(result, metric))
     with quiet(placed):
@@ -229,7 +250,7 @@ def _pruned_metric(result: SparsityPlan, metric: Metric) -> float:
         result.apply(model)
     finally:
         result.met = met
-    value = float(metric(model))
+    value = result.judged(model, metric)
     result.metrics.append((result.assignment, value))
     return value
 
@@ -255,7 +276,7 @@ def _evaluate(result: SparsityPlan, metric: Metric) -> None:
         if result.assignment:
             _pruned_metric(result, metric)
     result.assignment = chosen
-    result._spec = None
+    result.forget()
 
 
 def _loss_by_metric(result: SparsityPlan, metric: Metric) -> float:
@@ -272,5 +293,5 @@ def _loss_by_metric(result: SparsityPlan, metric: Metric) -> float:
             high = middle
         else:
             low = middle + 1
-    result._spec = None
+    result.forget()
     return 0.0 if low == len(places) else math.sqrt(float(front.costs[places[low]])) * (1 + 1e-9)

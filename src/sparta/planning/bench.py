@@ -17,12 +17,18 @@ from torch import Tensor, nn
 
 from sparta.compiler.api import compile_in
 from sparta.compiler.choose.layers import best_ratio, choice_for
+from sparta.compiler.choose.precision import Calibration
 from sparta.compiler.clock import Rounds
+from sparta.compiler.graph.program import Program
 from sparta.compiler.job import Job
+from sparta.compiler.lower.samples import SizeSample
 from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.session import Session
 from sparta.oneshot.targets import Target
 from sparta.planning.options import Option
+from sparta.planning.rounding import rounded
+from sparta.precision.api import FORMATS
+from sparta.precision.formats import Float8, round_weight
 from sparta.propagation.capture import call_arguments
 from sparta.specialize.tuning.select import DENSE as DENSE_KERNEL
 from sparta.specialize.tuning.select import Choice
@@ -77,16 +83,16 @@ class Bench(Protocol):
         """Return the milliseconds of a layer that is dense; None for one that no kernel can run."""
         ...
 
-    def option_ms(self, name: str, pattern: Pattern, sparsity: float | None) -> float:
-        """Return the milliseconds of a layer with a mask; those of dense where no kernel is faster."""
+    def option_ms(self, name: str, option: Option) -> float:
+        """Return the milliseconds of a layer that became an option; those of dense where no kernel is faster."""
         ...
 
     def narrow_ms(self, name: str, *, rows: float, columns: float) -> float:
         """Return the milliseconds of a dense layer of which these shares of the outputs and inputs stay."""
         ...
 
-    def whole(self, masks: Mapping[str, tuple[Option, Pattern]]) -> Whole:
-        """Compile the model with such masks, and measure it."""
+    def whole(self, masks: Mapping[str, tuple[Option, Pattern | None]]) -> Whole:
+        """Compile the model with layers that became such options, and measure it; one that prunes has a pattern."""
         ...
 
 
@@ -115,6 +121,7 @@ class CompilerBench:
     _dense: dict[str, float] = field(default_factory=dict)
     _given: float | None = None
     _found: dict[str, tuple[SubGraph, Tensor, Tensor | None]] | None = None
+    _program: Program | None = None
 
     @property
     def device(self) -> str:
@@ -137,12 +144,18 @@ class CompilerBench:
             self._dense[key] = self._median(lambda: self._run(subgraph, subgraph.weight, x, subgraph.bias), _SECONDS)
         return self._dense[key]
 
-    def option_ms(self, name: str, pattern: Pattern, sparsity: float | None) -> float:
+    def option_ms(self, name: str, option: Option) -> float:
         """Return the milliseconds of the best kernel, by its ratio to dense."""
         dense = self.dense_ms(name) or 0.0
         subgraph, x, residual = self._layers[name]
-        mask = _mask(self.targets[name], pattern, sparsity)
-        pruned = replace(subgraph, weight=subgraph.weight * mask.to(subgraph.weight.device))
+        pruned = subgraph
+        if option.prunes:
+            mask = _mask(self.targets[name], option.made, option.sparsity)
+            pruned = replace(subgraph, weight=subgraph.weight * mask.to(subgraph.weight.device))
+        if option.precision is not None:
+            pruned = self._rounded(name, pruned, option.precision, x, residual)
+            if pruned.scales is None:
+                return dense  # no kernel takes it rounded
         spec = pruned.spec(x)
 
         def problem() -> Any:
@@ -173,19 +186,26 @@ class CompilerBench:
         ratio = Rounds(self.session.measure(calls, _SECONDS)).ratio("dense", "narrow").value
         return dense / max(1.0, ratio)
 
-    def whole(self, masks: Mapping[str, tuple[Option, Pattern]]) -> Whole:
+    def whole(self, masks: Mapping[str, tuple[Option, Pattern | None]]) -> Whole:
         """Compile a copy with masks by magnitude, whose times are those of any mask of the kind, and measure it."""
         model = copy.deepcopy(self.model)
         spec = Spec(
             {
                 name: TeSA.from_mask(self._stored(name, pattern, option), format=self.targets[name].parameter.dtype)
                 for name, (option, pattern) in masks.items()
+                if pattern is not None
             }
         )
         spec.apply(model)
+        short = {name: option.precision for name, (option, _) in masks.items() if option.precision is not None}
+        grids: Mapping[str, Any] = {}
+        for precision in sorted(set(short.values())):
+            names = [name for name in short if short[name] == precision]
+            found = rounded(model, [self.example], spec, names, precision, quick=True)
+            model, spec, grids = found.model, found.spec, {**grids, **found.activations}
         session = Session(tune=self.session.tune, budget_s=self._left(), show=self.session.show)
         session.measure = self.session.measure
-        fast = compile_in(session, model, [self.example], spec, check=False)
+        fast = compile_in(session, model, [self.example], spec, activations=grids, check=False)
         self.session.interrupted |= session.interrupted
         args, kwargs = call_arguments(self.example)
         with torch.no_grad():
@@ -205,12 +225,31 @@ class CompilerBench:
         if self._found is None:
             with torch.no_grad():
                 job = Job.started(self.model, self.example, None, None, (), self.session)
-            self._found = {}
+            self._found, self._program = {}, job.reduced
             for subgraph in job.subgraphs:
                 name = job.reduced.source(subgraph.anchor.weight)
                 if name in self.targets and tuple(subgraph.weight.shape) == self.targets[name].layout.shape:
                     self._found[name] = (subgraph, *job.samples[0].values[subgraph])
         return self._found
+
+    def _rounded(self, name: str, subgraph: SubGraph, precision: str, x: Tensor, residual: Tensor | None) -> SubGraph:
+        """Return a sub-graph whose weight and inputs are rounded; as it is where no operation takes it so."""
+        if self._program is None:
+            return subgraph
+        target, format = self.targets[name], FORMATS[precision]
+        live = subgraph.weight != 0
+        on_grid = round_weight(subgraph.weight, 0, format)
+        axis = 1 if target.transposed else 0
+        shape = [-1 if dim == axis else 1 for dim in range(live.dim())]
+        group = [1 if dim == axis else size for dim, size in enumerate(target.seen(live).shape)]
+        known = TeSA.from_mask(target.seen(live)).with_format(format, scale=on_grid.scales.reshape(shape), group=group)
+        as_given = replace(subgraph, weight=on_grid.values)
+        grids = {} if precision == "int8" else {f"{name.removesuffix('weight')}input": Float8()}
+        calibration = Calibration({name: known}, grids, self.notes.append, {name: target.seen(on_grid.values)})
+        sample = SizeSample({as_given: (x, residual)})
+        with torch.no_grad():
+            (found,), _ = calibration.quantized(self._program, [as_given], [sample])
+        return found
 
     def _stored(self, name: str, pattern: Pattern, option: Option) -> Tensor:
         target = self.targets[name]

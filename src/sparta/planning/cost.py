@@ -101,19 +101,49 @@ def grams_of(model: nn.Module, targets: Sequence[Target], batches: Sequence[Any]
 def errors_of(
     target: Target,
     gram: Tensor,
-    options: Sequence[tuple[Option, Pattern]],
+    options: Sequence[tuple[Option, Pattern | None]],
     sensitivity: Sensitivity,
     method: str,
+    rounding: Mapping[str, float] | None = None,
 ) -> dict[Option, float]:
     """Return the cost of each option of a layer, by the method where it is quick, else by an upper bound of it.
 
     Methods that update weights are estimated by one fit on the support of the largest scaled weights, where ALPS
-    starts from.
+    starts from. What pruning and rounding change is independent, so an option that does both costs their sum.
+
+    Parameters
+    ----------
+    options
+        Each with the pattern on the weight; None for one that prunes nothing.
+    rounding
+        By precision: the relative error of the layer's output when it is rounded. Options of others are left out.
     """
     weight = target.layout.to_matrix(target.seen(target.parameter.detach()).float())
-    shared: dict[str, Any] = {}
     fisher = sensitivity.rows.get(target.name)
-    found: dict[Option, float] = {}
+    own = ((weight.double() @ gram.double()) * weight).sum(2)
+    whole = float(own.sum()) if fisher is None else sensitivity.outputs
+    # Without a derivative the outputs do not tell: the layer's own relative error has to do.
+    reacts = torch.ones_like(own.flatten()) if fisher is None else fisher.to(own.device)
+
+    def cost(errors: Tensor) -> float:
+        return float((errors.flatten() * reacts).sum()) / whole if whole else 0.0
+
+    wanted = [(option, pattern) for option, pattern in options if pattern is not None]
+    pruning = _pruning_errors(target, weight, gram, wanted, method)
+    found = {option: cost(pruning[option]) for option, _ in wanted if option in pruning}
+    for option, _ in options:
+        error = (rounding or {}).get(option.precision or "")
+        if error is not None and (not option.prunes or option.unrounded in found):
+            found[option] = found.get(option.unrounded, 0.0) + cost(error**2 * own)
+    return found
+
+
+def _pruning_errors(
+    target: Target, weight: Tensor, gram: Tensor, options: Sequence[tuple[Option, Pattern]], method: str
+) -> dict[Option, Tensor]:
+    """Return the squared error of each row, by option; patterns that the layer cannot have are left out."""
+    shared: dict[str, Any] = {}
+    found: dict[Option, Tensor] = {}
     for option, pattern in options:
         units = pattern.unit_count(target.layout.shape)
         count = None if option.sparsity is None else round(option.sparsity * units)
@@ -122,12 +152,7 @@ def errors_of(
         except ShapeError:
             continue  # the layer cannot have this pattern
         problem = Problem(weight, gram, pattern, count, target.layout, shared)
-        errors = _quick(problem, method) if method in _NO_UPDATE else _fitted(problem)
-        if fisher is None:  # the outputs do not tell: the layer's own relative error has to do
-            own = float(((weight.double() @ gram.double()) * weight).sum())
-            found[option] = float(errors.sum()) / own if own else 0.0
-        else:
-            found[option] = float((errors.flatten() * fisher.to(errors.device)).sum()) / sensitivity.outputs
+        found[option] = _quick(problem, method) if method in _NO_UPDATE else _fitted(problem)
     return found
 
 

@@ -104,17 +104,16 @@ class Remembering:
         found = self.notebook.once(f"dense {name}", lambda: self.bench.dense_ms(name))
         return None if found is None else float(found)
 
-    def option_ms(self, name: str, pattern: Pattern, sparsity: float | None) -> float:
-        """Return the milliseconds of a layer with a mask."""
-        key = f"option {name} {pattern} {sparsity}"
-        return float(self.notebook.once(key, lambda: self.bench.option_ms(name, pattern, sparsity)))
+    def option_ms(self, name: str, option: Option) -> float:
+        """Return the milliseconds of a layer that became an option."""
+        return float(self.notebook.once(f"option {name} {option}", lambda: self.bench.option_ms(name, option)))
 
     def narrow_ms(self, name: str, *, rows: float, columns: float) -> float:
         """Return the milliseconds of a narrower layer."""
         key = f"narrow {name} {rows} {columns}"
         return float(self.notebook.once(key, lambda: self.bench.narrow_ms(name, rows=rows, columns=columns)))
 
-    def whole(self, masks: Mapping[str, tuple[Option, Pattern]]) -> Whole:
+    def whole(self, masks: Mapping[str, tuple[Option, Pattern | None]]) -> Whole:
         """Return the measured whole."""
         key = "whole " + " ".join(f"{name}={option}" for name, (option, _) in sorted(masks.items()))
         found = self.notebook.once(key, lambda: _plain(self.bench.whole(masks)))

@@ -1,4 +1,4 @@
-"""Options: what a layer may become, a pattern with a sparsity, and which of them are worth measuring.
+"""Options: what a layer may become, a pattern with a sparsity and a precision, and which of them are worth measuring.
 
 Dense is an option like any other, and the one to beat: an option that is not faster than dense in measurement is
 dropped, and with it all that are denser in the same pattern.
@@ -7,12 +7,14 @@ dropped, and with it all that are denser in the same pattern.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from sparta.errors import ArgumentError, NameNotFoundError, ValueRangeError, did_you_mean, message
 from sparta.tesa.patterns import Pattern, as_pattern
 
-__all__ = ["CHANNELS", "DENSE", "SPARSITIES", "Option", "options_of"]
+__all__ = ["CHANNELS", "DENSE", "SPARSITIES", "Option", "options_of", "precisions_of"]
 
 SPARSITIES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 """Levels of patterns that have none of their own, the fastest first."""
@@ -23,6 +25,9 @@ _AUTO = {
     "cpu": ("unstructured", "4x1", "16x1", CHANNELS),
     "cuda": ("2:4", "unstructured", "32x32", CHANNELS),
 }
+_PRECISIONS = {"cpu": ("int8",), "cuda": ("fp8",)}
+_DTYPES = {"int8": {torch.float32}, "fp8": {torch.bfloat16, torch.float16}}
+_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, order=True)
@@ -35,18 +40,35 @@ class Option:
         The text form of a pattern, ``"dense"``, or ``"channels"``.
     sparsity
         The fraction of units that goes; None for dense and for patterns with a sparsity of their own.
+    precision
+        ``"int8"`` or ``"fp8"`` for weights and inputs that are rounded; None for the model's own numbers.
 
-    >>> print(Option("4x1", 0.7)), print(Option("2:4"))
+    >>> print(Option("4x1", 0.7)), print(Option("2:4")), print(Option("dense", precision="int8"))
     4x1 70 %
     2:4
-    (None, None)
+    int8
+    (None, None, None)
     """
 
     pattern: str
     sparsity: float | None = None
+    precision: str | None = None
 
     def __str__(self) -> str:
-        return self.pattern if self.sparsity is None else f"{self.pattern} {100 * self.sparsity:g} %"
+        if self.pattern == "dense" and self.precision is not None:
+            return self.precision
+        mask = self.pattern if self.sparsity is None else f"{self.pattern} {100 * self.sparsity:g} %"
+        return mask if self.precision is None else f"{mask} {self.precision}"
+
+    @property
+    def prunes(self) -> bool:
+        """Whether any weight goes."""
+        return self.pattern != "dense"
+
+    @property
+    def unrounded(self) -> Option:
+        """The same in the model's own numbers."""
+        return replace(self, precision=None)
 
     @property
     def made(self) -> Pattern:
@@ -56,7 +78,7 @@ class Option:
     @property
     def density(self) -> float:
         """The share of weights that stays."""
-        if self.pattern == "dense":
+        if not self.prunes:
             return 1.0
         own = None if self.pattern == CHANNELS else self.made.own_sparsity()
         return 1.0 - (self.sparsity or own or 0.0)
@@ -99,3 +121,39 @@ def _levels(pattern: str | Pattern) -> list[Option]:
     if made.own_sparsity() is not None:
         return [Option(text)]
     return [Option(text, sparsity) for sparsity in SPARSITIES]
+
+
+def precisions_of(asked: Sequence[str] | str | None, device: str, dtypes: set[torch.dtype]) -> list[str]:
+    """Return the precisions that layers may be rounded to on a device.
+
+    Parameters
+    ----------
+    asked
+        ``"auto"`` for what the device has kernels for; a precision, or several; None or nothing for none.
+    dtypes
+        Of the model's own numbers.
+
+    >>> precisions_of("auto", "cpu", {torch.float32}), precisions_of(None, "cpu", {torch.float32})
+    (['int8'], [])
+    """
+    able = [each for each in _PRECISIONS.get(device, ()) if dtypes <= _DTYPES[each] and _has_kernels(each)]
+    if asked is None or asked == "auto":
+        return able if asked else []
+    if not isinstance(asked, str | Sequence):
+        raise ArgumentError(
+            message(f"precisions is a {type(asked).__name__}", "'auto', a precision or several of them")
+        )
+    chosen = [asked] if isinstance(asked, str) else list(asked)
+    for each in chosen:
+        if each not in _DTYPES:
+            raise NameNotFoundError(did_you_mean(str(each), _DTYPES, "precision"))
+        if each not in able:
+            kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            fix = "leave precisions out" if not able else f"pass precisions={able[0]!r}"
+            here = f"{', '.join(able) or 'none'} for {kinds} on this {device}"
+            raise ValueRangeError(message(f"precisions={each!r}", here, fix))
+    return chosen
+
+
+def _has_kernels(precision: str) -> bool:
+    return precision != "fp8" or torch.cuda.get_device_capability() >= _FP8_CAPABILITY

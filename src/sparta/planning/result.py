@@ -14,15 +14,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
+from sparta.compiler.api import compile_model
 from sparta.errors import MissingPackageError, ValueRangeError, message
 from sparta.files import write_atomic
 from sparta.oneshot.api import prune
+from sparta.oneshot.calibrate import moved
 from sparta.oneshot.log import PruneLog
 from sparta.planning.bench import Whole
 from sparta.planning.options import CHANNELS, DENSE, Option
+from sparta.planning.rounding import rounded
 from sparta.planning.table import Assignment, Table, picked
+from sparta.precision.api import Quantized
 from sparta.tables import table
 from sparta.tesa.patterns import Pattern
 from sparta.tesa.spec import Spec
@@ -115,6 +120,8 @@ class SparsityPlan:
         Points that were measured.
     notes
         What could not be done or found out.
+    example
+        What the model was measured with.
     """
 
     goal: Goal
@@ -132,7 +139,9 @@ class SparsityPlan:
     dense_metric: float | None = None
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    example: Any = None
     _spec: Spec | None = None
+    _pruned: nn.Module | None = None
 
     # ------------------------------------------------------------------ what it says
 
@@ -196,7 +205,7 @@ class SparsityPlan:
                 )
             )
         options = picked(bundles, front.chosen(place))
-        plan = replace(self, goal=goal, assignment=options, whole=None, met=True, _spec=None)
+        plan = replace(self, goal=goal, assignment=options, whole=None, met=True, _spec=None, _pruned=None)
         plan.loss = self.table.loss(options)
         plan.reason = f"{plan.speedup:.2f}x by the table; not measured"
         return plan
@@ -204,7 +213,13 @@ class SparsityPlan:
     @property
     def patterns(self) -> dict[str, Pattern]:
         """The pattern of each layer that becomes sparse."""
-        return {name: self.table.pattern_of(name, option) for name, option in self.assignment.items()}
+        found = {name: self.table.pattern_of(name, option) for name, option in self.assignment.items()}
+        return {name: pattern for name, pattern in found.items() if pattern is not None}
+
+    @property
+    def precisions(self) -> dict[str, str]:
+        """The precision of each layer that is rounded."""
+        return {name: option.precision for name, option in self.assignment.items() if option.precision is not None}
 
     @property
     def sparsities(self) -> dict[str, float]:
@@ -215,6 +230,9 @@ class SparsityPlan:
 
     def apply(self, model: nn.Module | None = None, *, method: str | None = None, **more: Any) -> PruneLog:
         """Prune a model as planned, in place, and return what each layer lost; `spec` then says where the zeros are.
+
+        Layers that are planned to be rounded are rounded by :meth:`compile`, so that the pruned model can be trained
+        before.
 
         Parameters
         ----------
@@ -232,11 +250,53 @@ class SparsityPlan:
                 )
             )
         chosen = self.model if model is None else model
-        if not self.assignment:
-            self._spec = Spec({})
-            return PruneLog(method or self.method)
-        self._spec, log = prune(chosen, self.data, self.patterns, self.sparsities, method=method or self.method, **more)
+        log, self._spec = PruneLog(method or self.method), Spec({})
+        if self.patterns:
+            self._spec, log = prune(
+                chosen, self.data, self.patterns, self.sparsities, method=method or self.method, **more
+            )
+        self._pruned = chosen
         return log
+
+    def compile(self, model: nn.Module | None = None, example_inputs: Any = None, **more: Any) -> Any:
+        """Return the planned model, compiled: with its zeros, and its layers rounded where the plan says so.
+
+        Parameters
+        ----------
+        model
+            The model that :meth:`apply` has pruned, trained since or not. None: that model; if `apply` was not called,
+            a copy of the model is pruned now.
+        example_inputs
+            As in :func:`sparta.compile`; None: what the plan was measured with.
+        more
+            Further arguments of :func:`sparta.compile`.
+        """
+        if self._pruned is None or self._spec is None:
+            self.apply(copy.deepcopy(self.model) if model is None else model)
+        pruned, spec = self._pruned if model is None else model, self.spec
+        if pruned is None:
+            raise ValueRangeError(message("a plan without a model", fix="pass the model that `apply` has pruned"))
+        spec.check(pruned)
+        example = self.example if example_inputs is None else example_inputs
+        if not self.precisions:
+            return compile_model(pruned, example, spec, **more)
+        found = self._rounded(pruned, spec)
+        fast = compile_model(found.model, example, found.spec, activations=found.activations, **more)
+        fast.report = replace(fast.report, precision=found.report)
+        return fast
+
+    def judged(self, model: nn.Module, metric: Any) -> float:
+        """Return the metric of a pruned model, its layers rounded where the plan says so."""
+        return float(metric(self._rounded(model, self.spec).simulated if self.precisions else model))
+
+    def _rounded(self, model: nn.Module, spec: Spec) -> Quantized:
+        home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        (precision,) = set(self.precisions.values())
+        return rounded(model, [moved(batch, home) for batch in self.data], spec, self.precisions, precision)
+
+    def forget(self) -> None:
+        """Forget what was applied."""
+        self._spec = self._pruned = None
 
     @property
     def spec(self) -> Spec:
@@ -314,7 +374,11 @@ class SparsityPlan:
         whole = f"{self.table.given_ms:.4g} ms -> {self.latency_ms:.4g} ms, {self.speedup:.2f}x {how}"
         loss = f"outputs change by about {self.loss:.3g} of their norm (estimated)"
         title = f"plan for {self.goal}: {'met' if self.met else 'NOT met'}"
-        return "\n".join([table(columns, rows, title), "", f"whole: {whole}; {loss}", self.reason])
+        lines = [table(columns, rows, title), "", f"whole: {whole}; {loss}", self.reason]
+        if self.precisions:
+            kinds = ", ".join(sorted(set(self.precisions.values())))
+            lines.append(f"{len(self.precisions)} layers are rounded to {kinds} by plan.compile(model)")
+        return "\n".join(lines)
 
     def _row(self, name: str) -> dict[str, Any]:
         option: Option = self.assignment.get(name, DENSE)

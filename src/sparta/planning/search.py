@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,7 @@ from sparta.planning.layers import Group
 from sparta.planning.notebook import Notebook
 from sparta.planning.options import CHANNELS, DENSE, Option
 from sparta.planning.result import Goal
+from sparta.planning.rounding import rounding_errors
 from sparta.planning.table import Assignment, Table, picked
 from sparta.tesa.patterns import Pattern
 
@@ -27,7 +28,7 @@ __all__ = ["Search"]
 
 _GAIN = 0.97  # of dense's time, which an option must not exceed
 _ROUNDS = 6
-_Costed = list[tuple[Option, Pattern]]
+_Costed = list[tuple[Option, Pattern | None]]
 
 
 @dataclass(eq=False)
@@ -50,6 +51,7 @@ class Search:
     options: Mapping[str, Sequence[Option]]
     bench: Bench
     notebook: Notebook
+    precisions: Sequence[str] = ()
     room: Callable[[], bool] = lambda: True
     show: Callable[[str], object] = lambda _line: None
     notes: list[str] = field(default_factory=list)
@@ -82,14 +84,31 @@ class Search:
             self.show(f"layer {number + 1}/{len(slowest)}: {name}")
             for pattern, options in self.options.items():
                 if pattern != CHANNELS:
-                    self._time_pattern(name, options, times[name])
+                    self._time_pattern(name, options, times[name], times[name][DENSE])
+        for precision in self.precisions:
+            for number, name in enumerate(slowest):
+                self.show(f"layer {number + 1}/{len(slowest)} in {precision}: {name}")
+                self._time_rounded(name, precision, times[name])
         if CHANNELS in self.options:
             for number, group in enumerate(self.groups):
                 if group.channels and all(name in times for name in group.names) and self.room():
                     narrow[number] = self._narrow(group, times)
 
-    def _time_pattern(self, name: str, options: Sequence[Option], times: dict[Option, float]) -> None:
-        """Time the options of one pattern, the fastest first, until one does not beat dense."""
+    def _time_rounded(self, name: str, precision: str, times: dict[Option, float]) -> None:
+        """Time a layer that is rounded, dense and in the patterns that beat dense without rounding."""
+        plain = Option("dense", precision=precision)
+        if not self.room():
+            return
+        alone = self.bench.option_ms(name, plain)
+        for pattern, options in self.options.items():
+            known = [replace(option, precision=precision) for option in options if option in times]
+            if pattern != CHANNELS:
+                self._time_pattern(name, known, times, min(alone, times[DENSE]))
+        if alone <= _GAIN * times[DENSE]:
+            times[plain] = alone
+
+    def _time_pattern(self, name: str, options: Sequence[Option], times: dict[Option, float], limit: float) -> None:
+        """Time the options of one pattern, the fastest first, until one does not beat what it must."""
         for option in options:
             if not self.room():
                 self._note("the budget was spent before all options were measured: the others were not considered")
@@ -98,8 +117,8 @@ class Search:
                 option.made.check_shape(self.targets[name].layout.shape)
             except ValueError:
                 return
-            time = self.bench.option_ms(name, option.made, option.sparsity)
-            if time > _GAIN * times[DENSE]:
+            time = self.bench.option_ms(name, option)
+            if time > _GAIN * limit:
                 return
             times[option] = time
 
@@ -137,9 +156,12 @@ class Search:
             return
         self.show("how the outputs react to each layer")
         sensitivity = sensitivity_of(self.model, missing, batches)
+        names = [target.name for target in missing]
+        errors = {each: rounding_errors(self.model, names, batches, each) for each in self.precisions}
         for target, gram in grams_of(self.model, missing, batches):
             self.show(f"cost of {target.name}")
-            found = errors_of(target, gram, wanted[target.name], sensitivity, method)
+            rounding = {each: known[target.name] for each, known in errors.items() if target.name in known}
+            found = errors_of(target, gram, wanted[target.name], sensitivity, method, rounding)
             self.notebook.keep(f"cost {target.name}", {str(option): cost for option, cost in found.items()})
             costs[target.name] = found
 
@@ -147,7 +169,8 @@ class Search:
         self, name: str, options: Mapping[Option, float], narrow: Mapping[int, Mapping[Option, float]]
     ) -> _Costed:
         """Return the options of a layer that need a cost, each with the pattern on its weight."""
-        found: _Costed = [(option, option.made) for option in options if option != DENSE]
+        found: _Costed = [(option, option.made) for option in options if option.prunes and option.precision is None]
+        found += [(option, None) for option in options if option.precision is not None]
         for number, times in narrow.items():
             found += [(o, each.pattern) for each in self.groups[number].channels if each.reader == name for o in times]
         return found

@@ -116,8 +116,9 @@ class Table:
     def megabytes(self, name: str, option: Option) -> float:
         """Return the memory of one weight, about."""
         parameter = self.targets[name].parameter
-        whole = parameter.numel() * parameter.element_size() / 1e6
-        if option == DENSE or option.pattern == CHANNELS:
+        size = parameter.element_size() if option.precision is None else 1
+        whole = parameter.numel() * size / 1e6
+        if not option.prunes or option.pattern == CHANNELS:
             return whole * option.density
         shape = self.targets[name].layout.shape
         units = option.made.unit_count(shape) * option.density
@@ -138,10 +139,10 @@ class Table:
                 dense, sparse = (dense + time, sparse) if option == DENSE else (dense, sparse + time)
         return dense, sparse
 
-    def pattern_of(self, name: str, option: Option) -> Pattern:
-        """Return the pattern that lies on a layer's weight."""
+    def pattern_of(self, name: str, option: Option) -> Pattern | None:
+        """Return the pattern that lies on a layer's weight; None where nothing is pruned."""
         if option.pattern != CHANNELS:
-            return option.made
+            return option.made if option.prunes else None
         return next(each.pattern for group in self.groups for each in group.channels if each.reader == name)
 
     def loss(self, assignment: Assignment) -> float:
