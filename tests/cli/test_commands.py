@@ -264,7 +264,7 @@ def test_what_plan_refuses(here):
 def test_the_demo_says_what_stands_in_for_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr("sparta.demo.encoder.found_weights", lambda: None)
     monkeypatch.setattr("sparta.demo.encoder.found_pairs", lambda folder: None)
-    result = run("demo", "--seconds", "0.1", "-o", tmp_path / "demo", "--json")
+    result = run("demo", "--steps", "1", "-o", tmp_path / "demo", "--json")
     assert result.exit_code == 0, result.output
     assert "random weights stands in" in result.stdout
     assert "no accuracy is claimed" in result.stdout

@@ -4,7 +4,7 @@ Each command is one file: it calls one public function and prints what it return
 as data. Importing a file adds its command.
 """
 
-from sparta.cli import bench, compile, demo, env, inspect, plan, prune, recipe, report, tune  # noqa: A004, F401 - they add their commands
+from sparta.cli import bench, compile, demo, env, inspect, plan, prune, recipe, report, train, tune  # noqa: A004, F401 - they add their commands
 from sparta.cli.console import app, main
 
 __all__ = ["app", "main"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,12 +15,12 @@ import typer
 
 from sparta.cli.compile import Inputs
 from sparta.cli.console import AsJson, app, not_as_asked, user_errors
-from sparta.errors import MissingPackageError, NameNotFoundError, ValueRangeError, did_you_mean, message
+from sparta.cli.rivals import RIVALS, call_of, rival
+from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
 
 if TYPE_CHECKING:
     from torch import nn
 
-_RIVALS = ("eager", "compile", "onnxruntime", "openvino")
 _SECONDS = 5.0
 _CALLS = 1000
 
@@ -58,8 +57,8 @@ def bench_model(
 def _rivals(against: str) -> list[str]:
     names = [name.strip() for name in against.split(",") if name.strip()]
     for name in names:
-        if name not in _RIVALS:
-            raise NameNotFoundError(did_you_mean(name, _RIVALS, "runtime to compare with"))
+        if name not in RIVALS:
+            raise NameNotFoundError(did_you_mean(name, RIVALS, "runtime to compare with"))
     return names
 
 
@@ -108,9 +107,8 @@ def _timed(runs: dict[str, Any], example: Any, batch: int | None, rivals: list[s
     from sparta.measure import compare
 
     given = example if batch is None else with_batch(example, batch)
-    calls = {"sparta": _call(runs["sparta"], given)}
-    for name in rivals:
-        calls[name] = _call(runs["eager"], given) if name == "eager" else _MAKERS[name](runs["eager"], given)
+    calls = {"sparta": call_of(runs["sparta"], given)}
+    calls |= {name: rival(name, runs["eager"], given) for name in rivals}
     with torch.inference_mode():
         found = compare(calls, iters=_CALLS, max_seconds=seconds)
     size = batch or _rows(given)
@@ -128,66 +126,6 @@ def _rows(given: Any) -> int:
 
     leaves = list(given.values()) if isinstance(given, dict) else list(given) if isinstance(given, tuple) else [given]
     return next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 1)
-
-
-def _call(model: Any, given: Any) -> Callable[[], Any]:
-    if isinstance(given, dict):
-        return lambda: model(**given)
-    arguments = given if isinstance(given, tuple) else (given,)
-    return lambda: model(*arguments)
-
-
-def _inductor(model: nn.Module, given: Any) -> Callable[[], Any]:
-    import torch
-
-    return _call(torch.compile(model), given)
-
-
-def _onnx(model: nn.Module, given: Any, folder: str) -> str:
-    import torch
-
-    path = f"{folder}/model.onnx"
-    arguments, named = ((), given) if isinstance(given, dict) else (given if isinstance(given, tuple) else (given,), {})
-    torch.onnx.export(model, arguments, path, kwargs=named, dynamo=True, verbose=False)
-    return path
-
-
-def _onnxruntime(model: nn.Module, given: Any) -> Callable[[], Any]:
-    import tempfile
-
-    runtime = _needed("onnxruntime")
-    with tempfile.TemporaryDirectory() as folder:
-        session = runtime.InferenceSession(_onnx(model, given, folder), providers=["CPUExecutionProvider"])
-    leaves = list(given.values()) if isinstance(given, dict) else list(given) if isinstance(given, tuple) else [given]
-    feed = {slot.name: leaf.numpy() for slot, leaf in zip(session.get_inputs(), leaves, strict=False)}
-    return lambda: session.run(None, feed)
-
-
-def _openvino(model: nn.Module, given: Any) -> Callable[[], Any]:
-    import tempfile
-
-    runtime = _needed("openvino")
-    with tempfile.TemporaryDirectory() as folder:
-        compiled = runtime.Core().compile_model(_onnx(model, given, folder), "CPU")
-    leaves = list(given.values()) if isinstance(given, dict) else list(given) if isinstance(given, tuple) else [given]
-    arrays = [leaf.numpy() for leaf in leaves]
-    return lambda: compiled(arrays)
-
-
-def _needed(package: str) -> Any:
-    from importlib import import_module
-
-    try:
-        return import_module(package)
-    except ImportError as error:
-        raise MissingPackageError(message(f"{package} is not installed", fix=f"pip install {package}")) from error
-
-
-_MAKERS: dict[str, Callable[[Any, Any], Callable[[], Any]]] = {
-    "compile": _inductor,
-    "onnxruntime": _onnxruntime,
-    "openvino": _openvino,
-}
 
 
 def _text(result: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ def show_demo(
         Path | None, typer.Option(help="Folder with sts-train.csv and sts-test.csv; of a package if installed.")
     ] = None,
     sparsity: Annotated[float, typer.Option(help="Share of the weights to prune.")] = 0.5,
-    seconds: Annotated[float, typer.Option(help="For winning accuracy back by distillation.")] = 75.0,
+    steps: Annotated[int, typer.Option(min=0, help="Of learning back from the dense model.")] = 100,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the model and the report.")] = Path(
         "sparta-demo"
     ),
@@ -31,6 +31,6 @@ def show_demo(
     with user_errors():
         from sparta.demo.encoder import whole_job
 
-        facts = whole_job(weights, pairs, sparsity, seconds, out, say=typer.echo)
+        facts = whole_job(weights, pairs, sparsity, steps, out, say=typer.echo)
         if as_json:
             typer.echo(json.dumps(facts, indent=2))
