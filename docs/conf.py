@@ -1,6 +1,11 @@
 """Sphinx: MyST pages, the pydata theme, the API from docstrings. A warning is an error (see the Makefile)."""
 
+import sys
+from pathlib import Path
+
 from sparta.version import __version__
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 project = "SparTA"
 author = "The SparTA authors"
@@ -8,6 +13,7 @@ copyright = "2026, The SparTA authors"
 release = version = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions += ["support"]  # beside this file: tables from the registries
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]

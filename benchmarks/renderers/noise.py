@@ -29,3 +29,30 @@ def cpu_noise(found: Sequence[Record]) -> str:
         ]
         parts.append(f"{title}\n\n{markdown(heads, rows)}")
     return "\n\n".join(parts)
+
+
+@renderer("compiler-claims", "compiler_claims")
+def compiler_claims(found: Sequence[Record]) -> str:
+    """Return what was claimed beside the noise and what a quiet machine says of the same models."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        cases = results["cases"]
+        claimed = [case for case in cases if case["claimed"] is not None]
+        held = sum(case["holds"] for case in claimed)
+        title = (
+            f"Models compiled beside {results['processes']} busy processes on {results['cores']} cores, and timed "
+            f"again when it was quiet: {len(claimed)} of {len(cases)} reports claim a ratio, and {held} of those are within "
+            f"20 % of what was measured then. {source(record)}"
+        )
+        rows = [
+            [
+                case["model"],
+                f"{100 * case['sparsity']:g} %",
+                "none" if case["claimed"] is None else f"{case['claimed']:.2f}x",
+                f"{case['measured']:.2f}x",
+            ]
+            for case in cases
+        ]
+        parts.append(f"{title}\n\n{markdown(['model', 'zeros, 4×1', 'claimed', 'measured quietly'], rows)}")
+    return "\n\n".join(parts)
