@@ -72,7 +72,8 @@ def any_size(job: Job, contest: Contest, outcome: Outcome, *, check: bool, all_s
     probes = _Probes(job, sizes, contest.timer.call_seconds, _Rounded.of(job, kernels))
     if graph is None:
         return AnySize(None, sizes, all_sizes and probes.model_takes_more())
-    run = hosted(graph, Host.EAGER, any_size=True)
+    chained = outcome.variant.host is Host.CHAIN
+    run = hosted(graph, Host.CHAIN if chained else Host.EAGER, any_size=True)
     if not probes.right(run, sizes.example):
         job.session.note("sizes: the example's only, because the graph for any size did not agree with the model")
         return AnySize(None, sizes, model_takes_more=all_sizes)

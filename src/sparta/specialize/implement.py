@@ -156,6 +156,11 @@ class Kernel(ABC):
         del packed, bias
         return None
 
+    def product(self, packed: Sequence[Tensor], bias: Tensor | None) -> Any:
+        """Return this kernel as a step of a chain (:mod:`sparta.specialize.cpu.chain`); None where it cannot be one."""
+        del packed, bias
+        return None
+
     def layout(self) -> KernelLayout | None:
         """Return what this kernel reads beside what it packed; None, as here, where nothing can be told."""
         return None

@@ -20,6 +20,7 @@ from sparta.compiler.choose.trim import Trim, made_dense
 from sparta.compiler.choose.workshop import Plans, Workshop, called, sparse_names
 from sparta.compiler.clock import Call, Rounds
 from sparta.compiler.plan import EndToEnd, LayerPlan
+from sparta.compiler.run.chain.chained import chainable
 from sparta.compiler.run.host import Host
 from sparta.compiler.run.panels import panelled
 from sparta.compiler.session import Session, in_words
@@ -275,8 +276,14 @@ class Contest:
                 variant = replace(base, host=host)
                 if variant != ORIGINAL and (host is Host.EAGER or self._affords_preparing(variant, plans)):
                     self._add(calls, variant, plans)
+        self._add_chain(calls, bases[-1], plans)
         self._add_panels(calls, plans)
         return calls
+
+    def _add_chain(self, calls: dict[Variant, Call], base: Variant, plans: Plans) -> None:
+        """Add a graph as a chain, where enough of it can be part of one."""
+        if not self.session.in_graphs and self.session.left > 0 and chainable(self.workshop.graph(base, plans)):
+            self._add(calls, replace(base, host=Host.CHAIN), plans)
 
     def _hosts(self, base: Variant) -> list[Host]:
         """Return the hosts that compete for a graph."""

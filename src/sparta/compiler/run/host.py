@@ -1,4 +1,4 @@
-"""Hosts: what runs a graph between its kernels. Eager, Inductor, panels, or one of the first two from a CUDA graph.
+"""Hosts: what runs a graph between its kernels. Eager, a chain, panels, Inductor, or eager and Inductor in CUDA graphs.
 
 A host changes how a graph is called and never what it computes; which one pays is measured end to end, not
 here.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from sparta.compiler.run.chain.chained import Chained
 from sparta.compiler.run.cuda_graph import Graphed, on_cuda
 from sparta.compiler.run.eager import with_fast_paths
 from sparta.compiler.run.panels import panelled
@@ -30,6 +31,7 @@ class Host(StrEnum):
     """
 
     EAGER = "eager"
+    CHAIN = "chain"  # layers, norms and attentions in a row are one call into C++, with memory planned once
     PANELS = "panels"  # eager, and neighbouring layers hand over activations in their kernels' layout
     INDUCTOR = "inductor"
     GRAPH = "graph"  # eager, replayed from a CUDA graph
@@ -67,6 +69,8 @@ def hosted(module: fx.GraphModule, host: Host, *, any_size: bool = False) -> Cal
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run: Callable[..., Any] = torch.compile(module)
+    elif plain is Host.CHAIN:
+        run = Chained(module, any_size=any_size)
     else:
         run = with_fast_paths(panelled(module) if plain is Host.PANELS else module, any_size=any_size)
     return Graphed(run, module=module) if host.graphed and on_cuda(module) else run

@@ -20,6 +20,7 @@ from torch import Tensor
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.specialize.conv.cpu_image import ImagePlan, plan_image
 from sparta.specialize.conv.spec import ConvGeometry
+from sparta.specialize.cpu.chain import ImageProduct, Step, StepKind
 from sparta.specialize.cpu.device import DTYPES
 from sparta.specialize.cpu.library import CONV_CALL, PanelMatrix, activation_code, load, raise_for
 from sparta.specialize.cpu.packing import is_float, offset_table, pack_entries
@@ -245,6 +246,27 @@ class PackedConv:
             return y
 
         return call
+
+    def product(
+        self, values: Tensor, bias: Tensor | None = None, activation: str | None = None
+    ) -> Callable[[tuple[int, ...], int], ImageProduct | None] | None:
+        """Return this layer as a step of a chain, as a function of the images' shape and of threads.
+
+        None where a bias would have to be converted; the function returns None for shapes that do not fit.
+        """
+        if bias is not None and not (is_float(bias) and bias.shape == self.shape[:1]):
+            return None
+        values, code = self._checked_values(values), activation_code(activation)
+        shift = 0 if bias is None else bias.data_ptr()
+
+        def made(shape: tuple[int, ...], threads: int) -> ImageProduct | None:
+            if len(shape) != self._dims + 2 or shape[1] != self._channels or 0 in shape:
+                return None
+            found = self._ready(torch.empty(shape), threads, values, code)
+            call = CONV_CALL.pack(0, 0, shift, 0, *found.rest)
+            return ImageProduct(Step(StepKind.CONV, call, found.address, (found, values, bias)), tuple(found.shape))
+
+        return made
 
     def _ready(self, x: Tensor, threads: int, values: Tensor, activation: int) -> _Ready:
         """Return what calls for contiguous images of this size have in common."""

@@ -129,6 +129,9 @@ class _CpuInt8ConvKernel(Int8ConvKernel):
     def fast_path(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
         return self._packed.fast_path_for(packed, (self._multiplier, bias), self._grid, self._activation)
 
+    def product(self, packed: Sequence[Tensor], bias: Tensor | None) -> Any:
+        return self._packed.product_for(packed, (self._multiplier, bias), self._grid, self._activation)
+
     def layout(self) -> KernelLayout:
         return layout_of(self._packed.layout, self._packed.tile, self._packed.library)
 
@@ -206,6 +209,9 @@ class _RealConvKernel(ConvKernel):
 
     def fast_path(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
         return self._kernel.fast_path(packed, bias)
+
+    def product(self, packed: Sequence[Tensor], bias: Tensor | None) -> Any:
+        return self._kernel.product(packed, bias)
 
     def layout(self) -> KernelLayout | None:
         return self._kernel.layout()

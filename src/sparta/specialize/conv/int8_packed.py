@@ -7,6 +7,7 @@ in the call, sums are exact integers in every build, and results leave in float3
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from ctypes import addressof
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torch.nn import functional
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.specialize.conv.cpu_packed import PackedConv
 from sparta.specialize.conv.spec import ConvGeometry
+from sparta.specialize.cpu.chain import ImageProduct, Step, StepKind
 from sparta.specialize.cpu.library import INT8_CONV_CALL, PanelMatrix, activation_code, raise_for
 from sparta.specialize.cpu.packing import is_float
 from sparta.specialize.int8_linear.cpu_packed import SCALES
@@ -170,6 +172,30 @@ class PackedInt8Conv(PackedConv):
             return y
 
         return call
+
+    def product_for(
+        self,
+        packed: Sequence[Tensor],
+        scales: tuple[Tensor, Tensor | None],
+        grid: Quantization,
+        activation: str | None,
+    ) -> Callable[[tuple[int, ...], int], ImageProduct | None]:
+        """Return the same as a step of a chain, as a function of the images' shape and of threads.
+
+        It returns None for shapes that do not fit.
+        """
+        end, code = self._end(packed, scales, grid), activation_code(activation)
+        channels = self.weight_shape[1] * self.geometry.groups
+
+        def made(shape: tuple[int, ...], threads: int) -> ImageProduct | None:
+            if len(shape) != len(self.weight_shape) or shape[1] != channels or 0 in shape:
+                return None
+            found = self._ready_for(shape, threads, packed[0], code)
+            call = INT8_CONV_CALL.pack(0, 0, 0, 0, *found.rest, 0, *end.numbers)
+            step = Step(StepKind.INT8_CONV, call, found.address, (found, end))
+            return ImageProduct(step, tuple(found.shape), 4 * math.prod(found.places))
+
+        return made
 
     def _ready_for(self, shape: Sequence[int], threads: int, values: Tensor, activation: int) -> _Ready:
         """Return what calls for images of this shape have in common."""

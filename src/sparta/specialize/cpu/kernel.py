@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -37,6 +37,7 @@ class _Packed(Protocol):
     def fast_path(
         self, values: Tensor, bias: Tensor | None, activation: str | None
     ) -> Callable[..., Tensor | None] | None: ...
+    def product(self, values: Tensor, bias: Tensor | None, activation: str | None) -> Any: ...
 
 
 class PackedKernel(Kernel):
@@ -62,3 +63,7 @@ class PackedKernel(Kernel):
     def fast_path(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
         """Return a call with all but x and the residual found out before."""
         return self._packed.fast_path(packed[0], bias, self._activation)
+
+    def product(self, packed: Sequence[Tensor], bias: Tensor | None) -> Any:
+        """Return what the operator is as a step of a chain."""
+        return self._packed.product(packed[0], bias, self._activation)

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from sparta.errors import SpartaError
+from sparta.specialize.cpu.chain import Product
 from sparta.specialize.cpu.device import layout_of, library_here
 from sparta.specialize.cpu.library import fused_activation, load
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.implement import Cause, KernelLayout, Params, Support, TiledImplement, present
 from sparta.specialize.int8_linear.cpu_packed import SCALES, Int8Options, Int8Panel, PackedInt8Linear
+from sparta.specialize.int8_linear.cpu_product import int8_product
 from sparta.specialize.int8_linear.quantization import Quantization
 from sparta.specialize.int8_linear.spec import (
     MOST_INPUTS,
@@ -66,6 +68,9 @@ class _CpuInt8Kernel(Int8Kernel):
 
     def fast_path(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
         return self._packed.fast_path(packed, (self._multiplier, self._offset_of(bias)), self._options)
+
+    def product(self, packed: Sequence[Tensor], bias: Tensor | None) -> Product:
+        return int8_product(self._packed, packed, (self._multiplier, self._offset_of(bias)), self._options)
 
     def _offset_of(self, bias: Tensor | None) -> Tensor | None:
         """Return the bias in units of the output, computed once for each bias."""

@@ -118,7 +118,7 @@ class PackedInt8Linear:
         self._units = -(-inputs // UNIT)
         units = whole_units(self.mask).view(outputs, self._units, UNIT).any(-1)
         self.layout = pack_mask(units, self.tile, self.library.lanes)
-        self._bound: _Bound | None = None
+        self._bound: Bound | None = None
 
     def pack(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the live values of a weight (N, K), int8, and the sums of its rows."""
@@ -201,7 +201,7 @@ class PackedInt8Linear:
         that does not change is found here, because that is most of a small layer's time beside the kernel.
         """
         bound, multiply, (outputs, inputs) = (
-            self._bind(packed, scales),
+            self.bound(packed, scales),
             self.library.handle.sparta_multiply_int8,
             self.shape,
         )
@@ -256,7 +256,7 @@ class PackedInt8Linear:
         bound = self._bound
         if bound is None or not bound.is_for(packed, scales):
             # A new one, because another thread may be running with other values.
-            bound = self._bound = self._bind(packed, scales)
+            bound = self._bound = self.bound(packed, scales)
         rows, stride, tokens, unsigned, inverse, panel = self._rows_of(x, options)
         outputs, inputs = self.shape
         output, plain_activation, activation = options.codes
@@ -318,8 +318,8 @@ class PackedInt8Linear:
         wanted, scale = options.rounded_to
         return rows, inputs, shape[0], wanted is torch.uint8, 1.0 / scale, False
 
-    def _bind(self, packed: Sequence[Tensor], scales: tuple[Tensor, Tensor | None]) -> _Bound:
-        """Return checked values and scales with their addresses."""
+    def bound(self, packed: Sequence[Tensor], scales: tuple[Tensor, Tensor | None]) -> Bound:
+        """Return checked values and scales with their addresses, as a call takes them."""
         values, row_sums = packed
         if values.shape != self.layout.source.shape or values.dtype != torch.int32 or not values.is_contiguous():
             raise ShapeError(message(f"packed values of shape {tuple(values.shape)}", fix="take what pack() returned"))
@@ -330,7 +330,7 @@ class PackedInt8Linear:
                 raise ShapeError(message(given, f"({self.shape[0]},), float32"))
             kept.append(None if scale is None else scale.contiguous())
         addresses = tuple(0 if scale is None else scale.data_ptr() for scale in kept)
-        return _Bound(
+        return Bound(
             values,
             *scales,
             _places(values, *scales),
@@ -348,7 +348,7 @@ class PackedInt8Linear:
         return PanelMatrix(**fields, **sizes, values=values.data_ptr(), bn=tile.block, mv=tile.mv, interleave=1)
 
 
-class _Bound(NamedTuple):
+class Bound(NamedTuple):
     """Values and scales as in the last call: what was given, where it lay, and what the kernel takes."""
 
     values: Tensor

@@ -7,6 +7,7 @@ still hand them integers, or want them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,6 +66,10 @@ class RealKernel(LinearKernel):
         if inner is None:
             return None
         return lambda x, residual=None: inner(x, residual) if x.is_floating_point() else None
+
+    def product(self, packed: Sequence[Tensor], bias: Tensor | None) -> Any:
+        """Return the kernel's own, for real numbers."""
+        return self._kernel.product(packed, bias) if self._output is None else None
 
     def layout(self) -> KernelLayout | None:
         """Return the kernel's layout."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.specialize.cpu.chain import Product, StepKind, pack_call
 from sparta.specialize.cpu.device import DTYPES
 from sparta.specialize.cpu.library import (
     PANEL_CALL,
@@ -210,6 +211,33 @@ class PackedLinear:
         # The addresses in the matrix are those of the layout and the values.
         return _bound_call(
             (matrix, self.layout, values, bias), multiply, pack, (address, inputs, outputs), ends, panels
+        )
+
+    def product(self, values: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Product | None:
+        """Return this layer with these values as a step of a chain; None where a bias would have to be converted."""
+        if bias is not None and self._checked_bias(bias) is not bias:
+            return None
+        matrix = type(self._matrix).from_buffer_copy(self._matrix_for(values))
+        (outputs, inputs), panels, tile = self.shape, self._is_panel, self._tokens if self._is_panel else 0
+        ends = (0 if bias is None else bias.data_ptr(), 0, outputs, activation_code(activation), 0)
+
+        def call(tokens: int, stride: int, x: str, *, to_panel: bool, residual: bool) -> bytes:
+            del residual
+            rows = (0, 0, tokens, stride, outputs, *ends)
+            return _pack_panel_call(*rows, x == "panel", to_panel) if panels else _pack_stream_call(*rows)
+
+        return Product(
+            kind=StepKind.PANELS if panels else StepKind.STREAM,
+            matrix=matrix,
+            inputs=inputs,
+            outputs=outputs,
+            output=torch.float32,
+            takes=None,
+            tile=tile,
+            rounding=() if panels else None,
+            call=call,
+            pack=lambda tokens, stride: pack_call(tokens, inputs, stride, self.tile.mv),
+            alive=(self.layout, values, bias),
         )
 
     @property

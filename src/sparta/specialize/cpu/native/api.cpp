@@ -1,5 +1,6 @@
 // The C interface of the CPU kernels: plain structures and pointers, no exceptions, an error code for what this library
 // does not hold. It is compiled once for each instruction set; the caller loads the one that fits the machine.
+#include "chain.h"
 #include "conv.h"
 #include "decode.h"
 #include "gemv.h"
@@ -95,17 +96,15 @@ SPARTA_EXPORT int sparta_decode(const sparta::DecodeProgram* program, const spar
   return sparta::decode_step(*program, *call) ? kDone : kNoMemory;
 }
 
+// Steps with everything filled in but the addresses of activations, one after the other; see chain.h.
+SPARTA_EXPORT int sparta_run_chain(const sparta::ChainStep* steps, int64_t count, char* const* memories, int threads) {
+  return sparta::run_chain(steps, count, memories, threads);
+}
+
 // Token-major to panel and back: what neighbouring sparse layers do once, at both ends.
 SPARTA_EXPORT void sparta_pack(const float* x, int64_t stride, int64_t tokens, int64_t channels, int64_t mv,
                                float* panel, int threads) {
-  const int64_t tile = mv * sparta::kLanes;
-  const int64_t tiles = sparta::ceil_div(tokens, tile);
-  sparta::parallel(threads, [&](int64_t index, int64_t count) {
-    for (int64_t i = tiles * index / count; i < tiles * (index + 1) / count; ++i) {
-      const int64_t present = std::min(tile, tokens - i * tile);
-      sparta::pack_tile(x + i * tile * stride, stride, present, 0, channels, tile, panel + i * channels * tile);
-    }
-  });
+  sparta::pack_panels(x, stride, tokens, channels, mv, panel, threads);
 }
 
 SPARTA_EXPORT void sparta_unpack(const float* panel, int64_t tokens, int64_t channels, int64_t mv, float* y,
@@ -124,12 +123,7 @@ SPARTA_EXPORT void sparta_unpack(const float* panel, int64_t tokens, int64_t cha
 
 // The same for bytes, four channels to a place. Of fp32, the call says how it is rounded on the way.
 SPARTA_EXPORT void sparta_pack_int8(const sparta::Int8Call* call, int64_t places, int64_t mv, int32_t* panel) {
-  const int64_t tile = mv * sparta::kLanes, tiles = sparta::ceil_div(call->tokens, tile);
-  sparta::parallel(call->threads, [&](int64_t index, int64_t count) {
-    for (int64_t i = tiles * index / count; i < tiles * (index + 1) / count; ++i) {
-      sparta::pack_int8_tile(*call, i, places, tile, panel + i * places * tile);
-    }
-  });
+  sparta::pack_int8_panels(*call, places, mv, panel);
 }
 
 SPARTA_EXPORT void sparta_unpack_int8(const int32_t* panel, int64_t tokens, int64_t channels, int64_t mv,

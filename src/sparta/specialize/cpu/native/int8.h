@@ -39,7 +39,7 @@ struct Int8Call {
   const float* residual;  // [tokens][channels], or null
   int64_t residual_stride;
   int32_t activation;  // other than what `floor` says
-  int32_t x_is_dynamic;  // fp32 whose tokens have a scale each, |largest| / 127; x_inverse_scale is not 0 then
+  int32_t x_is_dynamic;  // tokens have a scale each, |largest| / 127; x_inverse_scale is not 0 where x is fp32
   float y_inverse_scale;
   int32_t no_least_weight;  // whether no weight is -128
 };
@@ -298,6 +298,11 @@ inline void pack_int8_tile(const Int8Call& call, int64_t index, int64_t places, 
   }
 }
 
+// Where the scales of the tokens of a dynamic panel are: after its bytes.
+inline float* panel_scales(int32_t* panel, int64_t tiles, int64_t places, int64_t tile) {
+  return reinterpret_cast<float*>(panel + tiles * places * tile);
+}
+
 // Where the results of one block of rows go, and how.
 struct Int8Rows {
   int64_t index;  // of the tile
@@ -307,10 +312,38 @@ struct Int8Rows {
   int32_t* panel;  // of the output, at these rows, or null
 };
 
-// Stores results in real numbers through an epilogue with all there may be.
-inline bool store_general(const Int8Call& call, const Int8Rows& at, const float* results, int64_t tile,
-                          const Bytes& bytes) {
+// Four rows of results at a time become one of bytes, through an activation; `to` may be where the results are.
+template <Activation Act>
+inline void join_activated(const float* results, int64_t tile, int64_t rows, int64_t vectors, float factor,
+                           const Bytes& bytes, int32_t* to) {
+  const Vec scale = splat(factor);
+  for (int64_t row = 0; row < rows; row += 4) {
+    for (int64_t j = 0; j < vectors * kLanes; j += kLanes) {
+      Vec four[4];
+#pragma GCC unroll 4
+      for (int64_t r = 0; r < 4; ++r) {
+        four[r] = scale * activate_last<Act>(activate<Act>(load(results + std::min(row + r, rows - 1) * tile + j)));
+      }
+      store_ints(to + row / 4 * tile + j, join_rows<false>(four, bytes));
+    }
+  }
+}
+
+// Stores results through an epilogue with all there may be.
+inline bool store_general(const Int8Call& call, const Int8Rows& at, float* results, int64_t tile, const Bytes& bytes) {
   static thread_local Scratch scratch;
+  if (call.output != kFloat && !call.residual) {
+    int32_t* to = at.panel ? at.panel : reinterpret_cast<int32_t*>(results);
+    const float factor = call.y_inverse_scale != 0.0f ? call.y_inverse_scale : 1.0f;
+    with_activation(call.activation, [&](auto tag) {
+      join_activated<decltype(tag)::value>(results, tile, at.rows, ceil_div(at.tokens, kLanes), factor, bytes, to);
+    });
+    if (!at.panel) {
+      unpack_bytes_tile(to, tile, at.rows, at.tokens,
+                        static_cast<uint8_t*>(call.y) + at.index * tile * call.y_stride + at.row, call.y_stride);
+    }
+    return true;
+  }
   const int64_t first = at.index * tile;
   const Epilogue epilogue{nullptr, call.residual ? call.residual + first * call.residual_stride : nullptr,
                           call.residual_stride, call.activation};
@@ -366,6 +399,10 @@ inline bool multiply_int8_tile(const PanelMatrix& matrix, const Int8Call& call, 
   if (!results) return false;
   if (call.x_is_panel) {
     x = static_cast<const int32_t*>(call.x) + index * tile * matrix.inputs;
+    if (call.x_is_dynamic) {
+      int32_t* panel = static_cast<int32_t*>(const_cast<void*>(call.x));
+      finish.token_scales = panel_scales(panel, ceil_div(call.tokens, tile), matrix.inputs, tile) + index * tile;
+    }
   } else {
     int32_t* packed = reinterpret_cast<int32_t*>(input_scratch.get(std::max<int64_t>(matrix.inputs, 1) * tile));
     if (!packed) return false;
@@ -416,6 +453,17 @@ inline bool multiply_int8(const PanelMatrix& matrix, const Int8Call& call) {
   const int64_t tiles = ceil_div(call.tokens, matrix.mv * kLanes);
   return share_tiles(matrix, tiles, call.threads, [&](int64_t tile, int64_t begin, int64_t end) {
     return multiply_int8_tile(matrix, call, finish, tile, begin, end);
+  });
+}
+
+// Token-major rows to panels of bytes; of fp32, the call says how it is rounded on the way. The scales of dynamic tokens
+// come after the panel.
+inline void pack_int8_panels(const Int8Call& call, int64_t places, int64_t mv, int32_t* panel) {
+  const int64_t tile = mv * kLanes, tiles = ceil_div(call.tokens, tile);
+  parallel(call.threads, [&](int64_t index, int64_t count) {
+    for (int64_t i = tiles * index / count; i < tiles * (index + 1) / count; ++i) {
+      pack_int8_tile(call, i, places, tile, panel + i * places * tile, panel_scales(panel, tiles, places, tile) + i * tile);
+    }
   });
 }
 

@@ -346,4 +346,16 @@ inline bool multiply_panels(const PanelMatrix& matrix, const PanelCall& call) {
   });
 }
 
+// Token-major to panels, tile by tile.
+inline void pack_panels(const float* x, int64_t stride, int64_t tokens, int64_t channels, int64_t mv, float* panel,
+                        int32_t threads) {
+  const int64_t tile = mv * kLanes, tiles = ceil_div(tokens, tile);
+  parallel(threads, [&](int64_t index, int64_t count) {
+    for (int64_t i = tiles * index / count; i < tiles * (index + 1) / count; ++i) {
+      const int64_t present = std::min(tile, tokens - i * tile);
+      pack_tile(x + i * tile * stride, stride, present, 0, channels, tile, panel + i * channels * tile);
+    }
+  });
+}
+
 }  // namespace sparta

@@ -1,0 +1,91 @@
+"""Chained: a graph that runs as programs, one for each size that it has seen; see :mod:`.program`.
+
+Whatever cannot be followed, on another device or with data that decides sizes, runs eagerly as before.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from sparta.compiler.run.chain.native import NATIVE
+from sparta.compiler.run.chain.program import Program
+from sparta.compiler.run.chain.trace import Trace
+from sparta.compiler.run.chain.values import NotChained
+from sparta.compiler.run.eager import with_fast_paths
+from sparta.compiler.run.kernel_module import KernelModule
+from sparta.errors import SpartaError
+
+__all__ = ["Chained", "chainable"]
+
+_MOST_SIZES = 256
+_FEWEST_STEPS = 3
+
+
+def chainable(module: fx.GraphModule) -> bool:
+    """Whether a graph has so many calls that the library runs that a chain of it may pay."""
+    if any(tensor.device.type != "cpu" for tensor in (*module.parameters(), *module.buffers())):
+        return False
+    layers, known = dict(module.named_modules()), 0
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            layer = layers.get(str(node.target))
+            known += isinstance(layer, KernelModule)
+        elif node.op == "call_function":
+            known += node.target in NATIVE
+    return known >= _FEWEST_STEPS
+
+
+class Chained:
+    """A function of flat inputs that computes what a graph module does.
+
+    Like :func:`sparta.compiler.run.eager.with_fast_paths`, it holds the module's tensors as they are now.
+
+    Parameters
+    ----------
+    module
+        The graph.
+    any_size
+        Whether inputs of many sizes will come.
+    """
+
+    def __init__(self, module: fx.GraphModule, *, any_size: bool = False) -> None:
+        self._module, self._any_size = module, any_size
+        self._programs: OrderedDict[Any, Program | None] = OrderedDict()
+        self._eager: Callable[..., Any] | None = None
+
+    def __call__(self, *leaves: Any) -> Any:
+        """Return the flat results."""
+        key = (
+            torch.get_num_threads(),
+            *[(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in leaves],
+        )
+        program = self._programs[key] if key in self._programs else self._made(key, leaves)
+        if program is None or any(isinstance(x, Tensor) and x.is_neg() for x in leaves):
+            return self.eager(*leaves)
+        return program(leaves)
+
+    def program(self, *leaves: Any) -> Program | None:
+        """Return the program for inputs like these; None where they run eagerly."""
+        try:
+            with torch.no_grad():
+                return Program(Trace(self._module, leaves, torch.get_num_threads()))
+        except (NotChained, SpartaError, NotImplementedError, RuntimeError, TypeError, ValueError, KeyError):
+            return None
+
+    @property
+    def eager(self) -> Callable[..., Any]:
+        """The same without chains."""
+        if self._eager is None:
+            self._eager = with_fast_paths(self._module, any_size=self._any_size)
+        return self._eager
+
+    def _made(self, key: Any, leaves: tuple[Any, ...]) -> Program | None:
+        program = self._programs[key] = self.program(*leaves)
+        while len(self._programs) > _MOST_SIZES:
+            self._programs.popitem(last=False)
+        return program

@@ -1,0 +1,46 @@
+"""Memory: every piece of an arena gets its place, so that what is in use at the same time does not overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sparta.compiler.run.chain.layouts import reads
+from sparta.compiler.run.chain.trace import ImageItem, Item, Linear, PythonCall
+from sparta.compiler.run.chain.values import Made
+
+__all__ = ["LINE", "planned"]
+
+LINE = 64
+"""Bytes to which memory is aligned."""
+
+
+def planned(items: Sequence[Item]) -> int:
+    """Place all memory of the arena, so that what is in use at the same time does not overlap; return the size."""
+    pieces: dict[int, Made] = {}
+    for number, item in enumerate(items):
+        used = [value.source for value in reads(item)]
+        if not isinstance(item, PythonCall):
+            used.append(item.result.source)
+        used += [item.packed] if isinstance(item, Linear) and item.packed is not None else []
+        used += [item.room] if isinstance(item, ImageItem) and item.room is not None else []
+        for source in used:
+            if isinstance(source, Made):
+                source.used_at(number)
+                pieces[id(source)] = source
+    placed: list[Made] = []
+    total = 0
+    for piece in sorted((p for p in pieces.values() if p.slot is None), key=lambda each: -each.nbytes):
+        busy = sorted(
+            (other.offset, other.offset + other.nbytes)
+            for other in placed
+            if other.first <= piece.last and piece.first <= other.last
+        )
+        offset = 0
+        for begin, end in busy:
+            if offset + piece.nbytes <= begin:
+                break
+            offset = max(offset, -(-end // LINE) * LINE)
+        piece.offset = offset
+        placed.append(piece)
+        total = max(total, offset + piece.nbytes)
+    return total

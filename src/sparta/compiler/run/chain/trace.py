@@ -1,0 +1,301 @@
+"""Trace: a graph at one size becomes a program of steps for C++ and calls for Python, in the order of the graph.
+
+Views and everything that depends on sizes alone fall away here; what depends on fixed tensors alone is computed once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from sparta.compiler.run.chain.native import NativeCall, constant_of, native_call
+from sparta.compiler.run.chain.values import (
+    Constant,
+    Made,
+    NotChained,
+    Slot,
+    Storages,
+    Value,
+    mapped,
+    meta_like,
+    rows_of,
+)
+from sparta.compiler.run.kernel_module import KernelModule
+from sparta.modules import member
+from sparta.specialize.cpu.chain import ImageProduct, Product
+
+__all__ = ["ImageItem", "Item", "Linear", "Native", "PythonCall", "Trace"]
+
+_LARGEST_CONSTANT = 1 << 24  # bytes that are kept for one size
+
+
+@dataclass(eq=False)
+class Native:
+    """A step that is ready."""
+
+    call: NativeCall
+    result: Value
+
+
+@dataclass(eq=False)
+class Linear:
+    """A product of rows; how its input and its result are laid out is decided later.
+
+    Attributes
+    ----------
+    tokens, stride
+        Of x, in elements.
+    packed
+        Where x stands as a panel, None where the product packs it itself.
+    to_panel
+        Whether the result stays a panel.
+    """
+
+    product: Product
+    x: Value
+    residual: Value | None
+    result: Value
+    tokens: int
+    stride: int
+    packed: Made | None = None
+    packs: bool = False
+    to_panel: bool = False
+
+
+@dataclass(eq=False)
+class ImageItem:
+    """A convolution of contiguous images."""
+
+    product: ImageProduct
+    x: Value
+    residual: Value | None
+    result: Value
+    room: Made | None
+
+
+@dataclass(eq=False)
+class PythonCall:
+    """A call that Python makes; its result is put into a slot."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    slot: int
+    meta: Any
+
+
+Item = Native | Linear | ImageItem | PythonCall
+
+
+@dataclass
+class Trace:
+    """The program of a graph module for inputs like these.
+
+    Parameters
+    ----------
+    module
+        The graph.
+    leaves
+        Flat inputs; only sizes, strides, dtypes and what is no tensor count.
+    threads
+        How many will run it.
+
+    Attributes
+    ----------
+    items
+        The program.
+    outputs
+        What the graph returns: values, and what is no tensor.
+    slots
+        How many tensors Python holds.
+    """
+
+    module: fx.GraphModule
+    leaves: Sequence[Any]
+    threads: int
+    items: list[Item] = field(default_factory=list)
+    outputs: Any = None
+    slots: int = 0
+    _values: dict[fx.Node, Any] = field(default_factory=dict)
+    _storages: Storages = field(default_factory=Storages)
+
+    def __post_init__(self) -> None:
+        self.slots = len(self.leaves)
+        given = iter(enumerate(self.leaves))
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder":
+                self._values[node] = self._given(*next(given))
+            elif node.op == "get_attr":
+                self._values[node] = self._constant(member(self.module, str(node.target)))
+            elif node.op == "output":
+                self.outputs = self._arguments(node.args[0])
+            elif node.op == "call_module":
+                self._values[node] = self._layer(node)
+            else:
+                self._values[node] = self._call(node)
+
+    # ------------------------------------------------------------------ what is there before
+
+    def _given(self, number: int, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.device.type != "cpu":
+            raise NotChained(f"an input on {leaf.device}")
+        return self._storages.put(meta_like(leaf), Slot(number))
+
+    def _constant(self, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if tensor.device.type != "cpu" or tensor.is_neg() or tensor.is_conj() or tensor.layout != torch.strided:
+            raise NotChained("a tensor that is not plain memory on the CPU")
+        return self._storages.put(meta_like(tensor), Constant(tensor))
+
+    def _arguments(self, tree: Any) -> Any:
+        return mapped(tree, lambda each: self._values[each] if isinstance(each, fx.Node) else each)
+
+    # ------------------------------------------------------------------ calls
+
+    def _call(self, node: fx.Node) -> Any:
+        target: Any = node.target
+        schema = getattr(target, "_schema", None)
+        if node.op != "call_function" or (schema is not None and schema.is_mutable):
+            raise NotChained(f"{target} writes to its arguments")
+        args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
+        if any(isinstance(each, _Several) for each in args):
+            return self._part_of(target, args)
+        result = target(*_metas(args), **_metas(kwargs))
+        if isinstance(result, (list, tuple)):
+            views = [self._storages.find(each) if isinstance(each, Tensor) else None for each in result]
+            return tuple(views) if all(views) else self._python(target, args, kwargs, result)
+        if not isinstance(result, Tensor):
+            return result  # a size
+        found = self._storages.find(result) or self._folded(target, args, kwargs, result)
+        if found is not None:
+            return found
+        native = native_call(target, args, kwargs, result)
+        return self._python(target, args, kwargs, result) if native is None else self._native(native)
+
+    def _part_of(self, target: Any, args: tuple[Any, ...]) -> Any:
+        """Return one of several results of a Python call."""
+        several, which = args[0], args[1] if len(args) > 1 else None
+        if target is not operator.getitem or not isinstance(which, int):
+            raise NotChained(f"{target} of several results")
+        meta = several.metas[which]
+        if not isinstance(meta, Tensor):
+            raise NotChained("a result that is no tensor")
+        return self._python(operator.getitem, (several, which), {}, meta)
+
+    def _folded(self, target: Any, args: Any, kwargs: Any, result: Tensor) -> Value | None:
+        """Return what depends on sizes and fixed tensors alone, computed now."""
+        given = _values_in((args, kwargs))
+        random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+        large = result.numel() * result.element_size() > _LARGEST_CONSTANT
+        if random or large or not all(isinstance(each.source, Constant) for each in given):
+            return None
+
+        def real(each: Any) -> Any:
+            return constant_of(each) if isinstance(each, Value) else each
+
+        fixed = target(*mapped(args, real), **mapped(kwargs, real))
+        value: Value = self._constant(fixed.contiguous() if fixed.stride() != result.stride() else fixed)
+        return value
+
+    def _native(self, call: NativeCall) -> Value:
+        result = self._made(call.result)
+        self.items.append(Native(call, result))
+        return result
+
+    def _python(self, target: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> Any:
+        slot = self.slots
+        self.slots += 1
+        self.items.append(PythonCall(target, args, kwargs, slot, result))
+        if isinstance(result, Tensor):
+            return self._storages.put(meta_like(result), Slot(slot))
+        return _Several(slot, result)
+
+    def _made(self, meta: Tensor) -> Value:
+        nbytes = meta.untyped_storage().nbytes()
+        return self._storages.put(meta, Made(nbytes, len(self.items), len(self.items)))
+
+    # ------------------------------------------------------------------ layers
+
+    def _layer(self, node: fx.Node) -> Any:
+        layer = self.module.get_submodule(str(node.target))
+        args = self._arguments(node.args)
+        if not isinstance(layer, KernelModule) or not all(isinstance(each, Value) for each in args):
+            raise NotChained(f"the module {node.target}")
+        x, residual = args[0], args[1] if len(args) > 1 else None
+        lowering = layer.fused.lowering
+        kernel, packed = layer.kernel_for(lowering.size(x.meta))
+        product = kernel.product(packed, layer.bias)
+        found = None
+        if isinstance(product, Product):
+            found = self._linear(product, x, residual)
+        elif callable(product):
+            found = self._image(product, x, residual)
+        if found is not None:
+            return found
+        dtype, fused = layer.live.dtype, layer.fused
+        weight = torch.empty(fused.weight.shape, dtype=dtype, device="meta")
+        shape = lowering.dense(weight, x.meta.to(dtype), None, fused.attributes).shape
+        meta = torch.empty(shape, dtype=lowering.result_dtype(dtype, fused.attributes), device="meta")
+        return self._python(layer.fast_path() or layer.run, (x, residual), {}, meta)
+
+    def _linear(self, product: Product, x: Value, residual: Value | None) -> Value | None:
+        rows = rows_of(x.meta, product.inputs)
+        real = x.meta.dtype == torch.float32 and (product.takes is not None or product.output == torch.float32)
+        whole = x.meta.dtype == product.takes and rows is not None and rows[1] % 4 == 0 and x.offset % 4 == 0
+        if rows is None or not rows[0] or not (real or whole):
+            return None
+        if residual is not None:
+            added = rows_of(residual.meta, product.outputs)
+            if residual.meta.dtype != torch.float32 or added != (rows[0], product.outputs):
+                return None
+        shape = (*x.meta.shape[:-1], product.outputs)
+        result = self._made(torch.empty(shape, dtype=product.output, device="meta"))
+        self.items.append(Linear(product, x, residual, result, *rows))
+        return result
+
+    def _image(self, product: Callable[..., Any], x: Value, residual: Value | None) -> Value | None:
+        plain = x.meta.dtype == torch.float32 and x.meta.is_contiguous() and x.meta.numel() > 0
+        found: ImageProduct | None = product(tuple(x.meta.shape), self.threads) if plain else None
+        if found is None:
+            return None
+        if residual is not None:
+            fits = residual.meta.is_contiguous() and tuple(residual.meta.shape) == found.shape
+            if not fits or residual.meta.dtype != torch.float32:
+                return None
+        result = self._made(torch.empty(found.shape, device="meta"))
+        at = len(self.items)
+        room = Made(found.room, at, at) if found.room else None
+        self.items.append(ImageItem(found, x, residual, result, room))
+        return result
+
+
+@dataclass(frozen=True, eq=False)
+class _Several:
+    """Several results of a Python call."""
+
+    slot: int
+    metas: Sequence[Any]
+
+
+def _metas(tree: Any) -> Any:
+    return mapped(tree, lambda each: each.meta if isinstance(each, Value) else _checked(each))
+
+
+def _checked(each: Any) -> Any:
+    if isinstance(each, torch.device):
+        return torch.device("meta")
+    return each
+
+
+def _values_in(tree: Any) -> list[Value]:
+    found: list[Value] = []
+    mapped(tree, lambda each: found.append(each) if isinstance(each, Value) else None)
+    return found

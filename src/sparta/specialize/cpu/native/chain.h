@@ -1,0 +1,185 @@
+// A chain: the steps of a model, or of a part of it, one after the other in one call. A step is one of the library's
+// calls with everything filled in but where its activations are, which is known only when the chain runs: a place is an
+// offset into one of the memories that a call of the chain brings.
+#pragma once
+
+#include "attention.h"
+#include "conv.h"
+#include "gemv.h"
+#include "int8.h"
+#include "int8_conv.h"
+#include "pool.h"
+#include "rows.h"
+#include "short_stream.h"
+#include "spmm.h"
+
+namespace sparta {
+
+enum StepKind : int32_t {
+  kStepPanels = 0,
+  kStepStream = 1,
+  kStepShort = 2,
+  kStepInt8 = 3,
+  kStepConv = 4,
+  kStepInt8Conv = 5,
+  kStepPool = 6,
+  kStepNorm = 7,
+  kStepMap = 8,
+  kStepCopy = 9,
+  kStepGather = 10,
+  kStepAttention = 11,
+  kStepPack = 12,
+  kStepPackInt8 = 13,
+};
+
+enum ChainResult : int { kChainDone = 0, kChainNoMemory = 2, kChainNoRow = 3 };
+
+struct ChainStep {
+  int32_t kind;
+  int32_t unused;
+  const void* matrix;  // of a product, or null
+  const void* call;    // of the kind's type; what the places below say is not in it
+  int64_t places[5];   // of x, y and up to three more: memory * 2^48 + bytes, or -1
+};
+
+constexpr int64_t kPlaceBits = 48;
+
+// A packing of token-major rows into panels.
+struct PackCall {
+  const float* x;
+  float* y;
+  int64_t tokens;
+  int64_t channels;
+  int64_t stride;
+  int64_t mv;
+};
+
+// Of bytes: how the rows are rounded is that of an int8 call.
+struct PackInt8Call {
+  Int8Call rows;
+  int64_t places;
+  int64_t mv;
+};
+
+class ChainRun {
+ public:
+  ChainRun(char* const* memories, int32_t threads) : memories_(memories), threads_(threads) {}
+
+  int run(const ChainStep& step) const {
+    switch (step.kind) {
+      case kStepPanels: return code(multiply_panels(*matrix<PanelMatrix>(step), product<PanelCall>(step)));
+      case kStepStream: return code(multiply_stream(*matrix<StreamMatrix>(step), product<StreamCall>(step)));
+      case kStepShort: return code(multiply_short(*matrix<ShortMatrix>(step), product<StreamCall>(step)));
+      case kStepInt8: return code(multiply_int8(*matrix<PanelMatrix>(step), product<Int8Call>(step)));
+      case kStepConv: return code(multiply_conv(*matrix<PanelMatrix>(step), product<ConvCall>(step)));
+      case kStepPool: return code(max_pool(simple<PoolCall>(step)));
+      case kStepNorm: return norm_rows(simple<NormCall>(step)), kChainDone;
+      case kStepCopy: return copy_strided(simple<CopyCall>(step)), kChainDone;
+      case kStepMap: return map(step);
+      case kStepGather: return gather(step);
+      case kStepAttention: return attention(step);
+      case kStepInt8Conv: return int8_conv(step);
+      case kStepPack: return pack(step);
+      case kStepPackInt8: return pack_int8(step);
+      default: return kChainNoMemory;
+    }
+  }
+
+ private:
+  static int code(bool done) { return done ? kChainDone : kChainNoMemory; }
+
+  template <class T>
+  T* at(int64_t place) const {
+    if (place < 0) return nullptr;
+    return reinterpret_cast<T*>(memories_[place >> kPlaceBits] + (place & ((int64_t{1} << kPlaceBits) - 1)));
+  }
+
+  template <class Matrix>
+  static const Matrix* matrix(const ChainStep& step) {
+    return static_cast<const Matrix*>(step.matrix);
+  }
+
+  // A call with x, y and threads.
+  template <class Call>
+  Call simple(const ChainStep& step) const {
+    Call call = *static_cast<const Call*>(step.call);
+    call.x = at<std::remove_pointer_t<decltype(call.x)>>(step.places[0]);
+    call.y = at<std::remove_pointer_t<decltype(call.y)>>(step.places[1]);
+    call.threads = threads_;
+    return call;
+  }
+
+  // The same with a residual.
+  template <class Call>
+  Call product(const ChainStep& step) const {
+    Call call = simple<Call>(step);
+    call.residual = at<float>(step.places[2]);
+    return call;
+  }
+
+  int map(const ChainStep& step) const {
+    MapCall call = simple<MapCall>(step);
+    if (step.places[2] >= 0) call.other = at<float>(step.places[2]);
+    map_rows(call);
+    return kChainDone;
+  }
+
+  int gather(const ChainStep& step) const {
+    GatherCall call = *static_cast<const GatherCall*>(step.call);
+    call.ids = at<int64_t>(step.places[0]);
+    call.y = at<float>(step.places[1]);
+    call.threads = threads_;
+    return gather_rows(call) ? kChainDone : kChainNoRow;
+  }
+
+  int attention(const ChainStep& step) const {
+    AttentionCall call = *static_cast<const AttentionCall*>(step.call);
+    call.q = at<float>(step.places[0]);
+    call.y = at<float>(step.places[1]);
+    call.k = at<float>(step.places[2]);
+    call.v = at<float>(step.places[3]);
+    call.mask = at<char>(step.places[4]);
+    call.threads = threads_;
+    return code(attend_all(call));
+  }
+
+  int int8_conv(const ChainStep& step) const {
+    Int8ConvCall call = *static_cast<const Int8ConvCall*>(step.call);
+    call.image = at<std::remove_pointer_t<decltype(call.image)>>(step.places[0]);
+    call.conv.y = at<float>(step.places[1]);
+    call.conv.residual = at<float>(step.places[2]);
+    call.conv.x = at<float>(step.places[3]);  // room for the image in bytes
+    call.conv.threads = threads_;
+    return code(multiply_int8_conv(*matrix<PanelMatrix>(step), call));
+  }
+
+  int pack(const ChainStep& step) const {
+    const PackCall& call = *static_cast<const PackCall*>(step.call);
+    pack_panels(at<float>(step.places[0]), call.stride, call.tokens, call.channels, call.mv, at<float>(step.places[1]),
+                threads_);
+    return kChainDone;
+  }
+
+  int pack_int8(const ChainStep& step) const {
+    const PackInt8Call& given = *static_cast<const PackInt8Call*>(step.call);
+    Int8Call rows = given.rows;
+    rows.x = at<void>(step.places[0]);
+    rows.threads = threads_;
+    pack_int8_panels(rows, given.places, given.mv, at<int32_t>(step.places[1]));
+    return kChainDone;
+  }
+
+  char* const* memories_;
+  int32_t threads_;
+};
+
+// Runs the steps up to the first that fails.
+inline int run_chain(const ChainStep* steps, int64_t count, char* const* memories, int32_t threads) {
+  const ChainRun run(memories, threads);
+  for (int64_t i = 0; i < count; ++i) {
+    if (const int result = run.run(steps[i])) return result;
+  }
+  return kChainDone;
+}
+
+}  // namespace sparta
