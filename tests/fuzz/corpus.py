@@ -8,6 +8,7 @@ from torch import nn
 import sparta
 from compiler import nets
 from compiler.conftest import forcing
+from generation.language_models import pruned
 from sparta.compiler.exchange.interface import write_exchange
 from sparta.create.loop.state_file import save_state
 from sparta.create.manager import Manager
@@ -118,6 +119,7 @@ def attached_manager():
 def make_corpus(folder):
     """Write the good files; returns (kind, path) of each."""
     found = [("artifact", path) for path in _artifacts(folder)]
+    found += [("language model", path) for path in _language_models(folder)]
     write_exchange(sparta.load(folder / "linear.sparta"), folder / "model.exchange")
     found.append(("exchange", folder / "model.exchange"))
     _spec().save(folder / "a.spec")
@@ -163,6 +165,14 @@ def _artifacts(folder):
     with forcing("blocks"):
         sparta.compile(nets.pruned(Masked()), torch.randn(2, 32, 16), tune="off").save(folder / "attention.sparta")
     return [folder / f"{name}.sparta" for name in ("linear", "conv", "int8", "attention")]
+
+
+def _language_models(folder):
+    ids = torch.randint(3, 96, (1, 6))
+    sparta.compile(pruned("llama"), ids, tune="off", precision="int8").save(folder / "program.sparta")
+    with forcing():
+        sparta.compile(pruned("gpt2"), ids, tune="off").save(folder / "layers.sparta")
+    return [folder / "program.sparta", folder / "layers.sparta"]
 
 
 def _spec():

@@ -102,6 +102,18 @@ def read_artifact(path):
     return "called"
 
 
+def read_language_model(path):
+    """Load a compiled language model and generate a few tokens."""
+    import torch
+
+    import sparta
+
+    fast = sparta.load(path)
+    str(fast.report), repr(fast.spec)
+    fast.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
+    return "called"
+
+
 def read_spec(path):
     """Load a spec and print it."""
     from sparta.tesa.spec import Spec
@@ -179,6 +191,7 @@ def read_export(path):
 
 READERS = {
     "artifact": read_artifact,
+    "language model": read_language_model,
     "spec": read_spec,
     "state": read_state,
     "exchange": read_exchange,

@@ -9,7 +9,7 @@ from fuzz.pool import BAD, Reader, fuzz, table
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits and /proc are those of Linux")
 
-FILES = 154
+FILES = 168
 
 
 @pytest.fixture(scope="module")

@@ -74,6 +74,7 @@ def test_the_file_holds_each_weight_once(saved):
         ({"architecture": "os.system"}, "class of llama"),
         ({"architecture": "LlamaPreTrainedModel"}, "class of llama"),
         ({"model_type": "../evil"}, "model type"),
+        ({"config": {"vocab_size": "many"}}, "vocab_size"),
         ({"ties": {"model.norm.weight": "no.such"}}, "save it again|no such"),
         ({"matrices": {}}, "no tensor for|decode program|lacks"),
         ({"experts": {"model.layers.0": True}}, "experts"),
