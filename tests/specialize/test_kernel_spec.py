@@ -7,6 +7,8 @@ import torch
 from hypothesis import given
 
 from sparta.errors import FileFormatError, NameNotFoundError, ValueRangeError
+from sparta.specialize.int8_linear.quantization import Quantization
+from sparta.specialize.int8_linear.spec import int8_linear_spec
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.linear.spec import apply_epilogue, linear_spec
 from sparta.tesa.attribute import TeSA
@@ -63,3 +65,11 @@ def test_wrong_inputs():
     damaged["operands"]["weight"]["tensors"]["live"][2] = "not base 64!"
     with pytest.raises(FileFormatError, match="cannot be read"):
         KernelSpec.from_dict(damaged)
+
+
+def test_layers_whose_grids_differ_share_a_bucket():
+    weight = TeSA.dense((8, 16)).with_format("int8", scale=0.1)
+    one, two = (int8_linear_spec(weight, 4, Quantization(scale, point)) for scale, point in ((0.5, 3), (0.25, 7)))
+    assert one.bucket == two.bucket
+    assert one.digest != two.digest
+    assert one.bucket != int8_linear_spec(weight, 4, Quantization.per_token()).bucket

@@ -175,6 +175,7 @@ def plan_with(  # noqa: PLR0913 - as above
             notebook,
             precisions=precisions,
             room=lambda: session.left > 0,
+            room_for_layers=lambda: session.left_for_layers > 0,
             show=session.show,
             notes=notes,
         )

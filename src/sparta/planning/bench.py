@@ -42,6 +42,7 @@ __all__ = ["Bench", "CompilerBench", "Whole"]
 _SECONDS = 0.1  # for a dense layer
 _WHOLE_SECONDS = 1.5
 _ROUNDS = 9
+_LEAST_S = 2.0  # for compiling a whole, whatever the budget is
 
 
 @dataclass(frozen=True)
@@ -276,8 +277,9 @@ class CompilerBench:
         return result
 
     def _left(self) -> float | None:
+        """Return the seconds for compiling one whole: a share of what is left, since there may be several."""
         left = self.session.left
-        return None if left == float("inf") else max(1.0, left)
+        return None if left == float("inf") else max(_LEAST_S, left / 3)
 
 
 def _mask(target: Target, pattern: Pattern, sparsity: float | None) -> Tensor:

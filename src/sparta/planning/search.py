@@ -28,6 +28,7 @@ __all__ = ["Search"]
 
 _GAIN = 0.97  # of dense's time, which an option must not exceed
 _ROUNDS = 6
+_SPENT = "the budget was spent before all options were measured: the others were not considered"
 _Costed = list[tuple[Option, Pattern | None]]
 
 
@@ -39,8 +40,8 @@ class Search:
     ----------
     bench
         What measures.
-    room
-        Returns whether there is time for more.
+    room, room_for_layers
+        Return whether there is time for more: for wholes, and for layers, which leave some for wholes.
     show
         Called with a line about what is done.
     """
@@ -53,6 +54,7 @@ class Search:
     notebook: Notebook
     precisions: Sequence[str] = ()
     room: Callable[[], bool] = lambda: True
+    room_for_layers: Callable[[], bool] = lambda: True
     show: Callable[[str], object] = lambda _line: None
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
@@ -91,13 +93,14 @@ class Search:
                 self._time_rounded(name, precision, times[name])
         if CHANNELS in self.options:
             for number, group in enumerate(self.groups):
-                if group.channels and all(name in times for name in group.names) and self.room():
+                if group.channels and all(name in times for name in group.names) and self.room_for_layers():
                     narrow[number] = self._narrow(group, times)
 
     def _time_rounded(self, name: str, precision: str, times: dict[Option, float]) -> None:
         """Time a layer that is rounded, dense and in the patterns that beat dense without rounding."""
         plain = Option("dense", precision=precision)
-        if not self.room():
+        if not self.room_for_layers():
+            self._note(_SPENT)
             return
         alone = self.bench.option_ms(name, plain)
         for pattern, options in self.options.items():
@@ -110,8 +113,8 @@ class Search:
     def _time_pattern(self, name: str, options: Sequence[Option], times: dict[Option, float], limit: float) -> None:
         """Time the options of one pattern, the fastest first, until one does not beat what it must."""
         for option in options:
-            if not self.room():
-                self._note("the budget was spent before all options were measured: the others were not considered")
+            if not self.room_for_layers():
+                self._note(_SPENT)
                 return
             try:
                 option.made.check_shape(self.targets[name].layout.shape)

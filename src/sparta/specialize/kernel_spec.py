@@ -21,6 +21,8 @@ from sparta.tesa.state import decode_state, encode_state
 
 __all__ = ["ACTIVATIONS", "Epilogue", "KernelSpec", "operand_bucket", "operation_named"]
 
+_OF_GRIDS = ("_scale", "_zero_point")  # attributes whose value costs nothing
+
 ACTIVATIONS = ("relu", "gelu", "silu", "relu6")
 """The activations an epilogue may fuse; ``gelu`` is the exact one."""
 # As files of older versions call it.
@@ -147,10 +149,13 @@ class KernelSpec:
         """A readable key that specs with alike cost share: dynamic sizes and densities are rounded.
 
         Dynamic sizes go to the next power of two, densities to steps of about a fifth; the mask itself does not
-        count, only its pattern does.
+        count, only its pattern does, and of a grid only that there is one.
         """
         operands = [f"{name}={operand_bucket(tesa)}" for name, tesa in sorted(self.operands.items())]
-        attributes = [f"{key}={value}" for key, value in sorted(self.attributes.items())]
+        attributes = [
+            f"{key}={'given' if key.endswith(_OF_GRIDS) and value is not None else value}"
+            for key, value in sorted(self.attributes.items())
+        ]
         return " ".join([self.op, *operands, f"epilogue={self.epilogue}", *attributes])
 
     def __eq__(self, other: object) -> bool:
