@@ -30,14 +30,14 @@ from processes import Failed, Pool
 from propagation.architectures import plant
 from record import RESULTS, save
 from sparta.propagation.caches import without_caches
-from zoo import couplings, language, pictures
+from zoo import composed, couplings, language, pictures
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Row = dict[str, Any]
 SOURCES: dict[str, list[str]] = {
     "written": list(pictures.WRITTEN),
     "couplings": list(couplings.COUPLINGS),
-    "transformers": list(language.ROWS),
+    "transformers": [*language.ROWS, *composed.COMPOSED],
     "timm": list(pictures.TIMM),
     "torchvision": list(pictures.TORCHVISION),
 }
@@ -49,7 +49,7 @@ def build(source: str, name: str) -> tuple[nn.Module, Call]:
     """Return a model with planted zeros, and a call of it."""
     torch.manual_seed(0)
     if source == "transformers":
-        model, keywords = language.build(name)
+        model, keywords = (language if name in language.ROWS else composed).build(name)
         return plant(model), ((), keywords)
     model, inputs = couplings.build(name) if source == "couplings" else pictures.build(source, name)
     return plant(model), (inputs, {})

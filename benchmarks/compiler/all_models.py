@@ -11,6 +11,8 @@ where it is compared again.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +37,25 @@ def how(fast: Any) -> str:
     return f"in {len(fast.parts)} parts" if fast.parts else "as given"
 
 
+@contextmanager
+def forced_kernels() -> Iterator[None]:
+    """Let every layer that has zeros run a sparse kernel, in language models too."""
+    import pytest
+
+    from compiler.conftest import choosing, chosen
+
+    with pytest.MonkeyPatch.context() as patch:
+        choosing(patch, chosen)
+        patch.setattr("sparta.generation.layers.choose", lambda spec, _store=None: chosen(spec))
+        yield
+
+
 def measure(row: Row, folder: Path) -> None:
     """Compile one model, compare it, save it."""
-    from compiler.conftest import forcing
-
     row["stage"] = "build"
     model, call = build(row["source"], row["model"])
     row["stage"] = "compile"
-    with forcing():
+    with forced_kernels():
         fast = sparta.compile(model, call[1] or call[0], tune="off")
     print(*fast.report.notes, sep="\n")
     totals = fast.report.totals

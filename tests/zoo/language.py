@@ -413,4 +413,7 @@ def build(name, batch=2):
     config = made(**{key: value for key, value in {**sizes, **different}.items() if value is not None})
     torch.manual_seed(0)
     built = getattr(transformers, model)(config).eval()
+    settings = getattr(built, "generation_config", None)
+    if settings is not None and settings.decoder_start_token_id is None and settings.bos_token_id is None:
+        settings.decoder_start_token_id = SMALL["decoder_start_token_id"]
     return built, _inputs(kind, batch, config)
