@@ -381,3 +381,16 @@ def test_a_chain_is_a_host_that_competes_is_saved_and_loaded(monkeypatch, own_st
             torch.testing.assert_close(each(other), model(other).detach(), rtol=1e-4, atol=1e-5)
     moved = copy.deepcopy(fast).to(torch.bfloat16)  # chains are float32: the graph runs eagerly
     assert moved(x.bfloat16()).dtype == torch.bfloat16
+
+
+@given(st.integers(8, 40), st.integers(1, 70), st.sampled_from([1, 5, 33, 1600]), st.booleans())
+@settings(max_examples=15)
+def test_dense_layers_are_products_too(tokens, outputs, inputs, has_bias):
+    x, weight, bias = torch.randn(tokens, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+
+    def layer(call, x, weight, bias):
+        return call(aten.relu.default, (call(aten.linear.default, (x, weight, bias) if has_bias else (x, weight)),))
+
+    y, truth, program = ran(graph_of(layer, x, held={"weight": weight, "bias": bias}), x)
+    assert program.calls == 0
+    torch.testing.assert_close(y, truth, rtol=1e-4, atol=1e-4)

@@ -218,7 +218,7 @@ class PackedLinear:
         if bias is not None and self._checked_bias(bias) is not bias:
             return None
         matrix = type(self._matrix).from_buffer_copy(self._matrix_for(values))
-        (outputs, inputs), panels, tile = self.shape, self._is_panel, self._tokens if self._is_panel else 0
+        (outputs, inputs), panels, mv = self.shape, self._is_panel, self.tile.mv
         ends = (0 if bias is None else bias.data_ptr(), 0, outputs, activation_code(activation), 0)
 
         def call(tokens: int, stride: int, x: str, *, to_panel: bool, residual: bool) -> bytes:
@@ -233,11 +233,11 @@ class PackedLinear:
             outputs=outputs,
             output=torch.float32,
             takes=None,
-            tile=tile,
+            tile=self._tokens if panels else 0,
             rounding=() if panels else None,
             call=call,
-            pack=lambda tokens, stride: pack_call(tokens, inputs, stride, self.tile.mv),
-            alive=(self.layout, values, bias),
+            pack=lambda tokens, stride: pack_call(tokens, inputs, stride, mv),
+            alive=(self.layout.arrays, values, bias),
         )
 
     @property

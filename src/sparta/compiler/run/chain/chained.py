@@ -19,6 +19,7 @@ from sparta.compiler.run.chain.values import NotChained
 from sparta.compiler.run.eager import with_fast_paths
 from sparta.compiler.run.kernel_module import KernelModule
 from sparta.errors import SpartaError
+from sparta.specialize.cpu.chain import Product
 
 __all__ = ["Chained", "chainable"]
 
@@ -36,7 +37,7 @@ def chainable(module: fx.GraphModule) -> bool:
             layer = layers.get(str(node.target))
             known += isinstance(layer, KernelModule)
         elif node.op == "call_function":
-            known += node.target in NATIVE
+            known += node.target in NATIVE or node.target is torch.ops.aten.linear.default
     return known >= _FEWEST_STEPS
 
 
@@ -56,6 +57,7 @@ class Chained:
     def __init__(self, module: fx.GraphModule, *, any_size: bool = False) -> None:
         self._module, self._any_size = module, any_size
         self._programs: OrderedDict[Any, Program | None] = OrderedDict()
+        self._packed: dict[Any, Product | None] = {}  # dense layers, shared by all sizes
         self._eager: Callable[..., Any] | None = None
 
     def __call__(self, *leaves: Any) -> Any:
@@ -73,7 +75,7 @@ class Chained:
         """Return the program for inputs like these; None where they run eagerly."""
         try:
             with torch.no_grad():
-                return Program(Trace(self._module, leaves, torch.get_num_threads()))
+                return Program(Trace(self._module, leaves, torch.get_num_threads(), self._packed))
         except (NotChained, SpartaError, NotImplementedError, RuntimeError, TypeError, ValueError, KeyError):
             return None
 

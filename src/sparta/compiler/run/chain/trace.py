@@ -28,9 +28,11 @@ from sparta.compiler.run.chain.values import (
 from sparta.compiler.run.kernel_module import KernelModule
 from sparta.modules import member
 from sparta.specialize.cpu.chain import ImageProduct, Product
+from sparta.specialize.linear.cpu_dense import dense_product, dense_tile
 
 __all__ = ["ImageItem", "Item", "Linear", "Native", "PythonCall", "Trace"]
 
+_FEWEST_TOKENS = 8  # of a dense layer; with fewer, its weight is read faster as it is
 _LARGEST_CONSTANT = 1 << 24  # bytes that are kept for one size
 
 
@@ -104,6 +106,8 @@ class Trace:
         Flat inputs; only sizes, strides, dtypes and what is no tensor count.
     threads
         How many will run it.
+    packed
+        Dense layers that were packed for other sizes; new ones are added.
 
     Attributes
     ----------
@@ -118,6 +122,7 @@ class Trace:
     module: fx.GraphModule
     leaves: Sequence[Any]
     threads: int
+    packed: dict[Any, Product | None] = field(default_factory=dict)
     items: list[Item] = field(default_factory=list)
     outputs: Any = None
     slots: int = 0
@@ -177,6 +182,8 @@ class Trace:
         found = self._storages.find(result) or self._folded(target, args, kwargs, result)
         if found is not None:
             return found
+        if target is torch.ops.aten.linear.default and (dense := self._dense(*args, **kwargs)) is not None:
+            return dense
         native = native_call(target, args, kwargs, result)
         return self._python(target, args, kwargs, result) if native is None else self._native(native)
 
@@ -245,6 +252,21 @@ class Trace:
         shape = lowering.dense(weight, x.meta.to(dtype), None, fused.attributes).shape
         meta = torch.empty(shape, dtype=lowering.result_dtype(dtype, fused.attributes), device="meta")
         return self._python(layer.fast_path() or layer.run, (x, residual), {}, meta)
+
+    def _dense(self, x: Value, weight: Value, bias: Value | None = None) -> Value | None:
+        """Return a dense layer with fixed tensors as a product, where there are tokens enough to fill vectors."""
+        fixed, shift = constant_of(weight), constant_of(bias)
+        if fixed is None or (bias is not None and shift is None) or x.meta.dtype != torch.float32 or fixed.dim() != 2:
+            return None
+        tokens = x.meta.shape[:-1].numel()
+        if tokens < _FEWEST_TOKENS:
+            return None
+        tile = dense_tile(tokens, fixed.shape[1])
+        key = (fixed.data_ptr(), fixed.shape, str(tile))
+        if key not in self.packed:
+            self.packed[key] = dense_product(fixed, shift, tile)
+        product = self.packed[key]
+        return None if product is None else self._linear(product, x, None)
 
     def _linear(self, product: Product, x: Value, residual: Value | None) -> Value | None:
         rows = rows_of(x.meta, product.inputs)

@@ -1,0 +1,95 @@
+"""Dense linear layers as steps of a chain: the weight packed once for the kernels of blocks, which skip nothing here.
+
+Between sparse layers a dense one would end the chain and start another; packed, it is as fast as a library's product
+and hands over its activations as its neighbours do.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sparta.specialize.cpu.chain import Product, StepKind, pack_call
+from sparta.specialize.cpu.library import PANEL_CALL, PanelMatrix, activation_code, load
+from sparta.specialize.cpu.packing import BLOCK_ROWS, is_float
+from sparta.specialize.cpu.tile import MOST_AHEAD, Tile
+
+__all__ = ["dense_product", "dense_tile"]
+
+_MANY_INPUTS = 1536  # from here on a tile of activations outgrows the second level of caches
+_CHUNK = 768
+_PADDING = 16  # values that a kernel may load beyond the last one
+
+
+def dense_tile(tokens: int, inputs: int) -> Tile:
+    """Return the tile for a dense weight.
+
+    >>> dense_tile(128, 768).form
+    'panel'
+    """
+    library = load()
+    height, widest = {"avx512": (8, 3), "avx2": (4, 2)}.get(library.isa, (4, 2))
+    vectors = min(widest, -(-tokens // library.lanes))
+    return Tile("panel", height, vectors, k_chunk=_CHUNK if inputs > _MANY_INPUTS else 0)
+
+
+def dense_product(weight: Tensor, bias: Tensor | None, tile: Tile, activation: str | None = None) -> Product | None:
+    """Return a dense layer (N, K) as a step; None where the kernels do not take it as it is.
+
+    >>> product = dense_product(torch.ones(4, 3), None, dense_tile(8, 3))
+    >>> product.inputs, product.outputs
+    (3, 4)
+    """
+    library = load()
+    outputs, inputs = weight.shape
+    row_bytes = 4 * tile.mv * library.lanes
+    plain = weight.dtype == torch.float32 and weight.is_cpu and not weight.is_neg()
+    if not plain or not weight.numel() or inputs * row_bytes >= 2**31 or (bias is not None and not is_float(bias)):
+        return None
+    bounds = [*range(0, inputs, tile.k_chunk or inputs), inputs]
+    groups = -(-outputs // tile.block)
+    missing = groups * tile.block - outputs
+    whole = functional.pad(weight.detach(), (0, 0, 0, missing)) if missing else weight.detach()
+    blocks = whole.reshape(groups, tile.block, inputs).transpose(1, 2)
+    parts = [blocks[:, begin:end].reshape(-1) for begin, end in pairwise(bounds)]
+    widths = torch.tensor([end - begin for begin, end in pairwise(bounds)])
+    columns = [torch.arange(begin, end) for begin, end in pairwise(bounds)]
+    offsets = torch.cat([each.repeat(groups) for each in columns]) * row_bytes
+    arrays = {
+        "values": torch.cat([*parts, torch.zeros(_PADDING)]),
+        "offsets": torch.cat([offsets, torch.zeros(MOST_AHEAD, dtype=torch.int64)]).to(torch.int32),
+        "starts": functional.pad(widths.repeat_interleave(groups).cumsum(0), (1, 0)),
+        "rows": torch.arange(groups, dtype=torch.int32) * tile.block,
+        "costs": _costs(outputs),
+        "chunk_columns": torch.tensor(bounds),
+    }
+    fields = {name: array.data_ptr() for name, array in arrays.items()}
+    sizes = {"channels": outputs, "inputs": inputs, "groups": groups, "chunks": len(bounds) - 1}
+    matrix = PanelMatrix(**fields, **sizes, bn=tile.block, mv=tile.mv, interleave=1, prefetch=0)
+    ends = (0 if bias is None else bias.data_ptr(), 0, outputs, activation_code(activation), 0)
+
+    def call(tokens: int, stride: int, x: str, *, to_panel: bool, residual: bool) -> bytes:
+        del residual
+        return PANEL_CALL.pack(0, 0, tokens, stride, outputs, *ends, x == "panel", to_panel)
+
+    return Product(
+        kind=StepKind.PANELS,
+        matrix=matrix,
+        inputs=inputs,
+        outputs=outputs,
+        output=torch.float32,
+        takes=None,
+        tile=tile.mv * library.lanes,
+        rounding=(),
+        call=call,
+        pack=lambda tokens, stride: pack_call(tokens, inputs, stride, tile.mv),
+        alive=(arrays, bias),
+    )
+
+
+def _costs(outputs: int) -> Tensor:
+    """Return running costs of blocks of output rows: all rows are alike."""
+    return (torch.arange(-(-outputs // BLOCK_ROWS) + 1) * BLOCK_ROWS).clamp_max(outputs)
