@@ -25,6 +25,7 @@ from sparta.measure.checks import check
 from sparta.measure.timing import Timing
 from sparta.specialize.implement import Kernel, Support, implement_named, search_space, supported
 from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.tuning.alone import fault_alone, is_builtin
 from sparta.specialize.tuning.roof import roof
 from sparta.specialize.tuning.shipped import misfit, shipped
 from sparta.specialize.tuning.significance import LEAST_GAIN, pairs_of, ranked, settled, timed
@@ -163,7 +164,7 @@ def _fault(problem: Problem, config: Mapping[str, Any]) -> str:
     return ""
 
 
-def tune_kernel(
+def tune_kernel(  # noqa: PLR0913 - the budgets and ways of one search
     problem: Problem,
     *,
     algo: str = "tpe",
@@ -173,6 +174,7 @@ def tune_kernel(
     store: TuningStore | None = None,
     progress: Callable[..., object] | bool | None = None,
     in_graphs: bool = False,
+    isolated: bool = False,
 ) -> Choice:
     """Return the fastest implement and parameters for a problem.
 
@@ -195,6 +197,9 @@ def tune_kernel(
     in_graphs
         On CUDA, time kernels as CUDA graphs replay them, with operands that are not in the cache: without the host's
         share, as in a model that is replayed whole.
+    isolated
+        Try what others have registered in a process of its own before it is timed here: see
+        :mod:`sparta.specialize.tuning.alone`.
     """
     stored = choose(problem.spec, store)
     deadline = math.inf if max_seconds is None else perf_counter() + max_seconds
@@ -221,7 +226,7 @@ def tune_kernel(
         seed=seed,
         initial=starting,
         progress=progress or None,
-        prepare=_compiler(problem),
+        prepare=_compiler(problem, isolated=isolated),
         workers=min(_MOST_COMPILERS, os.cpu_count() or 1),
     )
     all_had_a_turn = len(result.trials) >= min(len(starting), max_trials or len(starting))
@@ -272,11 +277,15 @@ def _starting_points(spec: KernelSpec) -> list[dict[str, Any]]:
     return defaults if guess is None else [guess.config, *(point for point in defaults if point != guess.config)]
 
 
-def _compiler(problem: Problem) -> Callable[[Mapping[str, Any]], Kernel]:
+def _compiler(problem: Problem, *, isolated: bool) -> Callable[[Mapping[str, Any]], Kernel]:
     """Return what compiles one candidate, in any thread."""
     device = torch.device("cuda", torch.cuda.current_device()) if problem.spec.device == "cuda" else None
 
     def compile_one(config: Mapping[str, Any]) -> Kernel:
+        if isolated and not is_builtin(implement_named(config["_name"], problem.spec.op)):
+            fault = fault_alone(problem, config)
+            if fault:
+                raise PrunedTrial(fault)
         try:
             kernel = build(problem.spec, config)
             if implement_named(config["_name"], problem.spec.op).first_run_compiles:
