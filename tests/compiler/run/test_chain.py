@@ -383,6 +383,28 @@ def test_a_chain_is_a_host_that_competes_is_saved_and_loaded(monkeypatch, own_st
     assert moved(x.bfloat16()).dtype == torch.bfloat16
 
 
+def test_dense_products_do_what_follows_them():
+    model, x = nn.Sequential(Layer(), Layer()).eval(), torch.randn(2, 9, 32)
+    chain = Chained(sparta.compile(model, x, tune="off").graph)
+    program = chain.program(x)
+    assert (program.calls, program.steps) == (0, 2 * 9)  # six products, attention and two norms
+    with torch.no_grad():
+        torch.testing.assert_close(chain(x)[0], model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_sum_of_two_products_and_one_that_is_used_twice():
+    x, weight = torch.randn(9, 16), torch.randn(16, 16)
+
+    def twice(call, x, weight):
+        one, two = (call(aten.linear.default, (y, weight)) for y in (x, call(aten.relu.default, (x,))))
+        both = call(aten.add.Tensor, (one, two))
+        three = call(aten.linear.default, (both, weight))
+        return call(aten.add.Tensor, (call(aten.gelu.default, (three,)), call(aten.add.Tensor, (three, x))))
+
+    y, truth, _ = ran(graph_of(twice, x, held={"weight": weight}), x)
+    torch.testing.assert_close(y, truth, rtol=1e-4, atol=1e-3)
+
+
 @given(st.integers(8, 40), st.integers(1, 70), st.sampled_from([1, 5, 33, 1600]), st.booleans())
 @settings(max_examples=15)
 def test_dense_layers_are_products_too(tokens, outputs, inputs, has_bias):

@@ -127,6 +127,8 @@ class Product:
     rounded
         From the rounding of the only readers of its result, the same product with a result that is rounded so; None
         where it cannot.
+    activated
+        From the name of an activation, the same product with it; None where it has its epilogue already.
     """
 
     kind: StepKind
@@ -140,6 +142,7 @@ class Product:
     call: Callable[..., bytes]
     pack: Callable[[int, int], Step]
     rounded: Callable[[tuple[Any, ...]], Product] | None = None
+    activated: Callable[[str], Product] | None = None
     alive: tuple[Any, ...] = ()
 
     def step(

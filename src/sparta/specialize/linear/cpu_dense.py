@@ -7,6 +7,7 @@ and hands over its activations as its neighbours do.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def dense_tile(tokens: int, inputs: int) -> Tile:
     return Tile("panel", height, vectors, k_chunk=_CHUNK if inputs > _MANY_INPUTS else 0)
 
 
-def dense_product(weight: Tensor, bias: Tensor | None, tile: Tile, activation: str | None = None) -> Product | None:
+def dense_product(weight: Tensor, bias: Tensor | None, tile: Tile) -> Product | None:
     """Return a dense layer (N, K) as a step; None where the kernels do not take it as it is.
 
     >>> product = dense_product(torch.ones(4, 3), None, dense_tile(8, 3))
@@ -69,7 +70,12 @@ def dense_product(weight: Tensor, bias: Tensor | None, tile: Tile, activation: s
     fields = {name: array.data_ptr() for name, array in arrays.items()}
     sizes = {"channels": outputs, "inputs": inputs, "groups": groups, "chunks": len(bounds) - 1}
     matrix = PanelMatrix(**fields, **sizes, bn=tile.block, mv=tile.mv, interleave=1, prefetch=0)
-    ends = (0 if bias is None else bias.data_ptr(), 0, outputs, activation_code(activation), 0)
+    return _product(matrix, tile, (arrays, bias), 0 if bias is None else bias.data_ptr())
+
+
+def _product(matrix: PanelMatrix, tile: Tile, alive: tuple[Any, ...], bias: int, activation: str = "none") -> Product:
+    outputs, inputs = matrix.channels, matrix.inputs
+    ends = (bias, 0, outputs, activation_code(activation), 0)
 
     def call(tokens: int, stride: int, x: str, *, to_panel: bool, residual: bool) -> bytes:
         del residual
@@ -82,11 +88,12 @@ def dense_product(weight: Tensor, bias: Tensor | None, tile: Tile, activation: s
         outputs=outputs,
         output=torch.float32,
         takes=None,
-        tile=tile.mv * library.lanes,
+        tile=tile.mv * load().lanes,
         rounding=(),
         call=call,
         pack=lambda tokens, stride: pack_call(tokens, inputs, stride, tile.mv),
-        alive=(arrays, bias),
+        activated=(lambda name: _product(matrix, tile, alive, bias, name)) if activation == "none" else None,
+        alive=alive,
     )
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from sparta.compiler.run.chain.trace import Item, Linear, Native, PythonCall, Trace
-from sparta.compiler.run.chain.values import Made, Value, mapped
+from sparta.compiler.run.chain.values import Made, Value, mapped, rows_of
 from sparta.specialize.cpu.chain import StepKind
 
-__all__ = ["hand_over_panels", "reads", "round_early", "share_packed"]
+__all__ = ["fuse", "hand_over_panels", "reads", "round_early", "share_packed"]
 
 
 def readers_of(trace: Trace) -> dict[int, list[tuple[Item, Value]]]:
@@ -42,6 +42,44 @@ def _returned(trace: Trace) -> set[int]:
     found: set[int] = set()
     mapped(trace.outputs, lambda each: found.add(id(each.source)) if isinstance(each, Value) else None)
     return found
+
+
+def fuse(trace: Trace) -> None:
+    """Let dense products do what follows them: an activation, then a sum with a tensor that is there already."""
+    readers, returned = readers_of(trace), _returned(trace)
+    for item in list(trace.items):
+        if not isinstance(item, Linear) or item.product.activated is None:
+            continue
+        after = _only_reader(item, readers, returned)
+        if after is not None and after.call.activation is not None:
+            item.product = item.product.activated(after.call.activation)
+            _take_over(trace, item, after)
+            after = _only_reader(item, readers, returned)
+        if after is not None and after.call.adds:
+            both = (after.call.x, *after.call.others)
+            added = next((each for each in both if each is not None and each.source is not item.result.source), None)
+            if added is not None and rows_of(added.meta, item.product.outputs) == (item.tokens, item.product.outputs):
+                item.residual = added
+                _take_over(trace, item, after)
+                readers = readers_of(trace)
+
+
+def _only_reader(item: Linear, readers: dict[int, list[tuple[Item, Value]]], returned: set[int]) -> Native | None:
+    """Return the step that alone reads a product's result, and all of it as it is."""
+    source, meta = item.result.source, item.result.meta
+    found = readers[id(source)]
+    if len(found) != 1 or id(source) in returned:
+        return None
+    reader, value = found[0]
+    same = value.meta.shape == meta.shape and value.offset == 0 and value.meta.is_contiguous()
+    return reader if isinstance(reader, Native) and same else None
+
+
+def _take_over(trace: Trace, item: Linear, after: Native) -> None:
+    """Let a product write the result of a step, in its place: what that reads may be made between the two."""
+    item.result = after.result
+    trace.items.remove(item)
+    trace.items[trace.items.index(after)] = item
 
 
 def round_early(trace: Trace) -> None:
@@ -122,8 +160,7 @@ def share_packed(trace: Trace) -> int:
             groups[rows, product.kind, product.tile, product.inputs, product.rounding].append(item)
     shared = [group for group in groups.values() if len(group) > 1]
     for group in shared:
-        first, last = (trace.items.index(each) for each in (group[0], group[-1]))
-        packed = Made(group[0].product.panel_bytes(group[0].tokens, group[0].product.inputs), first, last)
+        packed = Made(group[0].product.panel_bytes(group[0].tokens, group[0].product.inputs))
         group[0].packs = True
         for item in group:
             item.packed = packed

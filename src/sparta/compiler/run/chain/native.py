@@ -31,12 +31,18 @@ class NativeCall:
     ----------
     result
         The result on the device "meta", with the strides that the step writes.
+    activation
+        The activation of x that it is, if it is nothing else.
+    adds
+        Whether it is the sum of two tensors of one shape and nothing else.
     """
 
     step: Step
     x: Value
     others: tuple[Value | None, ...]
     result: Tensor
+    activation: str | None = None
+    adds: bool = False
 
 
 _Maker = Callable[..., NativeCall | None]
@@ -153,7 +159,10 @@ def _mapped(
     step = map_call(
         found[0][0], width, strides, kind=kind, number=number, other=other is not None, activation=activation
     )
-    return NativeCall(step, x, (other,) if other is not None else (), torch.empty(result.shape, device="meta"))
+    alone, fresh = other is None and not number and kind == "add", torch.empty(result.shape, device="meta")
+    adds = other is not None and kind == "add" and number == 1 and other.meta.shape == x.meta.shape
+    others = () if other is None else (other,)
+    return NativeCall(step, x, others, fresh, activation if alone else None, adds and activation is None)
 
 
 def _equal_rows(meta: Tensor, width: int) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparta.compiler.run.chain.layouts import hand_over_panels, reads, round_early, share_packed
+from sparta.compiler.run.chain.layouts import fuse, hand_over_panels, reads, round_early, share_packed
 from sparta.compiler.run.chain.memory import LINE, planned
 from sparta.compiler.run.chain.native import constant_of
 from sparta.compiler.run.chain.trace import ImageItem, Linear, Native, PythonCall, Trace
@@ -74,6 +74,7 @@ class Program:
 
     def __init__(self, trace: Trace) -> None:
         self.slots, self.library = trace.slots, load()
+        fuse(trace)
         round_early(trace)
         self.handed, self.shared = hand_over_panels(trace), share_packed(trace)
         self._new: dict[int, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}

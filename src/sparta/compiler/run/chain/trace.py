@@ -227,7 +227,7 @@ class Trace:
 
     def _made(self, meta: Tensor) -> Value:
         nbytes = meta.untyped_storage().nbytes()
-        return self._storages.put(meta, Made(nbytes, len(self.items), len(self.items)))
+        return self._storages.put(meta, Made(nbytes))
 
     # ------------------------------------------------------------------ layers
 
@@ -293,8 +293,7 @@ class Trace:
             if not fits or residual.meta.dtype != torch.float32:
                 return None
         result = self._made(torch.empty(found.shape, device="meta"))
-        at = len(self.items)
-        room = Made(found.room, at, at) if found.room else None
+        room = Made(found.room) if found.room else None
         self.items.append(ImageItem(found, x, residual, result, room))
         return result
 

@@ -52,13 +52,14 @@ class Made:
     """
 
     nbytes: int
-    first: int
+    first: int = -1
     last: int = -1
     slot: int | None = None
     offset: int = 0
 
     def used_at(self, item: int) -> None:
-        """Keep it until an item."""
+        """Keep it for an item, and from the first one that it is kept for."""
+        self.first = item if self.first < 0 else min(self.first, item)
         self.last = max(self.last, item)
 
 
