@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 
 from sparta.errors import ValueRangeError, message
 
-__all__ = ["also"]
+__all__ = ["also", "present_name"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,6 +41,19 @@ def also(**older: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 kwargs[present] = kwargs.pop(name)
             return function(*args, **kwargs)
 
+        call.older_names = dict(older)  # type: ignore[attr-defined]
         return call
 
     return accepting
+
+
+def present_name(function: Callable[..., object], name: str) -> str:
+    """Return the present name of an argument of `function`, from that or an older one.
+
+    >>> @also(iters="iterations")
+    ... def run(iterations): ...
+    >>> present_name(run, "iters"), present_name(run, "iterations")
+    ('iterations', 'iterations')
+    """
+    older: dict[str, str] = getattr(function, "older_names", {})
+    return older.get(name, name)

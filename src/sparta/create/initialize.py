@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from sparta.create.loop.clock import optimizer_steps
-from sparta.create.loop.logs import Logger
 from sparta.create.loop.scaler import check_scaler
 from sparta.create.manager import Manager
 from sparta.create.modifiers.base import Modifier
 from sparta.create.recipe.recipe import Recipe
 from sparta.create.template import as_switch, recipe_for
 from sparta.errors import ValueRangeError, message
+from sparta.sparsify.logs import Logger
 
 if TYPE_CHECKING:
     from sparta.create.variables import RecipeVariables
@@ -94,7 +94,8 @@ def initialize(  # noqa: PLR0913, PLR0917 - one argument a choice of the user, i
     seed
         Of everything that is left to chance.
     loggers
-        Get what happens: callables, TensorBoard writers, objects with ``log(dict)``.
+        Get what happens: callables, writers of TensorBoard, Weights & Biases or MLflow or their names, objects with
+        ``log(dict)``.
 
     Returns
     -------

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from sparta.create.loop.clock import Clock
 from sparta.create.loop.follow import Follower
-from sparta.create.loop.logs import Logger, send
 from sparta.create.loop.optimizer import StepListener, bare_optimizer
 from sparta.create.modifiers.base import KINDS, Modifier, Run
 from sparta.create.modifiers.masked import MaskedModifier
 from sparta.errors import SpartaError, ValueRangeError, message
+from sparta.sparsify.logs import Logger, send, writer
 from sparta.tesa.spec import Spec
 
 if TYPE_CHECKING:
@@ -319,6 +319,8 @@ class Manager:
         """
         if self._run is not None:
             raise ValueRangeError(message("the manager is attached to a run already", fix="make another manager"))
+        if isinstance(extras.get("data"), Iterator):  # several modifiers may read it
+            extras["data"] = list(extras["data"])
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # never stepped: somewhere to write rates to
         run = Run(model, optimizer, epoch=math.inf, log=self.log, **extras)
         ordered = [entry for entry in self.iter_modifiers() if entry.kind in _CHANGES_MODEL]
@@ -344,7 +346,13 @@ class Manager:
         return found
 
     def add_logger(self, logger: Logger) -> None:
-        """Send records to a callable, a TensorBoard writer, or anything with ``log(dict)``."""
+        """Send records to a callable, a writer of a package or its name, or anything with ``log(dict)``.
+
+        The names are ``"tensorboard"``, ``"wandb"`` and ``"mlflow"``; a :class:`~sparta.sparsify.logs.History` keeps
+        the records for the curves of a report.
+        """
+        if isinstance(logger, str):
+            logger = writer(logger)
         send(logger, {}, 0)
         self.loggers.append(logger)
 

@@ -22,6 +22,10 @@ from sparta.scheduler.registry import FAKE_SPARSES, MASK_GENERATORS, SCHEDULERS,
 
 __all__ = ["build_sparse_scheduler"]
 
+_AFTER_TRAINING = (
+    "set_sparsity", "USE_ERK", "target_sparsity", "erk_power_scale", "max_sparsity", "no_prune_layer_list",
+    "progressive", "reconstruction", "mask_only", "cali_batchsize", "sparse_analysis",
+)  # fmt: skip
 _KEYS = ("mask_generator", "fake_sparse", "scheduler", "leaf_module", "fuse_bn", "sparsity")
 
 
@@ -50,6 +54,9 @@ def build_sparse_scheduler(config: Mapping[str, Any]) -> BaseScheduler | AmpereS
     if not isinstance(config, Mapping):
         raise ValueRangeError(message(f"the configuration is a {type(config).__name__}", "a dictionary"))
     for key in config:
+        if key in _AFTER_TRAINING:
+            given = f"{key!r} belongs to a model that is trained already"
+            raise ValueRangeError(message(given, ", ".join(_KEYS), "use sparta.recovery.prune_by_config"))
         if key not in _KEYS:
             raise NameNotFoundError(did_you_mean(str(key), _KEYS, "configuration key"))
     scheduler, kwargs = _component(config, "scheduler", "BaseScheduler", SCHEDULERS)

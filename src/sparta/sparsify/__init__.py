@@ -19,6 +19,7 @@ from sparta.sparsify.allocation import (
     lamp,
 )
 from sparta.sparsify.layers import Layer, along_inputs, find_layers
+from sparta.sparsify.logs import History, writer
 from sparta.sparsify.masks import Masks
 from sparta.sparsify.project import make_masks
 from sparta.sparsify.schedule import Schedule, level_starts
@@ -34,6 +35,7 @@ __all__ = [
     "Energy",
     "Global",
     "Gradient",
+    "History",
     "Layer",
     "Magnitude",
     "Masks",
@@ -53,6 +55,7 @@ __all__ = [
     "make_masks",
     "make_score",
     "measure_sensitivity",
+    "writer",
 ]
 
 front_door(globals(), __all__, ["Sparsifier.load_state_dict", "Masks.load_state_dict"])

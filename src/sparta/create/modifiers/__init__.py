@@ -21,6 +21,8 @@ _FAMILIES = (
     "structured",
     "dynamic",
     "logging",
+    "oneshot",
+    "smoothing",
     "quantization",
     "distillation",
     "feature_distillation",

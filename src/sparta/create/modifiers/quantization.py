@@ -8,12 +8,13 @@ moment in ``start_epoch``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import nn
 
 from sparta.create.modifiers.base import Modifier, Run, modifier
+from sparta.create.quantize.compensate import as_inputs, compensate
 from sparta.create.quantize.export import integer_weights
 from sparta.create.quantize.fold import freeze_statistics
 from sparta.create.quantize.prepare import (
@@ -76,6 +77,10 @@ class QuantizationModifier(Modifier):
         default=True, description="Round weights of one scale as they will be with their batch norm folded in."
     )
     strict: bool = Field(default=True, description="Whether a name that matches nothing is an error.")
+    rounding: Literal["nearest", "compensated"] = Field(
+        default="nearest",
+        description="How weights are rounded first; compensated: by `data`, later columns make up for earlier ones.",
+    )
 
     _observers_frozen: bool = PrivateAttr(default=False)
     _norms_frozen: bool = PrivateAttr(default=False)
@@ -115,6 +120,9 @@ class QuantizationModifier(Modifier):
     def initialize(self, run: Run) -> None:
         """Check the scheme and all names against the model."""
         self._model = run.model
+        if self.rounding == "compensated" and run.data is None:
+            given = f"{self.name} with rounding 'compensated' and without data"
+            raise ValueRangeError(message(given, "batches as the model takes them", "pass data= where the run begins"))
         if not is_quantized(run.model):
             plan(run.model, self.scheme, **self._choice())
 
@@ -175,7 +183,11 @@ class QuantizationModifier(Modifier):
 
     def _calibrate(self, run: Run) -> None:
         if run.data is not None:
-            calibrate(run.model, run.data, self.num_calibration_steps)
+            data = run.data
+            if self.rounding == "compensated":
+                data = as_inputs(run.data)  # read once, used twice
+                compensate(run.model, data, self.num_calibration_steps)
+            calibrate(run.model, data, self.num_calibration_steps)
         elif self.num_calibration_steps is not None:
             raise ValueRangeError(
                 message(

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from sparta.create.recipe import variables as variable
 from sparta.create.recipe.document import Tagged
 from sparta.create.recipe.legacy_quantization import (
     OLD_ONLY,
-    listed,
+    anchored,
     mapping,
     quantization_fields,
-    stage_quantization_fields,
 )
-from sparta.errors import FileFormatError, NameNotFoundError, ValueRangeError, did_you_mean, message
+from sparta.create.recipe.legacy_stages import from_stages, holds_modifiers
+from sparta.errors import FileFormatError, NameNotFoundError, did_you_mean, message
 
 __all__ = ["modernized"]
 
@@ -49,7 +49,7 @@ def modernized(data: dict[str, Any]) -> dict[str, Any]:
     if any(_holds_tags(value) for value in data.values()):
         return _from_tags(data)
     if any(key.endswith(("_stage", "_modifiers")) and isinstance(value, dict) for key, value in data.items()):
-        return _from_stages(data)
+        return from_stages(data)
     return data
 
 
@@ -60,11 +60,6 @@ def _holds_tags(value: object) -> bool:
     return any(_holds_tags(item) for item in items)
 
 
-def _is_group(key: str) -> bool:
-    """Whether a key holds modifiers, as ``pruning_modifiers`` does."""
-    return "modifiers" in key
-
-
 # ---------------------------------------------------------------------- SparseML
 
 
@@ -72,7 +67,7 @@ def _from_tags(data: dict[str, Any]) -> dict[str, Any]:
     stages = {
         key: value
         for key, value in data.items()
-        if isinstance(value, dict) and any(_is_group(inner) for inner in value)
+        if isinstance(value, dict) and any(holds_modifiers(inner) for inner in value)
     }
     root = _tagged_part({key: value for key, value in data.items() if key not in stages}, "the recipe", {})
     if not stages:
@@ -88,7 +83,7 @@ def _tagged_part(data: dict[str, Any], where: str, outer: Fields) -> dict[str, A
     metadata = mapping(data.get("__metadata__"), "__metadata__")
     if "version" in data:  # the old package's, not a variable anyone used
         metadata["version"] = data["version"]
-    groups = {key: value for key, value in data.items() if _is_group(key)}
+    groups = {key: value for key, value in data.items() if holds_modifiers(key)}
     variables = {
         key: _expressed(value)
         for key, value in data.items()
@@ -131,9 +126,9 @@ def _tagged_entry(item: Tagged, variables: Fields, outer: Fields) -> dict[str, F
         fields = _rate_fields(fields)
     for key in ("params", "layers"):
         if key in fields:
-            fields[key] = _anchored(fields[key])
+            fields[key] = anchored(fields[key])
     if isinstance(fields.get("final_sparsity"), dict):
-        fields["final_sparsity"] = {key: _anchored(names) for key, names in fields["final_sparsity"].items()}
+        fields["final_sparsity"] = {key: anchored(names) for key, names in fields["final_sparsity"].items()}
     return {name: fields}
 
 
@@ -196,150 +191,3 @@ def _expressed(value: Any) -> Any:
         return [_expressed(item) for item in value]
     found = _EVAL.fullmatch(value) if isinstance(value, str) else None
     return value if found is None else f"${{{found[1].strip()}}}"
-
-
-def _anchored(names: Any) -> Any:
-    """Return names with ``re:`` patterns for the whole name; the old ones matched a name's beginning."""
-    if isinstance(names, list):
-        return [_anchored(name) for name in names]
-    if not isinstance(names, str) or not names.startswith("re:"):
-        return names
-    pattern = names.removeprefix("re:")
-    if "|" not in pattern and (pattern.endswith("$") or (pattern.endswith(".*") and not pattern.endswith("\\.*"))):
-        return names
-    return f"re:(?:{pattern}).*"
-
-
-# ---------------------------------------------------------------------- llm-compressor
-
-
-def _from_stages(data: dict[str, Any]) -> dict[str, Any]:
-    groups = {key: value for key, value in data.items() if _is_group(key)}
-    if groups:
-        _refuse_keys(data, set(groups) | {"version", "args", "metadata"}, "the recipe")
-        return {"modifiers": _stage_modifiers(groups)}
-    stages: dict[str, Any] = {}
-    for key, body in data.items():
-        if key in {"version", "args", "metadata"}:
-            if key == "args" and body:
-                raise FileFormatError(message("a recipe with args", "none: llm-compressor never substituted them"))
-            continue
-        if not key.endswith("_stage") or not isinstance(body, dict):
-            raise NameNotFoundError(did_you_mean(key, ["<name>_stage"], "key of a recipe with stages:"))
-        inner = {name: value for name, value in body.items() if _is_group(name)}
-        _refuse_keys(body, {*inner, "run_type"}, f"stage {key!r}")
-        stages[key.removesuffix("_stage")] = {"modifiers": _stage_modifiers(inner)}
-    if len(stages) == 1:
-        return dict(next(iter(stages.values())))
-    return {"stages": stages}
-
-
-def _refuse_keys(data: Mapping[str, Any], known: set[str], where: str) -> None:
-    for key in data:
-        if key not in known:
-            raise NameNotFoundError(did_you_mean(key, [*known, "<name>_modifiers"], f"key of {where}:"))
-
-
-def _stage_modifiers(groups: Mapping[str, Any]) -> list[dict[str, Fields]]:
-    entries: list[dict[str, Fields]] = []
-    for key, group in groups.items():
-        named = group if isinstance(group, dict) else None
-        if isinstance(group, list) and all(isinstance(item, dict) for item in group):
-            named = {name: fields for item in group for name, fields in item.items()}
-        if named is None:
-            raise FileFormatError(message(f"{key!r} is {group!r}", "a mapping from modifiers to their fields"))
-        for tag, fields in named.items():
-            entries.append(_stage_entry(tag, mapping(fields, tag)))
-    return entries
-
-
-def _stage_entry(tag: str, fields: Fields) -> dict[str, Fields]:
-    name = tag.removesuffix("Modifier")
-    if name not in _STAGE_MODIFIERS:
-        raise NameNotFoundError(
-            did_you_mean(tag, [f"{known}Modifier" for known in _STAGE_MODIFIERS], "modifier of llm-compressor:")
-        )
-    for old, new in (("start", "start_epoch"), ("end", "end_epoch"), ("update", "update_frequency")):
-        if fields.get(old) is not None:
-            fields[new] = fields[old]
-        fields.pop(old, None)
-    for key in ("save_masks", "use_hooks"):  # how masks were held there
-        fields.pop(key, None)
-    return {name: _STAGE_MODIFIERS[name](fields)}
-
-
-def _constant_fields(fields: Fields) -> Fields:
-    fields |= _params(fields)
-    return fields
-
-
-def _magnitude_fields(fields: Fields) -> Fields:
-    fields |= _params(fields)
-    if fields.pop("apply_globally", False):
-        raise ValueRangeError(message("apply_globally is true", "false: llm-compressor never had it"))
-    if fields.pop("scheduler_args", None):
-        raise ValueRangeError(message("scheduler_args of MagnitudePruningModifier is given", "none"))
-    curve = fields.pop("update_scheduler", "cubic")
-    fields["inter_func"] = curve.removesuffix("_scheduler") if isinstance(curve, str) else curve
-    structure = fields.pop("mask_structure", "unstructured")
-    fields["mask_type"] = _kept(structure)
-    fields.pop("leave_enabled", None)  # always false there, and without effect after a one-shot run
-    fields.setdefault("start_epoch", 0.0)
-    fields.setdefault("end_epoch", fields["start_epoch"])
-    return fields
-
-
-def _kept(structure: object) -> object:
-    """Return a mask type with N kept of M, from one that says how many of M are pruned.
-
-    >>> _kept("1:4"), _kept("0:0")
-    ('3:4', 'unstructured')
-    """
-    found = re.fullmatch(r"\s*(\d+):(\d+)\s*", structure) if isinstance(structure, str) else None
-    if found is None:
-        return structure
-    pruned, group = int(found[1]), int(found[2])
-    if pruned == group == 0:
-        return "unstructured"
-    if not 0 < pruned < group:
-        raise ValueRangeError(message(f"mask_structure {structure!r}", "N:M with 0 < N < M, N pruned of M"))
-    return f"{group - pruned}:{group}"
-
-
-def _params(fields: Fields) -> Fields:
-    """Take ``targets`` and ``ignore`` out of the fields, and return them as ``params``."""
-    targets, ignore = fields.pop("targets", None), fields.pop("ignore", None)
-    if ignore:
-        raise ValueRangeError(
-            message(
-                f"ignore is {ignore!r} on a pruning modifier", "targets alone", "pass ignore= to initialize instead"
-            )
-        )
-    if targets is None:
-        return {}
-    params = []
-    for name in listed(targets, "targets"):
-        if name in {"__ALL__", "__ALL_PRUNABLE__"}:
-            params.append("__ALL_PRUNABLE__")
-        elif name == "Linear":
-            warnings.warn("the target Linear is read as all linear, convolution and attention layers", stacklevel=2)
-            params.append("__ALL_PRUNABLE__")
-        elif name.endswith(("weight", "weight$")):  # a parameter, not a module
-            params.append(_anchored(name))
-        elif name.startswith("re:"):
-            pattern = name.removeprefix("re:")
-            below = r"(?:\..*)?\.weight" if pattern.endswith("$") else r".*\.weight"
-            params.append(f"re:(?:{pattern.removesuffix('$')}){below}")
-        elif re.fullmatch(r"[A-Z]\w*", name):
-            raise ValueRangeError(message(f"the target {name!r} is a class", "Linear, names, re: patterns"))
-        else:
-            params.append(f"{name}.weight")
-    return {"params": params}
-
-
-_STAGE_MODIFIERS: dict[str, Callable[[Fields], Fields]] = {
-    "ConstantPruning": _constant_fields,
-    "MagnitudePruning": _magnitude_fields,
-    "Quantization": stage_quantization_fields,
-}
-"""What there is a counterpart for, and how its fields are called here."""

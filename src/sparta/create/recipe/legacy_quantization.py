@@ -17,7 +17,7 @@ from torch import nn
 
 from sparta.errors import FileFormatError, NameNotFoundError, ValueRangeError, did_you_mean, message
 
-__all__ = ["OLD_ONLY", "listed", "mapping", "quantization_fields", "stage_quantization_fields"]
+__all__ = ["OLD_ONLY", "anchored", "listed", "mapping", "quantization_fields", "stage_quantization_fields"]
 
 Fields = dict[str, Any]
 
@@ -49,10 +49,6 @@ OLD_ONLY = (
 )
 """Fields from before there were schemes."""
 _QUANTIZED = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Embedding", "MultiheadAttention")
-_PRESETS: dict[str, Fields] = {
-    "W8A8": {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": {"num_bits": 8}},
-    "W8A16": {"weights": {"num_bits": 8, "strategy": "channel"}},
-}
 _CLASS = re.compile(r"[A-Z]\w*")
 _ARGUMENTS_WITHOUT_EFFECT = {"observer", "observer_kwargs", "actorder", "block_structure", "scale_dtype", "zp_dtype"}
 
@@ -143,54 +139,127 @@ def stage_quantization_fields(fields: Fields) -> Fields:
     {'weights': {'num_bits': 8, 'strategy': 'channel'}}
     """
     known = {"start_epoch", "end_epoch", "update_frequency", "targets", "ignore", "scheme", "config_groups"}
+    if fields.get("kv_cache_scheme"):
+        raise ValueRangeError(message("kv_cache_scheme quantizes the cache of keys and values", "weights and inputs"))
+    fields.pop("kv_cache_scheme", None)
+    if "scheme_overrides" in fields:  # written before there were groups
+        return quantization_fields({key: value for key, value in fields.items() if key != "update_frequency"})
     for key in fields:
         if key not in known:
             raise NameNotFoundError(did_you_mean(key, known, "field of QuantizationModifier that is understood:"))
-    groups, scheme = fields.pop("config_groups", None), fields.pop("scheme", None)
+    groups = _groups(fields.pop("config_groups", None), fields.pop("scheme", None), fields.pop("targets", None))
+    ignored = listed(fields.pop("ignore", None), "ignore")
+    fields.pop("update_frequency", None)
+    return {**fields, **_as_scheme(groups), "ignore": [*anchored(ignored), *_other_classes(groups)], "strict": False}
+
+
+_Groups = list[tuple[list[str], Fields]]
+"""Targets and their scheme."""
+
+
+def _groups(groups: object, scheme: object, targets: object) -> _Groups:
     if (groups is None) == (scheme is None):
         raise ValueRangeError(message("a QuantizationModifier with both or none of scheme and config_groups", "one"))
-    targets = listed(fields.pop("targets", None), "targets")
-    if groups is not None:
-        if not isinstance(groups, Mapping) or len(groups) != 1:
-            raise ValueRangeError(message(f"config_groups is {groups!r}", "one group", "write a recipe of your own"))
-        group = mapping(next(iter(groups.values())), "a group of config_groups")
-        targets = listed(group.pop("targets", targets), "targets")
-        scheme = {part: _arguments(mapping(args, part)) for part, args in group.items() if args is not None}
-    else:
-        scheme = _preset(scheme)
-    ignored = listed(fields.pop("ignore", None), "ignore")
-    if targets not in ([], ["Linear"]):
-        raise ValueRangeError(message(f"targets is {targets!r}", "['Linear']", "use `ignore` for the others"))
-    fields.pop("update_frequency", None)
-    return {**fields, "scheme": scheme, "ignore": [*ignored, *_QUANTIZED[1:]], "strict": False}
+    usual = listed(targets, "targets") or ["Linear"]
+    if isinstance(scheme, Mapping) and not {"weights", "input_activations", "output_activations"} & scheme.keys():
+        return [(listed(names, "targets"), _preset(preset)) for preset, names in scheme.items()]
+    if isinstance(scheme, Mapping):
+        groups = {"scheme": dict(scheme)}
+    if groups is None:
+        return [(usual, _preset(scheme))]
+    if not isinstance(groups, Mapping) or not groups:
+        raise ValueRangeError(message(f"config_groups is {groups!r}", "a mapping from groups to their fields"))
+    found: _Groups = []
+    for name, body in groups.items():
+        if isinstance(body, list):  # a preset, and what it is for
+            found.append((listed(body, "targets"), _preset(name)))
+            continue
+        group = mapping(body, "a group of config_groups")
+        group.pop("format", None)  # of the file that was written
+        wanted = listed(group.pop("targets", None), "targets") or usual
+        found.append((wanted, {part: _arguments(mapping(a, part)) for part, a in group.items() if a is not None}))
+    return found
+
+
+def _as_scheme(groups: _Groups) -> Fields:
+    """Return one scheme, with overrides for further groups; a class gives way to a pattern, and that to a name."""
+    if len(groups) == 1:
+        (targets, scheme), *_ = groups
+        by_class = all(name in _QUANTIZED for name in targets)
+        return {"scheme": scheme} | ({} if by_class else {"submodules": anchored(targets)})
+    pairs = [(anchored(name), scheme) for targets, scheme in groups for name in targets]
+    order = sorted(pairs, key=lambda pair: (not _CLASS.fullmatch(pair[0]), not pair[0].startswith("re:")))
+    return {"scheme": groups[0][1], "submodules": [name for name, _ in pairs], "scheme_overrides": dict(order)}
+
+
+def _other_classes(groups: _Groups) -> list[str]:
+    """Return the classes that are not meant where classes are."""
+    named = {name for targets, _ in groups for name in targets}
+    return [name for name in _QUANTIZED if name not in named] if named & set(_QUANTIZED) else []
+
+
+_FLOAT8 = {"num_bits": 8, "kind": "float"}
+_PRESETS: dict[str, Fields] = {
+    "W8A8": {"weights": {"num_bits": 8, "strategy": "channel"}, "input_activations": {"num_bits": 8}},
+    "W8A16": {"weights": {"num_bits": 8, "strategy": "channel"}},
+    "FP8": {"weights": _FLOAT8, "input_activations": _FLOAT8},
+    "FP8_DYNAMIC": {"weights": {**_FLOAT8, "strategy": "channel"}, "input_activations": _FLOAT8},
+}
+_GROUPED = ("W4A16", "W4A16_ASYM", "W4A8", "W4AFP8", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8")
 
 
 def _preset(scheme: object) -> Fields:
-    if not isinstance(scheme, str) or scheme.upper() not in {*_PRESETS, "INT8"}:
+    name = str(scheme).upper()
+    name = "W8A8" if name == "INT8" else name
+    if name in _GROUPED:
+        given = f"the scheme {scheme} has a scale for each group of weights"
+        raise ValueRangeError(message(given, f"{', '.join(_PRESETS)}: one scale for each channel or tensor"))
+    if not isinstance(scheme, str) or name not in _PRESETS:
         raise NameNotFoundError(did_you_mean(str(scheme), [*_PRESETS, "INT8"], "scheme that is understood:"))
-    if scheme.upper() in {"W8A8", "INT8"}:
+    if name in {"W8A8", "FP8_DYNAMIC"}:
         _warn_tokens()
-    return copy.deepcopy(_PRESETS["W8A8" if scheme.upper() == "INT8" else scheme.upper()])
+    return copy.deepcopy(_PRESETS[name])
 
 
 def _arguments(given: Mapping[str, Any]) -> Fields:
     args = {key: value for key, value in given.items() if key not in _ARGUMENTS_WITHOUT_EFFECT and value is not None}
-    if args.pop("type", "int") != "int":
-        raise ValueRangeError(message(f"the type {given['type']!r} of quantized numbers", "int"))
+    kind = args.pop("type", "int")
+    if kind == "float" and args.get("num_bits", 8) == 8:
+        args["kind"] = "float"
+    elif kind != "int":
+        given_type = f"the type {kind!r} of {args.get('num_bits')} bits"
+        raise ValueRangeError(message(given_type, "int of 2 to 8 bits, or float of 8"))
+    if args.get("group_size", -1) not in {-1, None} or args.get("strategy") in {"group", "block", "tensor_group"}:
+        raise ValueRangeError(message("a scale for each group of weights", "strategy tensor or channel"))
+    args.pop("group_size", None)
     if args.pop("dynamic", False) or args.get("strategy") == "token":
         _warn_tokens()
         args["strategy"] = "tensor"
-    if "group_size" in args or args.get("strategy") in {"group", "block"}:
-        raise ValueRangeError(message("a scale for each group of weights", "strategy tensor or channel"))
     for key in args:
-        if key not in {"num_bits", "symmetric", "strategy"}:
+        if key not in {"num_bits", "symmetric", "strategy", "kind"}:
             raise NameNotFoundError(did_you_mean(key, ["num_bits", "symmetric", "strategy"], "quantization argument"))
     return args
 
 
 def _warn_tokens() -> None:
-    text = "activations that had a scale for each token get one for each tensor, learnt while training"
+    text = "activations that had a scale for each token get one for each tensor, from the data"
     warnings.warn(text, stacklevel=2)
+
+
+def anchored(names: Any) -> Any:
+    """Return names with ``re:`` patterns for the whole name; the old ones matched a name's beginning.
+
+    >>> anchored(["fc", "re:layer"])
+    ['fc', 're:(?:layer).*']
+    """
+    if isinstance(names, list):
+        return [anchored(name) for name in names]
+    if not isinstance(names, str) or not names.startswith("re:"):
+        return names
+    pattern = names.removeprefix("re:")
+    if "|" not in pattern and (pattern.endswith("$") or (pattern.endswith(".*") and not pattern.endswith("\\.*"))):
+        return names
+    return f"re:(?:{pattern}).*"
 
 
 def listed(given: object, what: str) -> list[str]:
