@@ -355,7 +355,7 @@ def test_bad_calls_are_refused():
     for iteration in (-1, 1.5, True):
         with pytest.raises(ValueRangeError, match="iteration is"):
             scheduler.prune_model(model, iteration)
-    with pytest.raises(ValueRangeError, match="total_iters - 1"):
+    with pytest.raises(ValueRangeError, match="total_iterations - 1"):
         scheduler.prune_model(model, 6)
     stranger = torch.optim.SGD(small_net().parameters(), lr=0.1)
     with pytest.raises(ValueRangeError, match="holds no weight of the prepared model"):

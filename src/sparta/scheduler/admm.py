@@ -21,6 +21,7 @@ from sparta.scheduler.prepared import PreparedLayer
 from sparta.scheduler.registry import register_scheduler
 from sparta.sparsify import Candidate, Global
 from sparta.sparsify.shards import local, own_part, shards_of, summed, whole
+from sparta.spelling import also
 from sparta.tesa.select import check_sparsity
 
 __all__ = ["ADMMScheduler"]
@@ -33,8 +34,7 @@ class ADMMScheduler(BaseScheduler):
     Parameters
     ----------
     setup
-        The rest of the configuration, with ``sparsity``: ``target_sparsity``, and ``uniform`` (True: each layer the
-        same; False: one threshold over all layers).
+        The rest of the configuration; its ``sparsity`` may hold `target_sparsity` and `uniform`, as in the documents.
     no_prune_keyword, no_prune_layer
         Layers that stay dense; see :class:`~sparta.scheduler.base.BaseScheduler`.
     rho
@@ -43,11 +43,16 @@ class ADMMScheduler(BaseScheduler):
         The weight is multiplied by the factor at each further of these equal stages of the first part.
     admm_fraction
         How much of the training the first part takes.
+    target_sparsity
+        Sparsity at the end.
+    uniform
+        True: each layer the same; False: one threshold over all layers.
     """
 
     takes_sparsity = True
 
-    def __init__(
+    @also(prune_rate="target_sparsity")
+    def __init__(  # noqa: PLR0913, PLR0917 - the paper's numbers, and the common ones
         self,
         setup: Setup | None = None,
         no_prune_keyword: str | Sequence[str] = "",
@@ -56,14 +61,19 @@ class ADMMScheduler(BaseScheduler):
         rho_factor: float = 10.0,
         rho_stages: int = 3,
         admm_fraction: float = 1 / 3,
+        target_sparsity: float | None = None,
+        uniform: bool | None = None,  # noqa: FBT001
     ) -> None:
         super().__init__(setup, no_prune_keyword, no_prune_layer)
-        if "target_sparsity" not in self.setup.sparsity:
-            raise ValueRangeError(
-                message("ADMMScheduler without a sparsity", "{'target_sparsity': 0.9, 'uniform': True} as 'sparsity'")
-            )
-        self.target_sparsity = check_sparsity(self.setup.sparsity["target_sparsity"])
-        self.uniform = bool(self.setup.sparsity.get("uniform", True))
+        wanted = dict(self.setup.sparsity)
+        for name, value in (("target_sparsity", target_sparsity), ("uniform", uniform)):
+            if value is not None and name in wanted:
+                raise ValueRangeError(message(f"{name} in `sparsity` and in kwargs", "one of them"))
+            wanted |= {} if value is None else {name: value}
+        if "target_sparsity" not in wanted:
+            raise ValueRangeError(message("ADMMScheduler without a sparsity", "target_sparsity, from 0 to 1"))
+        self.target_sparsity = check_sparsity(wanted["target_sparsity"])
+        self.uniform = bool(wanted.get("uniform", True))
         if not (rho > 0 and rho_factor >= 1 and rho_stages >= 1 and 0 < admm_fraction <= 1):
             raise ValueRangeError(
                 message(
@@ -77,23 +87,24 @@ class ADMMScheduler(BaseScheduler):
         self._dual: dict[str, Tensor] = {}  # U
         self._iteration, self._attached = 0, False
 
-    def before_run(self, model: nn.Module, iters_per_epoch: int, max_iters: int) -> None:
+    @also(max_iters="total_iterations", total_iters="total_iterations")
+    def before_run(self, model: nn.Module, iters_per_epoch: int, total_iterations: int) -> None:
         """Begin: the sparse copies are projections of the weights, the duals zero.
 
         Parameters
         ----------
         iters_per_epoch
             Iterations between two updates of the copies.
-        max_iters
+        total_iterations
             Iterations of the whole training.
         """
         self._check_prepared(model)
-        if not 1 <= iters_per_epoch <= max_iters:
-            given = f"iters_per_epoch is {iters_per_epoch} and max_iters {max_iters}"
-            raise ValueRangeError(message(given, "1 <= iters_per_epoch <= max_iters"))
+        if not 1 <= iters_per_epoch <= total_iterations:
+            given = f"iters_per_epoch is {iters_per_epoch} and total_iterations {total_iterations}"
+            raise ValueRangeError(message(given, "1 <= iters_per_epoch <= total_iterations"))
         self._iters_per_epoch = iters_per_epoch
         self._admm_iters = max(
-            iters_per_epoch, int(max_iters * self.admm_fraction) // iters_per_epoch * iters_per_epoch
+            iters_per_epoch, int(total_iterations * self.admm_fraction) // iters_per_epoch * iters_per_epoch
         )
         self._dual = {prepared.name: torch.zeros_like(local(prepared.weight)) for prepared in self._pruned()}
         self._project()
@@ -143,8 +154,11 @@ class ADMMScheduler(BaseScheduler):
             for prepared in self._pruned():
                 name = prepared.name
                 self._dual[name] += local(prepared.weight) - self._target[name]
+            if self.loggers:
+                self.log({"residual": self.residual(model)}, iteration)
         elif done >= self._admm_iters and not self._sparsities:
             self._prune()
+            self.log({"sparsity": self.compute_sparse_rate(model)}, iteration)
 
     def residual(self, model: nn.Module) -> float:
         """Return ``‖W - Z‖ / ‖W‖`` over all layers: small when the weights have reached their sparse copies."""

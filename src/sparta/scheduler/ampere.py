@@ -27,6 +27,7 @@ from sparta.scheduler.prepared import refuse_prepared
 from sparta.scheduler.registry import register_scheduler
 from sparta.sparsify import Layer, Masks, find_layers
 from sparta.sparsify.layers import without_frozen
+from sparta.sparsify.logs import Loggers
 from sparta.sparsify.shards import local, own_part, shards_of, summed, whole
 from sparta.spelling import also
 
@@ -37,7 +38,7 @@ _WHITELIST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 
 
 @register_scheduler("AmpereScheduler")
-class AmpereScheduler:
+class AmpereScheduler(Loggers):
     """Trains a model with N:M weights, as the sparse tensor cores of GPUs run them.
 
     Parameters
@@ -148,6 +149,7 @@ class AmpereScheduler:
             }
         masks.set(made)
         self._is_set = True
+        self.log({"sparsity": masks.sparsity}, 0)
         for name, mask in made.items():
             self._tell(2, "%s: kept %.1f %% of the weights", name, 100 * float(mask.float().mean()))
 

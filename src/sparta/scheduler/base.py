@@ -27,6 +27,7 @@ from sparta.scheduler.prepared import PreparedLayer, excluded, plain_copy, prepa
 from sparta.scheduler.registry import register_scheduler
 from sparta.sparsify import Schedule, erk_densities, find_layers
 from sparta.sparsify.layers import without_frozen
+from sparta.sparsify.logs import RECORDS, Loggers
 from sparta.spelling import also
 from sparta.tesa import names
 from sparta.tesa.attribute import TeSA
@@ -73,7 +74,7 @@ class Exported(NamedTuple):
 
 
 @register_scheduler("BaseScheduler")
-class BaseScheduler:
+class BaseScheduler(Loggers):
     """Prepares, measures, exports; masks change only when :meth:`update_sparsity_per_layer` is called.
 
     Parameters
@@ -338,6 +339,7 @@ class STRScheduler(BaseScheduler):
         Training iterations; the sparsity rises over the first 60 percent of them.
     """
 
+    @also(prune_rate="target_sparsity", total_iters="total_iterations", max_iters="total_iterations")
     def __init__(
         self,
         setup: Setup | None = None,
@@ -348,6 +350,7 @@ class STRScheduler(BaseScheduler):
     ) -> None:
         super().__init__(setup, no_prune_keyword, no_prune_layer)
         self.schedule: Schedule | None = None
+        self.total_iterations = total_iterations or 0
         if target_sparsity is not None:
             if total_iterations is None or total_iterations < 1:
                 raise ValueRangeError(
@@ -372,6 +375,8 @@ class STRScheduler(BaseScheduler):
             low, high = (low, shift) if pruned >= wanted else (shift, high)
         for _, fake in layers:
             fake.scores.add_(high)
+        if iteration % max(1, self.total_iterations // RECORDS) == 0:
+            self.log({"sparsity": self.schedule.at(iteration)}, iteration)
 
     def export_sparse_model(self, model: nn.Module) -> Exported:
         """Bake the soft-thresholded weights in; warns when the thresholds have pruned nothing."""

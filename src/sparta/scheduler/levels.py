@@ -2,7 +2,7 @@
 
 How sparse each layer is at each level is decided once, by an open criterion: every layer loses the same share of its
 energy (its sum of squares), less in early stages and in depthwise convolutions. `prune_model` is called after each
-optimizer step with its number, and everything happens at level boundaries, ``n * total_iters // levels``.
+optimizer step with its number, and everything happens at level boundaries, ``n * total_iterations // levels``.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ from sparta.scheduler.prepared import PreparedLayer, plain_state_dict
 from sparta.scheduler.registry import register_scheduler
 from sparta.scheduler.statistics import LayerStatistics, example_input, measure_layers
 from sparta.sparsify import Candidate, Energy, level_starts
+from sparta.spelling import also
 from sparta.tesa import names
 from sparta.tesa.mask import as_mask
+from sparta.tesa.select import check_sparsity
 
 __all__ = ["AmbaLevelPruneScheduler"]
 
 _LOG = logging.getLogger("sparta.scheduler")
+_LEVELS = (30, 40, 50, 60, 70, 80, 90)  # percent, as the document has them
 _DECAY = 0.7  # how much less a stage loses than the one after it, at a tuning of 1; fits published ResNet-18 profiles
 
 
@@ -48,10 +51,12 @@ class AmbaLevelPruneScheduler(BaseScheduler):
     ----------
     setup
         The rest of the configuration.
-    total_iters
-        Number of training iterations of the whole retraining.
+    total_iterations
+        Number of training iterations of the whole retraining; the documents call it ``total_iters``.
     sparsity_table
-        Sparsity of each level in percent: rising, each in [0, 100).
+        Sparsity of each level in percent: rising, each in [0, 100). None: 30, 40 and so on up to the target.
+    target_sparsity
+        Sparsity of the last level, as a fraction; 0.9 where neither it nor a table is given.
     no_prune_keyword, no_prune_layer
         Layers that stay dense: whose name contains a keyword; whose name is exactly this.
     prun_algo
@@ -86,7 +91,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
     Examples
     --------
     >>> scheduler = AmbaLevelPruneScheduler(
-    ...     total_iters=4, sparsity_table=[50, 75], output_dir=None, save_dir=None, prun_algo=0
+    ...     total_iterations=4, sparsity_table=[50, 75], output_dir=None, save_dir=None, prun_algo=0
     ... )
     >>> model = scheduler.prepare_sparse_model(nn.Linear(8, 4))
     >>> rates = []
@@ -97,11 +102,12 @@ class AmbaLevelPruneScheduler(BaseScheduler):
     [0.5, 0.5, 0.75, 0.75]
     """
 
+    @also(total_iters="total_iterations", max_iters="total_iterations")
     def __init__(  # noqa: PLR0913, PLR0917 - the document's
         self,
         setup: Setup | None = None,
-        total_iters: int = 10000,
-        sparsity_table: Sequence[float] = (30, 40, 50, 60, 70, 80, 90),
+        total_iterations: int = 10000,
+        sparsity_table: Sequence[float] | None = None,
         no_prune_keyword: str | Sequence[str] = "",
         no_prune_layer: str | Sequence[str] = "",
         prun_algo: int = 1,
@@ -120,10 +126,11 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         prune_tolerance_max: float = 1.0,
         prune_tolerance_min: float = 1.0,
         verbose: bool = False,  # noqa: FBT001, FBT002
+        target_sparsity: float | None = None,
     ) -> None:
         super().__init__(setup, no_prune_keyword, no_prune_layer)
-        self.levels = _checked_levels(sparsity_table, total_iters)
-        self.total_iters = total_iters
+        self.levels = _checked_levels(_table(sparsity_table, target_sparsity), total_iterations)
+        self.total_iterations = total_iterations
         if prun_algo not in {0, 1}:
             raise ValueRangeError(message(f"prun_algo is {prun_algo}", "0 (uniform) or 1 (energy levels)"))
         if prun_algo_tuning < 0 or prune_tolerance_max < 1 or not 0 <= prune_tolerance_min <= 1:
@@ -181,24 +188,28 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         """
         self._check_prepared(model)
         check_iteration(iteration)
-        if iteration >= self.total_iters:
-            raise ValueRangeError(message(f"iteration is {iteration}", f"0 to {self.total_iters - 1}, total_iters - 1"))
+        if iteration >= self.total_iterations:
+            raise ValueRangeError(
+                message(f"iteration is {iteration}", f"0 to {self.total_iterations - 1}, total_iterations - 1")
+            )
         if not self._statistics:
             self._measure(model, curr_input_shape)
-        starts = level_starts(self.total_iters, len(self.levels))
+        starts = level_starts(self.total_iterations, len(self.levels))
         level = sum(start <= iteration for start in starts) - 1
         if level > self._level:
             if self._level >= 0 and self._finished < self._level:
                 self._finish_level(model)
             self._begin_level(level)
+            if self.loggers:
+                self.log({"sparsity": self.compute_sparse_rate(model), "level": float(level)}, iteration)
             if iteration > 0 and self._restart is not None:
                 self._restart()
-        if iteration + 1 >= ([*starts, self.total_iters])[level + 1] and self._finished < level:
+        if iteration + 1 >= ([*starts, self.total_iterations])[level + 1] and self._finished < level:
             self._finish_level(model)
 
     def get_prune_step(self) -> int:
         """Return the iteration at which the present level began; 0 before the first."""
-        return level_starts(self.total_iters, len(self.levels))[max(0, self._level)]
+        return level_starts(self.total_iterations, len(self.levels))[max(0, self._level)]
 
     get_last_prune_step = get_prune_step
 
@@ -374,7 +385,17 @@ def _share_of_pruned(candidates: Sequence[Candidate], counts: Sequence[int]) -> 
     return sum(count for _, count in allowed) / max(1, sum(units for units, _ in allowed)) if allowed else 1.0
 
 
-def _checked_levels(percents: Sequence[float], total_iters: int) -> tuple[float, ...]:
+def _table(percents: Sequence[float] | None, target: float | None) -> Sequence[float]:
+    """Return the levels in percent, from a table or from the last of them."""
+    if percents is not None:
+        if target is not None:
+            raise ValueRangeError(message("both sparsity_table and target_sparsity", "one of them"))
+        return percents
+    last = 100 * check_sparsity(0.9 if target is None else target)
+    return [*(level for level in _LEVELS if level < last), last]
+
+
+def _checked_levels(percents: Sequence[float], total_iterations: int) -> tuple[float, ...]:
     if not percents:
         raise ValueRangeError(message("sparsity_table is empty", "one level or more, in percent"))
     for percent in percents:
@@ -382,10 +403,9 @@ def _checked_levels(percents: Sequence[float], total_iters: int) -> tuple[float,
             raise ValueRangeError(message(f"sparsity_table has the level {percent!r}", "percents in [0, 100)"))
     if any(later <= earlier for earlier, later in pairwise(percents)):
         raise ValueRangeError(message(f"sparsity_table is {list(percents)}", "rising levels"))
-    if total_iters < len(percents):
-        raise ValueRangeError(
-            message(f"total_iters is {total_iters} for {len(percents)} levels", "one iteration per level or more")
-        )
+    if total_iterations < len(percents):
+        given = f"total_iterations is {total_iterations} for {len(percents)} levels"
+        raise ValueRangeError(message(given, "one iteration per level or more"))
     return tuple(float(percent) / 100 for percent in percents)
 
 

@@ -19,7 +19,9 @@ from sparta.scheduler.fake_sparse import ProbMaskFakeSparse, Subnet
 from sparta.scheduler.prepared import PreparedLayer
 from sparta.scheduler.registry import register_scheduler
 from sparta.sparsify import Schedule
+from sparta.sparsify.logs import RECORDS
 from sparta.sparsify.shards import Shards, local, lowest_of, shards_of, summed, whole
+from sparta.spelling import also
 from sparta.tesa.select import check_sparsity, pruned_count
 
 __all__ = ["ProbMaskPruneScheduler", "project_scores"]
@@ -121,33 +123,39 @@ class ProbMaskPruneScheduler(BaseScheduler):
     ----------
     setup
         The rest of the configuration: ``ProbMaskGenerator`` and ``ProbMaskFakeSparse``.
-    prune_rate
-        Sparsity at the end, over all pruned layers together.
+    target_sparsity
+        Sparsity at the end, over all pruned layers together; the documents call it ``prune_rate``.
     total_iterations
         Training iterations.
     warmup_iteration_stamps
         Iteration at which pruning begins.
     finetune_iteration_stamps
         Iteration from which the sparsity no longer rises.
-    start_prune_rate
+    start_sparsity
         Sparsity at the beginning of the ramp.
     no_prune_keyword, no_prune_layer
         Layers that stay dense; see :class:`~sparta.scheduler.base.BaseScheduler`.
     """
 
+    @also(
+        prune_rate="target_sparsity",
+        start_prune_rate="start_sparsity",
+        total_iters="total_iterations",
+        max_iters="total_iterations",
+    )
     def __init__(
         self,
         setup: Setup | None = None,
-        prune_rate: float = 0.9,
+        target_sparsity: float = 0.9,
         total_iterations: int = 10000,
         warmup_iteration_stamps: int | None = None,
         finetune_iteration_stamps: int | None = None,
-        start_prune_rate: float = 0.0,
+        start_sparsity: float = 0.0,
         no_prune_keyword: str | Sequence[str] = "",
         no_prune_layer: str | Sequence[str] = "",
     ) -> None:
         super().__init__(setup or Setup(fake_sparse=ProbMaskFakeSparse), no_prune_keyword, no_prune_layer)
-        self.prune_rate = check_sparsity(prune_rate)
+        self.target_sparsity = check_sparsity(target_sparsity)
         begin = round(0.16 * total_iterations) if warmup_iteration_stamps is None else warmup_iteration_stamps
         end = round(0.6 * total_iterations) if finetune_iteration_stamps is None else finetune_iteration_stamps
         if not 0 <= begin <= end <= total_iterations or total_iterations < 1:
@@ -159,7 +167,9 @@ class ProbMaskPruneScheduler(BaseScheduler):
             )
         self.total_iterations = total_iterations
         self._subnet = LikeliestWeights([])
-        self.schedule = Schedule.cubic(self.prune_rate, initial=check_sparsity(start_prune_rate), begin=begin, end=end)
+        self.schedule = Schedule.cubic(
+            self.target_sparsity, initial=check_sparsity(start_sparsity), begin=begin, end=end
+        )
 
     def prepare_sparse_model(self, model: nn.Module) -> nn.Module:
         """Give every weight a probability; build the optimizer after this, or pass yours to `init_optimizer`."""
@@ -183,12 +193,14 @@ class ProbMaskPruneScheduler(BaseScheduler):
         for _, fake in self._probabilistic():
             fake.tau.fill_(1.0 / (0.97 * (1.0 - progress) + 0.03))
         self._refresh()
+        if iteration % max(1, self.total_iterations // RECORDS) == 0:
+            self.log({"sparsity": self._subnet.sparsity}, iteration)
 
     @torch.no_grad()
     def fix_model_subnet(self, model: nn.Module) -> None:
         """Choose the hard masks: the highest probabilities of all layers, exactly as many as the final budget."""
         self._check_prepared(model)
-        self._subnet.sparsity = self.prune_rate
+        self._subnet.sparsity = self.target_sparsity
         self._subnet.choose()
         for _, fake in self._probabilistic():
             fake.fixed = True

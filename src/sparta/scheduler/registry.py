@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_type_hints
 
 from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
+from sparta.spelling import present_name
 
 __all__ = [
     "FAKE_SPARSES",
@@ -72,9 +73,16 @@ class Registry:
                 continue
             default = ... if parameter.default is parameter.empty else parameter.default
             fields[parameter.name] = (hints.get(parameter.name, Any), default)
-        for key in kwargs:
-            if key not in fields:
+        renamed: dict[str, Any] = {}
+        for key, value in kwargs.items():
+            present = present_name(made.__init__, str(key))
+            if present not in fields:
                 raise NameNotFoundError(did_you_mean(str(key), fields, f"kwarg of {name}:"))
+            if present in renamed:
+                given = f"kwargs of {name}: {present} twice, under two names"
+                raise ValueRangeError(message(given, "one of them"))
+            renamed[present] = value
+        kwargs = renamed
         config = ConfigDict(arbitrary_types_allowed=True, extra="forbid", protected_namespaces=())
         try:
             model = create_model(f"{name} kwargs", __config__=config, **fields)(**kwargs)
