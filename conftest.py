@@ -44,6 +44,14 @@ def _one_thread(request):
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def hurried(monkeypatch):
+    """Let the compiler try few candidates: for tests of what is shown, which any choice serves."""
+    from sparta.compiler.session import EFFORT
+
+    monkeypatch.setitem(EFFORT, "quick", (2, 0.2))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_cache_for_the_run(tmp_path_factory):
     """Keep compiled kernels and tuning results of a run in one folder of its own, and compile each library once."""

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,6 +115,7 @@ def test_report_of_what_is_no_model(tmp_path):
     assert "none.sparta" in error_of(run("report", tmp_path / "none.sparta"))
 
 
+@pytest.mark.usefixtures("hurried")
 def test_bench_beside_eager(here):
     result = run(
         "bench", "their_nets:with_inputs", "--against", "eager", "--batch", "1,2", "--seconds", "0.1", "--json"
@@ -124,6 +127,7 @@ def test_bench_beside_eager(here):
     assert all(0 < row["p50"] <= row["p90"] <= row["p99"] for row in first["rows"])
 
 
+@pytest.mark.usefixtures("hurried")
 def test_bench_of_a_file_beside_its_model(here, artifact):
     named = ["--model", "their_nets:with_inputs", "--against", "eager", "--seconds", "0.1"]
     result = run("bench", artifact, *named)
@@ -143,6 +147,35 @@ def test_bench_of_a_file_beside_its_model(here, artifact):
 )
 def test_what_bench_refuses(artifact, arguments, told):
     assert told in error_of(run("bench", artifact, *arguments))
+
+
+class Speaker(nn.Module):
+    """A language model without weights, which remembers how much it was asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def generate(self, prompt, max_new_tokens, min_new_tokens, do_sample):
+        assert max_new_tokens == min_new_tokens
+        assert not do_sample
+        self.asked.append(max_new_tokens)
+        return torch.cat([prompt, torch.zeros(len(prompt), max_new_tokens, dtype=prompt.dtype)], 1)
+
+
+def test_bench_of_a_language_model_counts_tokens(monkeypatch):
+    fast, eager = Speaker(), Speaker()
+    given = {"sparta": fast, "eager": eager}, {"input_ids": torch.ones(1, 5, dtype=torch.long)}
+    monkeypatch.setattr("sparta.cli.bench._given", lambda *_: given)
+    options = ["--against", "eager", "--batch", "2", "--tokens", "8", "--seconds", "0.1"]
+    [found] = json.loads(run("bench", "any", *options, "--json").stdout)["results"]
+    assert (found["batch"], found["prompt"], found["tokens"]) == (2, 5, 8)
+    assert [row["name"] for row in found["rows"]] == ["sparta", "eager"]
+    assert all(row["first_ms"] > 0 and row["per_second"] > 0 for row in found["rows"])
+    assert fast.asked == eager.asked
+    assert {1, 8} < {*fast.asked, 2}
+    assert "tokens per second" in run("bench", "any", *options).stdout
+    assert "allowed: eager" in error_of(run("bench", "any", "--against", "onnxruntime"))
 
 
 @pytest.fixture
@@ -218,6 +251,9 @@ def test_inspect_runs_no_code_of_a_file(tmp_path):
 
 
 def test_tune_lists_and_clears(monkeypatch, tmp_path):
+    kernels = Path(os.environ["SPARTA_CACHE"])  # those of this run; its results stay where they are
+    if kernels.is_dir():
+        shutil.copytree(kernels, tmp_path / "cache", ignore=shutil.ignore_patterns("tuning*", "*.lock"))
     monkeypatch.setenv("SPARTA_CACHE", str(tmp_path / "cache"))
     assert "0 results" in run("tune").stdout
     model = nn.Linear(256, 256).requires_grad_(requires_grad=False)
@@ -261,6 +297,7 @@ def test_what_plan_refuses(here):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("hurried")
 def test_the_demo_says_what_stands_in_for_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr("sparta.demo.encoder.found_weights", lambda: None)
     monkeypatch.setattr("sparta.demo.encoder.found_pairs", lambda folder: None)

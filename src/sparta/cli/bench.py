@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
 
 _SECONDS = 5.0
 _CALLS = 1000
+_TOKENS = 32
 
 
 @app.command("bench")
-def bench_model(
+def bench_model(  # noqa: PLR0913 - one option each
     source: Annotated[str, typer.Argument(help="A compiled model, package.module:factory, or a transformers folder.")],
     *,
     inputs: Inputs = None,
@@ -38,14 +40,26 @@ def bench_model(
         str | None, typer.Option(help="The model that a compiled file was made of, to compare with.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="For each batch size.")] = _SECONDS,
+    tokens: Annotated[int, typer.Option(min=2, help="That a language model generates in each run.")] = _TOKENS,
     fail_under: Annotated[float | None, typer.Option(help="Exit status 1 if it is not this many times faster.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time a model: median, 90th and 99th percentile, throughput and spread, beside eager and other runtimes."""
+    """Time a model: median, 90th and 99th percentile, throughput and spread, beside eager and other runtimes.
+
+    Language models generate: the time to the first token, and tokens per second after it.
+    """
     with user_errors():
         rivals = _rivals(against)
         runs, example = _given(source, model, inputs, rivals)
-        results = [_timed(runs, example, size, rivals, seconds) for size in _sizes(batch)]
+        generates = callable(getattr(runs["sparta"], "generate", None))
+        if generates and set(rivals) - {"eager"}:
+            raise ValueRangeError(message(f"--against {against} of a language model", "eager"))
+        results = [
+            _generated(runs, example, size, rivals, seconds, tokens)
+            if generates
+            else _timed(runs, example, size, rivals, seconds)
+            for size in _sizes(batch)
+        ]
         facts = {"source": source, "load": list(os.getloadavg()), "results": results}
         typer.echo(json.dumps(facts, indent=2) if as_json else "\n\n".join(map(_text, results)))
         if fail_under is not None:
@@ -121,6 +135,44 @@ def _timed(runs: dict[str, Any], example: Any, batch: int | None, rivals: list[s
     return {"batch": size, "rows": rows}
 
 
+def _generated(
+    runs: dict[str, Any], example: Any, batch: int | None, rivals: list[str], seconds: float, tokens: int
+) -> dict[str, Any]:
+    """Return how long language models take to the first token, and how many they give per second after it."""
+    import torch
+
+    from sparta.cli.sources import with_batch
+
+    given = example if batch is None else with_batch(example, batch)
+    prompt = given["input_ids"] if isinstance(given, dict) else given[0] if isinstance(given, tuple) else given
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ("sparta", *rivals)}
+
+    def took(name: str, count: int) -> float:
+        start = time.perf_counter()
+        runs[name].generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+        return time.perf_counter() - start
+
+    with torch.inference_mode():
+        for name in found:
+            took(name, 2)  # the first call loads what it needs
+        end = time.perf_counter() + seconds
+        while not found["sparta"] or time.perf_counter() < end:
+            for name, pairs in found.items():
+                pairs.append((took(name, 1), took(name, tokens)))
+    size = len(prompt)
+    rows = []
+    for name, pairs in found.items():
+        first = statistics.median(one for one, _ in pairs)
+        rest = statistics.median(max(1e-9, many - one) for one, many in pairs)
+        both = zip(found["sparta"], pairs, strict=True)
+        ratio = statistics.median(theirs / ours for (_, ours), (_, theirs) in both)
+        per_second = size * (tokens - 1) / rest
+        rows.append(
+            {"name": name, "first_ms": 1e3 * first, "per_second": per_second, "calls": len(pairs), "ratio": ratio}
+        )
+    return {"batch": size, "tokens": tokens, "prompt": int(prompt.shape[-1]), "rows": rows}
+
+
 def _rows(given: Any) -> int:
     import torch
 
@@ -131,19 +183,23 @@ def _rows(given: Any) -> int:
 def _text(result: dict[str, Any]) -> str:
     from sparta.tables import table
 
-    rows = [
+    load = f"batch {result['batch']}, load {os.getloadavg()[0]:.3g} on {os.cpu_count()} cores"
+    ratios = ["" if row["name"] == "sparta" else f"{row['ratio']:.2f}x" for row in result["rows"]]
+    if "tokens" in result:
+        cells = [
+            [row["name"], f"{row['first_ms']:.4g} ms", f"{row['per_second']:.4g}", row["calls"], ratio]
+            for row, ratio in zip(result["rows"], ratios, strict=True)
+        ]
+        title = f"{result['tokens']} tokens after a prompt of {result['prompt']}, {load}"
+        return table(["runs", "first token", "tokens per second", "runs of each", "sparta is"], cells, title=title)
+    cells = [
         [
             row["name"],
-            f"{row['p50']:.4g} ms",
-            f"{row['p90']:.4g} ms",
-            f"{row['p99']:.4g} ms",
+            *(f"{row[each]:.4g} ms" for each in ("p50", "p90", "p99")),
             f"{row['per_second']:.4g}",
             row["calls"],
-            "" if row["name"] == "sparta" else f"{row['ratio']:.2f}x",
+            ratio,
         ]
-        for row in result["rows"]
+        for row, ratio in zip(result["rows"], ratios, strict=True)
     ]
-    columns = ["runs", "p50", "p90", "p99", "per second", "calls", "sparta is"]
-    return table(
-        columns, rows, title=f"batch {result['batch']}, load {os.getloadavg()[0]:.3g} on {os.cpu_count()} cores"
-    )
+    return table(["runs", "p50", "p90", "p99", "per second", "calls", "sparta is"], cells, title=load)
