@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -23,6 +24,8 @@ from setuptools.command.build_py import build_py
 
 CPU = Path(__file__).parent / "src" / "sparta" / "specialize" / "cpu"
 PREBUILT = Path("sparta", "specialize", "cpu", "prebuilt")
+# Up to which minor version of GLIBCXX_3.4 distributions with this glibc, or a newer one, have it.
+LIBSTDCXX = ((19, (2, 17)), (22, (2, 24)), (24, (2, 28)), (28, (2, 31)), (29, (2, 34)), (30, (2, 35)), (33, (2, 39)))
 
 
 def load_flags() -> ModuleType:
@@ -57,6 +60,14 @@ def compiled(compiler: list[str], flags: tuple[str, ...]) -> bytes | None:
             return None
 
 
+def oldest_glibc(code: bytes) -> tuple[int, int]:
+    """Return the oldest release of glibc that a library runs with, or of the distribution that has its libstdc++."""
+    needs = [(int(a), int(b)) for a, b in re.findall(rb"\0GLIBC_(\d+)\.(\d+)", code)]
+    versions = [int(each) for each in re.findall(rb"\0GLIBCXX_3\.4\.(\d+)", code)]
+    needs += [next((glibc for most, glibc in LIBSTDCXX if each <= most), LIBSTDCXX[-1][1]) for each in versions]
+    return max([(2, 17), *needs])
+
+
 class BuildWithKernels(build_py):
     """Copies the modules, then adds the libraries; an editable install compiles at first use instead."""
 
@@ -86,11 +97,20 @@ class MaybeNative(Distribution):
 
 
 class PlatformWheel(bdist_wheel):
-    """A wheel for every Python 3: nothing in the libraries depends on its version."""
+    """A wheel for every Python 3 and every Linux whose glibc is new enough: nothing else in the libraries matters.
+
+    They are linked against the system's libgomp.so.1, of which torch has loaded its own copy by then, so that there is
+    one OpenMP runtime in a process: it must not be put into the wheel.
+    """
 
     def get_tag(self) -> tuple[str, str, str]:
         """Return the tag."""
-        return ("py3", "none", super().get_tag()[2])
+        system = super().get_tag()[2]
+        built = list((Path(self.get_finalized_command("build").build_lib) / PREBUILT).glob("*.so"))  # type: ignore[attr-defined]
+        if built and system.startswith("linux_"):
+            major, minor = max(oldest_glibc(path.read_bytes()) for path in built)
+            system = f"manylinux_{major}_{minor}_{system.removeprefix('linux_')}"
+        return ("py3", "none", system)
 
 
 setup(distclass=MaybeNative, cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})
