@@ -102,3 +102,64 @@ def overheads(found: Sequence[Record]) -> str:
     text += " ".join(source(record) for record in found)
     columns = ["device", "precision", "step", "median ms", "spread ms", "added"]
     return f"{text}\n\n{markdown(columns, rows)}"
+
+
+@renderer("training-sts", "training_sts")
+def sentences(found: Sequence[Record]) -> str:
+    """Return an encoder's rank correlation by pattern, beside that of the dense model trained alike."""
+    return "\n\n".join(_sentences(record) for record in found)
+
+
+@renderer("training-sts-allocations", "training_sts_allocations")
+def sentences_by_allocation(found: Sequence[Record]) -> str:
+    """Return the same for one sparsity that is spread over the layers in several ways."""
+    return "\n\n".join(_sentences(record) for record in found)
+
+
+def _sentences(record: Record) -> str:
+    results = record["results"]
+    dense = next(row["test"] for row in results["rows"] if row["row"] == "dense, trained")
+    rows = [
+        [
+            row["row"],
+            f"{100 * row['sparsity']:.1f} %",
+            f"{100 * row['lowest_density']:.1f} %",
+            f"{row['dev']:.2f}",
+            f"{row['test']:.2f}",
+            "" if row["row"].startswith("dense") else f"{row['test'] - dense:+.2f}",
+            None if row["compiled"] is None else f"{row['compiled']:.2f}",
+        ]
+        for row in results["rows"]
+    ]
+    batch = f"{results['pairs']} pairs" + (
+        f" and {2 * results['pairs']} other sentences" if results["unscored"] else ""
+    )
+    text = (
+        f"{results['steps']} steps of {batch}, learning rate {results['lr']:g}, the teacher's share of the loss "
+        f"{results['hardness']:g}. Spearman's rank correlation, times 100. {source(record)}"
+    )
+    heads = ["", "zeros", "sparsest layer keeps", "dev", "test", "beside dense, trained", "test, compiled"]
+    return f"{text}\n\n{markdown(heads, rows)}"
+
+
+@renderer("training-recover", "training_recover")
+def recoveries(found: Sequence[Record]) -> str:
+    """Return the perplexity of a pruned language model as pruned and as learnt back, with its speed."""
+    return "\n\n".join(_recoveries(record) for record in found)
+
+
+def _recoveries(record: Record) -> str:
+    results = record["results"]
+    rows: list[list[object]] = [["dense", "", f"{results['perplexity_dense']:.2f}", "0.0 %", None]]
+    for row in results["rows"]:
+        speed = None
+        if row["tokens_per_s"] is not None:
+            speed = f"{row['tokens_per_s']:.1f} ({row['tokens_per_s'] / row['dense_tokens_per_s']:.2f}x)"
+        rows.append([row["pattern"], row["way"], f"{row['perplexity']:.2f}", f"{100 * row['zeros']:.1f} %", speed])
+    text = (
+        f"Pruned by {results['method']}; {results['steps']} steps of {results['batch']} sequences of "
+        f"{results['context']} tokens, adapters of rank {results['rank']}. {source(record)}"
+    )
+    if "speed_on" in results:
+        text += f" Tokens per second compiled, beside the dense model: {results['speed_on']}."
+    return f"{text}\n\n{markdown(['pattern', '', 'perplexity', 'zeros', 'tokens/s'], rows)}"
