@@ -1,6 +1,7 @@
 """Files of compiled language models: loaded in another process, refused where they do not fit together."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -75,6 +76,12 @@ def test_the_file_holds_each_weight_once(saved):
         ({"architecture": "LlamaPreTrainedModel"}, "class of llama"),
         ({"model_type": "../evil"}, "model type"),
         ({"config": {"vocab_size": "many"}}, "vocab_size"),
+        ({"config": {"num_hidden_layers": 2000}}, "at most"),
+        ({"config": {"is_encoder_decoder": 0.0001}}, "True or False"),
+        ({"generation": {"eos_token_id": math.nan}}, "eos_token_id=nan"),
+        ({"generation": {"eos_token_id": [2, "x"]}}, "eos_token_id=x"),
+        ({"generation": {"pad_token_id": 10**30}}, "pad_token_id"),
+        ({"generation": {"num_beams": 10**6}}, "num_beams"),
         ({"ties": {"model.norm.weight": "no.such"}}, "save it again|no such"),
         ({"matrices": {}}, "no tensor for|decode program|lacks"),
         ({"experts": {"model.layers.0": True}}, "experts"),

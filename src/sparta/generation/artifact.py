@@ -28,7 +28,7 @@ from sparta.generation.model import Compiled, GenerativeModel, compiled_class
 from sparta.generation.packed_linear import PackedLinear
 from sparta.generation.packing import balanced
 from sparta.generation.program import DecodeProgram
-from sparta.generation.registry import architecture, config_fields, config_from, transformers_module
+from sparta.generation.registry import architecture, config_fields, config_from, generation_from, transformers_module
 from sparta.modules import member, replace_module, set_member
 from sparta.signing import PublicKey, signer, verifier
 from sparta.specialize.kernel_spec import KernelSpec
@@ -185,7 +185,7 @@ class _Reader:
     def model(self) -> GenerativeModel:
         """Return the model."""
         config_class, original = architecture(self.payload["model_type"], self.payload["architecture"])
-        config = config_from(config_class, self.payload["config"])
+        config = config_from(config_class, self.payload["config"], len(self.tensors))
         with torch.device("meta"):
             model = cast("nn.Module", cast("Any", original)(config)).eval()
         self.turned = {name for name, module in model.named_modules() if is_transposed(module)}
@@ -225,9 +225,7 @@ class _Reader:
         compiled.spec = Spec(found)
         fields = self.payload["generation"]
         if fields is not None:
-            from transformers import GenerationConfig
-
-            cast("Any", model).generation_config = GenerationConfig.from_dict(dict(fields))
+            cast("Any", model).generation_config = generation_from(fields)
 
     def matrix(self, model: nn.Module, name: str, fields: Mapping[str, Any]) -> PackedMatrix:
         """Return a packed matrix that fits the layer of its name."""

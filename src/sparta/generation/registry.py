@@ -13,15 +13,17 @@ from torch import nn
 
 from sparta.errors import FileFormatError, MissingPackageError, did_you_mean, message
 
-__all__ = ["architecture", "config_fields", "config_from", "transformers_module"]
+__all__ = ["architecture", "config_fields", "config_from", "generation_from", "transformers_module"]
 
 _ELSEWHERE = (
     *("auto_map", "quantization_config", "custom_pipelines", "_name_or_path", "name_or_path"),
     *("_commit_hash", "transformers_version", "architectures", "kernel_config"),
 )
 _IMPLEMENTATIONS = ("eager", "sdpa", "grouped_mm", "batched_mm")
-_MOST_PARTS = 1 << 14  # layers or experts that a configuration may ask for
+_MOST_PARTS = 1 << 14  # experts and the like that a configuration may ask for
 _COUNTED = ("layer", "block", "expert", "codebook")
+_LARGEST_NUMBER = 1 << 31
+_MOST_SEQUENCES = 1 << 10  # that a model generates at a time unless the caller says otherwise
 
 
 def transformers_module() -> Any:
@@ -63,24 +65,43 @@ def config_fields(config: Any) -> dict[str, Any]:
     return {**kept, "sparta_attention": attention if attention in _IMPLEMENTATIONS else None}
 
 
-def config_from(kind: type[Any], fields: Mapping[str, Any]) -> Any:
-    """Return the configuration of stored fields; raises for one that is out of all proportion."""
+def config_from(kind: type[Any], fields: Mapping[str, Any], tensors: int = _MOST_PARTS) -> Any:
+    """Return the configuration of stored fields; raises for one with more layers than the file has tensors."""
     plain = {str(key): value for key, value in fields.items() if key not in _ELSEWHERE and not str(key).startswith("_")}
     attention = plain.pop("sparta_attention", None)
     for key in [key for key in plain if "implementation" in key]:
         del plain[key]  # it may name a kernel to fetch
-    _check_counts(plain)
+    _check_counts(plain, tensors)
+    for key, default in kind().to_dict().items():
+        if isinstance(default, bool) and not isinstance(plain.get(key, default), bool):
+            raise FileFormatError(message(f"{key}={plain[key]!r}"[:200], "True or False", "save it again"))
     config = kind.from_dict(plain)
     if attention in _IMPLEMENTATIONS:
         config._attn_implementation = attention
     return config
 
 
-def _check_counts(fields: Mapping[str, Any]) -> None:
-    """Raise for more layers or experts than any model has: building them would take forever."""
+def _check_counts(fields: Mapping[str, Any], tensors: int) -> None:
+    """Raise for more layers or experts than there can be: building them would take forever."""
     for key, value in fields.items():
         if isinstance(value, Mapping):
-            _check_counts(value)
+            _check_counts(value, tensors)
+        most = min(tensors, _MOST_PARTS) if "layer" in str(key) else _MOST_PARTS
         counted = any(part in str(key) for part in _COUNTED)
-        if counted and isinstance(value, int) and not isinstance(value, bool) and value > _MOST_PARTS:
-            raise FileFormatError(message(f"{str(key)[:100]}={value}", f"at most {_MOST_PARTS}", "save it again"))
+        if counted and isinstance(value, int) and not isinstance(value, bool) and value > most:
+            raise FileFormatError(message(f"{str(key)[:100]}={value}", f"at most {most}", "save it again"))
+
+
+def generation_from(fields: Mapping[str, Any]) -> Any:
+    """Return how a model generates, of stored settings; raises for tokens and counts that no model has."""
+    from transformers import GenerationConfig
+
+    for key, value in fields.items():
+        for each in value if isinstance(value, list) else [value]:
+            number = isinstance(each, int | float) and not isinstance(each, bool)
+            token = str(key).endswith(("token_id", "tokens")) and each is not None
+            most = _MOST_SEQUENCES if "beam" in str(key) or "sequences" in str(key) else _LARGEST_NUMBER
+            if (number and not abs(each) < most) or (token and (not number or each != int(each))):
+                given = f"{str(key)[:100]}={str(each)[:100]} in how the model generates"
+                raise FileFormatError(message(given, f"a number below {most}", "save it again"))
+    return GenerationConfig.from_dict(dict(fields))
