@@ -112,3 +112,55 @@ def test_the_walk_sees_all_commands():
     }
     assert all(inspect.isfunction(command.callback) for command in COMMANDS.values())
     assert len(TAKING_A_VALUE) > 15
+
+
+GOOD = {
+    ("env",): [],
+    ("inspect",): ["good.safetensors"],
+    ("prune",): ["good.safetensors", "--out", "pruned.safetensors"],
+    ("tune",): [],
+    ("recipe", "new"): [],
+    ("recipe", "show"): ["good.yaml"],
+    ("recipe", "check"): ["good.yaml"],
+}
+MODEL = {("compile",): [], ("bench",): [], ("plan",): ["--speedup", "2"]}
+
+
+@pytest.mark.parametrize("words", GOOD, ids=" ".join)
+def test_ctrl_c_at_the_output_is_a_line(words, folder, monkeypatch):
+    def interrupted(*_args, err=False, **_options):
+        if not err:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(typer, "echo", interrupted)
+    result = CliRunner().invoke(cli.app, [*words, *GOOD[words]])
+    assert result.exit_code == 130, result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("words", MODEL, ids=" ".join)
+def test_ctrl_c_while_a_model_is_made_is_a_line(words, folder, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    for name in ("model_of", "model_and_data"):
+        monkeypatch.setattr(f"sparta.cli.sources.{name}", interrupted)
+    result = CliRunner().invoke(cli.app, [*words, "any:factory", *MODEL[words]])
+    assert result.exit_code == 130, result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("words", [words for words in GOOD if words in {("prune",), ("recipe", "new")}], ids=" ".join)
+def test_what_cannot_be_written_is_a_line(words, folder):
+    (folder / "a file").write_text("")
+    for out in ("no such folder/out", "a file/out", "a folder"):
+        given = [each for each in GOOD[words] if each not in ("--out", "pruned.safetensors")]
+        result = CliRunner().invoke(cli.app, [*words, *given, "--out", out])
+        assert result.exit_code == 2, (out, result.output)
+        assert "Traceback" not in result.output
+        assert "error: " in result.stderr
+
+
+def test_every_command_is_interrupted_somewhere():
+    elsewhere = {("train",), ("demo",), ("report",)}  # in files of their own, or with a model to read first
+    assert set(COMMANDS) == {*GOOD, *MODEL} | elsewhere
