@@ -16,7 +16,7 @@ SECONDS ?= 60
 .PHONY: help coverage demo test test-gpu lint docs bench zoo fuzz soak sanitize format clean
 
 help:
-	@echo "make demo    the whole job on a real sentence encoder: prune, distil, compile, save, load, measure"
+	@echo "make demo    the whole job on a real sentence encoder: prune, recover, compile, save, load, measure"
 	@echo "make test    lint, types, docs, a minute of serving, tests, doctests, examples: all that CI runs"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make coverage  the tests with the floor of coverage"
