@@ -449,3 +449,11 @@ def test_convolutions_are_planned_too(patterns):
     pruned = copy.deepcopy(model)
     plan.apply(pruned)
     plan.spec.check(pruned)
+
+
+def test_convolutions_with_a_batch_norm_after_them_are_timed_too():
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16))
+    targets = {t.name: t for t in find_targets(model.eval())}
+    bench = CompilerBench(model, torch.randn(1, 3, 12, 12), targets, Session(budget_s=4.0))
+    assert bench.dense_ms("0.weight") > 0
+    assert 0 < bench.option_ms("3.weight", Option("8x1", 0.9)) <= bench.dense_ms("3.weight")

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from sparta.aten import arguments_of
 from sparta.batch_norms import scale_and_shift
 from sparta.compiler.graph.program import Program, drop_unused, free_name
+from sparta.propagation.compact import Origin
 
 __all__ = ["fold_batch_norms"]
 
@@ -36,7 +37,7 @@ def fold_batch_norms(program: Program, shapes: dict[fx.Node, Tensor]) -> tuple[P
         For each node of the program's graph, a tensor of its shape, as :meth:`Program.values` returns.
     """
     graph, copies = program.copy()
-    tensors = dict(program.tensors)
+    tensors, origins = dict(program.tensors), dict(program.origins)
     _number_padding(graph, tensors)
     ranks = {copies[node]: value.dim() for node, value in shapes.items() if node in copies}
     folded = 0
@@ -49,13 +50,13 @@ def fold_batch_norms(program: Program, shapes: dict[fx.Node, Tensor]) -> tuple[P
             continue
         if layer.target is _aten.linear.default and ranks.get(layer) != 2:
             continue  # the channels of a BatchNorm are dim 1, those of a linear layer the last one
-        if _fold_one(graph, tensors, layer, norm):
+        if _fold_one(graph, tensors, origins, layer, norm):
             node.replace_all_uses_with(layer)
             graph.erase_node(node)
             folded += 1
     drop_unused(graph)
     used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
-    return Program(graph, {name: tensors[name] for name in tensors if name in used}, program.origins), folded
+    return Program(graph, {name: tensors[name] for name in tensors if name in used}, origins), folded
 
 
 def _number_padding(graph: fx.Graph, tensors: dict[str, Tensor]) -> None:
@@ -82,7 +83,9 @@ def _number_padding(graph: fx.Graph, tensors: dict[str, Tensor]) -> None:
         node.kwargs = {}
 
 
-def _fold_one(graph: fx.Graph, tensors: dict[str, Tensor], layer: fx.Node, norm: dict[str, Any]) -> bool:
+def _fold_one(
+    graph: fx.Graph, tensors: dict[str, Tensor], origins: dict[str, Origin], layer: fx.Node, norm: dict[str, Any]
+) -> bool:
     """Give a layer the weight and bias that include a BatchNorm; False where they are not fixed tensors."""
     call = arguments_of(layer)
     parts = {"weight": call["weight"], "bias": call["bias"], "mean": norm["running_mean"], "var": norm["running_var"]}
@@ -97,6 +100,7 @@ def _fold_one(graph: fx.Graph, tensors: dict[str, Tensor], layer: fx.Node, norm:
     name = str(parts["weight"].target)
     weight, bias = tensors[name], values.get("bias")
     new_weight = free_name(tensors, f"{name}_folded")
+    origins[new_weight] = origins.get(name, Origin(name, (None,) * weight.dim()))
     tensors[new_weight] = (weight.double() * factor.reshape(-1, *[1] * (weight.dim() - 1))).to(weight.dtype)
     new_bias = free_name(tensors, name.removesuffix("weight") + "bias_folded")
     tensors[new_bias] = (shift if bias is None else bias.double() * factor + shift).to(weight.dtype)
