@@ -73,9 +73,9 @@ class Pool:
     _waiting: deque[_Work] = field(default_factory=deque)
     _running: list[_Running] = field(default_factory=list)
 
-    def add(self, key: Any, way: Way, function: Callable[..., Any], *arguments: Any) -> None:
-        """Have a function of a module called in a process; also while answers are read, and then before all others."""
-        place = self._waiting.appendleft if self._running else self._waiting.append
+    def add(self, key: Any, way: Way, function: Callable[..., Any], *arguments: Any, next_one: bool = False) -> None:
+        """Have a function of a module called in a process, after all others or before them; also between answers."""
+        place = self._waiting.appendleft if next_one else self._waiting.append
         place(_Work(key, way, function, arguments))
 
     def answers(self) -> Iterator[tuple[Any, Any | Failed]]:

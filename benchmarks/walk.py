@@ -160,7 +160,7 @@ class Walk:
             elif loads or "failed" in answer:
                 yield answer
             else:
-                pool.add((answer, place, True), "fork", _loaded, self.reload, answer, place)
+                pool.add((answer, place, True), "fork", _loaded, self.reload, answer, place, next_one=True)
 
 
 def _measured(measure: Callable[[Row, Path], None], row: Row, place: Path) -> Row:

@@ -5,7 +5,7 @@ import torch
 
 import sparta
 from propagation.architectures import plant
-from zoo import language, pictures
+from zoo import composed, language, pictures
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,20 @@ def test_models_that_nobody_tuned_for(source, name, tmp_path):
                 assert len(found) == len(expected)
                 for one, two in zip(found, expected, strict=True):
                     torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "whisper", "llava"])  # a window that is full; speech; pictures in text
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_language_models_that_nobody_tuned_for(name, tmp_path):
+    pytest.importorskip("transformers")
+    model, inputs = (language if name in language.ROWS else composed).build(name)
+    model = plant(model)
+    fast = sparta.compile(model, inputs, tune="off")
+    fast.save(tmp_path / "model.sparta")
+    given = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
+    expected = model.generate(**given, max_new_tokens=5, do_sample=False)
+    for run in (fast, sparta.load(tmp_path / "model.sparta")):
+        assert torch.equal(run.generate(**given, max_new_tokens=5, do_sample=False), expected)
 
 
 def leaves(result):

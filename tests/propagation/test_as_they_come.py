@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import pairs
 import sparta
 from sparta import Spec, TeSA
 from sparta.errors import CheckError, ShapeError, ValueRangeError
@@ -48,6 +49,61 @@ def test_a_mask_of_booleans():
     same(small, model, torch.randn(2, 8))
     result = propagate(model, torch.randn(2, 8))
     assert result.spec["a.weight"].count("dead") == 4 * 8
+
+
+class Overwritten(nn.Module):
+    """Tensors of other shapes and dtypes are written over parts of others, and over whole ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        y = self.a(x).relu()
+        wide = torch.zeros_like(y, dtype=torch.float64)
+        part = wide[:, 2:]
+        part[:] = y[:1, 2:]
+        y = y.clone()
+        y[:, 3] = 2.0
+        y.copy_(2 * y)
+        return self.b(y + wide.float())
+
+
+def test_what_is_written_over_a_tensor_is_a_value(tmp_path):
+    model, x = Overwritten().eval(), torch.randn(3, 4)
+    with torch.no_grad():
+        model.a.weight[:2], model.a.bias[:2] = 0, 0
+    small = compact(model, x)
+    fast = sparta.compile(model, x, tune="off")
+    fast.save(tmp_path / "model.sparta")
+    for run in (small, fast, sparta.load(tmp_path / "model.sparta")):
+        same(run, model, x)
+        same(run, model, torch.randn(5, 4))
+
+
+class Heads(nn.Module):
+    """Attention whose result is viewed as attention lays it out; something is written in place, as in SAM."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.v, self.out = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        x = x.clone()
+        first = x[:, 0]
+        first[:] = 1.0
+        q, v = (layer(x).view(2, 5, 2, 8).transpose(1, 2) for layer in (self.q, self.v))
+        return self.out(functional.scaled_dot_product_attention(q, q, v).transpose(1, 2).reshape(2, 5, 16))
+
+
+def test_attention_of_another_width_may_have_another_layout():
+    model, x = Heads().eval(), torch.randn(2, 5, 16)
+    with torch.no_grad():
+        for rows in (slice(0, 3), slice(8, 11)):
+            model.v.weight[rows], model.v.bias[rows] = 0, 0
+    small = compact(model, x)
+    assert small.get_parameter("v.weight").shape == (10, 16)
+    same(small, model, x)
 
 
 class Coordinates(nn.Module):
@@ -420,3 +476,7 @@ def test_a_channel_shuffle_can_be_pruned():
     assert small(x).shape == (2, 4, 6, 6)
     assert report.parameters_compact < 0.8 * report.parameters
     assert sparta.prune_structured(model, x, 0.5, round_to=2)[1].parameters_compact <= report.parameters
+
+
+def test_a_model_that_trains_in_several_processes():
+    assert "all the same" in pairs.run("propagation.one_process")

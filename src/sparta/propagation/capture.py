@@ -25,6 +25,7 @@ from sparta.propagation.advice import advice_on, quiet
 from sparta.propagation.caches import wants_cache, without_caches
 from sparta.propagation.sizes import AUTO, all_sizes, free_dims, input_sizes, pinned
 from sparta.propagation.tidy import (
+    copies_as_values,
     join_views_of_heads,
     know_shapes_of_fake_quantization,
     recurrent_networks_whole,
@@ -150,6 +151,7 @@ def capture(
     tensors.update(model.named_buffers(remove_duplicate=False))
     tied = _merge_tied(module.graph, tensors)
     _drop_unused(module.graph)
+    copies_as_values(module.graph)
     join_views_of_heads(module.graph)
     if hasattr(module, "_guards_fn"):
         module._guards_fn = input_sizes(module.graph)

@@ -31,6 +31,7 @@ __all__ = ["CompactModel", "Origin", "compacted", "masked_tensors"]
 
 _ASSERT = torch.ops.aten._assert_tensor_metadata.default
 _AS_COMPLEX = torch.ops.aten.view_as_complex.default
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def compacted(
     mapping, tensors = _sliced(captured, axes, edit, masked)
     if seams is not None:
         _sew(graph, mapping, tensors, worth=seams, round_to=round_to, blocks=blocks or {})
-    _copy_before_complex(graph)
+    _take_any_layout(graph)
     for node in graph.nodes:
         node.meta.pop("val", None)  # sizes of before the cut
     root = _tree(captured, tensors)
@@ -146,10 +147,16 @@ def compacted(
     return small
 
 
-def _copy_before_complex(graph: fx.Graph) -> None:
-    """Copy what is read as complex numbers: a piece of a tensor that was cut may begin, or step, at an odd place."""
+def _take_any_layout(graph: fx.Graph) -> None:
+    """Let ops take memory of any layout: what was cut may begin, or step, at another place than what was traced.
+
+    Attention may return another layout for other widths, so views are reshapes; a piece that is read as complex numbers
+    is copied.
+    """
     for node in graph.nodes:
-        if node.target is _AS_COMPLEX:
+        if node.target in _VIEWS:
+            node.target = torch.ops.aten.reshape.default
+        elif node.target is _AS_COMPLEX:
             with graph.inserting_before(node):
                 form: dict[str, Any] = {"memory_format": torch.contiguous_format}
                 node.update_arg(0, graph.call_function(torch.ops.aten.clone.default, (node.args[0],), form))

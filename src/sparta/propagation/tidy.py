@@ -2,8 +2,9 @@
 
 Modules of PyTorch fold the batch into the heads of an attention and take it out again (`nn.MultiheadAttention`). With a
 batch of any size, nothing could be known of a head in between, so the two steps are joined into one that keeps them
-apart. Ops of fake quantisation get the shape functions that torch lacks, which tracing with free sizes needs, and
-recurrent networks are traced without walking their steps.
+apart. What is written over a whole tensor becomes a value like any other. Ops of fake quantisation get the shape
+functions that torch lacks, which tracing with free sizes needs, and recurrent networks are traced without walking their
+steps.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["join_views_of_heads", "know_shapes_of_fake_quantization", "recurrent_networks_whole"]
+__all__ = ["copies_as_values", "join_views_of_heads", "know_shapes_of_fake_quantization", "recurrent_networks_whole"]
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten.reshape.default)
@@ -40,6 +41,27 @@ def know_shapes_of_fake_quantization() -> Any:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
             library.impl(name, shapes)  # type: ignore[no-untyped-call]
     return library
+
+
+def copies_as_values(graph: fx.Graph) -> None:
+    """Replace ``copy(old, new)``, which is `new` in the shape and dtype of `old`, by ops that say so."""
+    for node in list(graph.nodes):
+        if node.target is not _aten.copy.default:
+            continue
+        old, new = node.args[:2]
+        made, was, now = node.meta["val"], old.meta["val"], new.meta["val"]
+        with graph.inserting_before(node):
+            value = new
+            if tuple(map(str, was.shape)) != tuple(map(str, now.shape)):
+                value = graph.call_function(_aten.expand_as.default, (value, old))
+                value.meta = {**node.meta, "val": made.to(now.dtype)}
+            if was.dtype != now.dtype:
+                value = graph.call_function(_aten.to.dtype, (value, was.dtype))
+            elif value is new:
+                value = graph.call_function(_aten.clone.default, (value,))
+        value.meta = {**node.meta, **value.meta}
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
 
 
 def join_views_of_heads(graph: fx.Graph) -> None:
