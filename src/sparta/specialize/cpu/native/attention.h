@@ -121,13 +121,6 @@ inline void multiply_dense(DenseProduct task, int64_t rows, int64_t vectors) {
 
 inline int64_t whole_vectors(int64_t count) { return ceil_div(count, kLanes) * kLanes; }
 
-SPARTA_INLINE float sum_of_lanes(Vec v) {
-  float total = 0;
-#pragma GCC unroll 16
-  for (int lane = 0; lane < kLanes; ++lane) total += v[lane];
-  return total;
-}
-
 // Turns scores into weights that are not yet divided by their sum, in place; returns what they are to be divided by, as
 // a factor. The places after `keys`, up to a whole vector, become 0. A row that sees nothing gets zeros.
 inline float soften(float* scores, int64_t keys, int64_t seen, float scale, const float* added) {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <limits>
 
-#include "decode_matrix.h"
+#include "decode_product.h"
 
 namespace sparta {
 
@@ -63,20 +63,13 @@ inline int64_t decode_buffer(const DecodeProgram& program, int64_t rows) {
   return rows * (attention + 2 * program.wide);
 }
 
-SPARTA_INLINE float lane_sum(Vec v) {
-  float total = 0;
-#pragma GCC unroll 16
-  for (int lane = 0; lane < kLanes; ++lane) total += v[lane];
-  return total;
-}
-
 inline void rms_norm(const float* x, const float* weight, int64_t size, float epsilon, float* out) {
   Vec squares = {};
   for (int64_t i = 0; i < size; i += kLanes) {
     const Vec v = load_some(x + i, size - i);
     squares += v * v;
   }
-  const float factor = 1.0f / std::sqrt(lane_sum(squares) / static_cast<float>(size) + epsilon);
+  const float factor = 1.0f / std::sqrt(sum_of_lanes(squares) / static_cast<float>(size) + epsilon);
   for (int64_t i = 0; i < size; i += kLanes) {
     store_some(out + i, load_some(weight + i, size - i) * (load_some(x + i, size - i) * splat(factor)), size - i);
   }
@@ -112,7 +105,7 @@ inline void attend(const float* query, const float* keys, const float* values, i
     sums += power;
     store(scores + s, power);
   }
-  const float share = 1.0f / lane_sum(sums);
+  const float share = 1.0f / sum_of_lanes(sums);
   constexpr int64_t kWide = 8 * kLanes;
   for (int64_t first = 0; first < head_dim; first += kWide) {
     const int64_t width = std::min(kWide, head_dim - first);

@@ -149,17 +149,14 @@ struct WholeChunks {
   int64_t stride;
 };
 
-inline WholeChunks whole_chunks(const StreamMatrix& matrix, const StreamCall& call) {
-  static thread_local Scratch scratch;
-  const bool by_chunks = matrix.form == kPermuted || matrix.form == kBitmap;
-  if (!by_chunks || matrix.inputs % kChunkInputs == 0) return {call.x, call.x_stride};
-  const int64_t stride = (matrix.inputs + kChunkInputs - 1) / kChunkInputs * kChunkInputs;
-  float* copy = scratch.get(call.tokens * stride);
-  if (!copy) return {nullptr, 0};
-  for (int64_t token = 0; token < call.tokens; ++token) {
-    float* row = copy + token * stride;
-    std::copy_n(call.x + token * call.x_stride, matrix.inputs, row);
-    std::fill(row + matrix.inputs, row + stride, 0.0f);
+// Null when memory ran out.
+inline WholeChunks whole_chunks(const StreamCall& call, bool by_chunks, int64_t inputs, Scratch& scratch) {
+  if (!by_chunks || inputs % kChunkInputs == 0) return {call.x, call.x_stride};
+  const int64_t stride = (inputs + kChunkInputs - 1) / kChunkInputs * kChunkInputs;
+  float* copy = scratch.get(std::max<int64_t>(call.tokens, 1) * stride);
+  for (int64_t token = 0; copy && token < call.tokens; ++token) {
+    std::copy_n(call.x + token * call.x_stride, inputs, copy + token * stride);
+    std::fill(copy + token * stride + inputs, copy + (token + 1) * stride, 0.0f);
   }
   return {copy, stride};
 }
@@ -235,7 +232,9 @@ inline bool multiply_stream(const StreamMatrix& matrix, const StreamCall& call) 
   parallel(call.threads, [&](int64_t index, int64_t count) {
     const int64_t begin = share_begin(matrix.costs, matrix.groups, 1, index, count);
     const int64_t end = share_begin(matrix.costs, matrix.groups, 1, index + 1, count);
-    const WholeChunks inputs = whole_chunks(matrix, call);
+    static thread_local Scratch scratch;
+    const bool by_chunks = matrix.form == kPermuted || matrix.form == kBitmap;
+    const WholeChunks inputs = whole_chunks(call, by_chunks, matrix.inputs, scratch);
     if (!inputs.x && matrix.inputs > 0) {
 #pragma omp atomic write
       enough_memory = false;

@@ -33,25 +33,18 @@ struct NormCall {
   int32_t threads;
 };
 
-SPARTA_INLINE float lanes_sum(Vec v) {
-  float total = 0;
-#pragma GCC unroll 16
-  for (int lane = 0; lane < kLanes; ++lane) total += v[lane];
-  return total;
-}
-
 inline void norm_row(const NormCall& call, const float* x, float* y) {
   const int64_t width = call.width, whole = width / kLanes * kLanes;
   Vec sums = {};
   for (int64_t i = 0; i < whole; i += kLanes) sums += load(x + i);
   if (whole < width) sums += load_some(x + whole, width - whole);
-  const float mean = lanes_sum(sums) / static_cast<float>(width);
+  const float mean = sum_of_lanes(sums) / static_cast<float>(width);
   Vec squares = {};
   for (int64_t i = 0; i < whole; i += kLanes) {
     const Vec apart = load(x + i) - splat(mean);
     squares += apart * apart;
   }
-  float total = lanes_sum(squares);
+  float total = sum_of_lanes(squares);
   for (int64_t i = whole; i < width; ++i) total += (x[i] - mean) * (x[i] - mean);
   const Vec factor = splat(1.0f / std::sqrt(total / static_cast<float>(width) + call.epsilon)), middle = splat(mean);
   for (int64_t i = 0; i < width; i += kLanes) {

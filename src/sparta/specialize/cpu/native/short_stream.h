@@ -44,7 +44,7 @@ struct Int8Loader {
       std::memcpy(&four, from, sizeof four);
       return (V)_mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_cvtsi32_si128(four)));
     } else if constexpr (Count == 8) {
-      return (V)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+      return (V)eight_bytes(from);
     }
 #endif
     V v;
@@ -148,9 +148,7 @@ inline void bitmap_row(const ShortMatrix& matrix, int64_t row, const float* x, i
 #pragma GCC unroll 8
   for (int t = 0; t < Tokens; ++t) {
     const __m256 both = kParts == 2 ? _mm256_add_ps(parts[t][0], parts[t][kParts - 1]) : parts[t][0];
-    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
-    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    sums[t * 16] = _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+    sums[t * 16] = sum_of(both);
   }
 #else
   (void)ahead;
@@ -291,22 +289,10 @@ inline void multiply_short_groups(const ShortMatrix& matrix, const StreamCall& c
   }
 }
 
-// Rows of x with zeros up to whole words of 32 inputs, for bitmaps; null when memory ran out.
-inline WholeChunks whole_words(const ShortMatrix& matrix, const StreamCall& call, Scratch& scratch) {
-  if (matrix.form != kShortBitmap || matrix.inputs % 32 == 0) return {call.x, call.x_stride};
-  const int64_t stride = (matrix.inputs + 31) / 32 * 32;
-  float* copy = scratch.get(std::max<int64_t>(call.tokens, 1) * stride);
-  for (int64_t token = 0; copy && token < call.tokens; ++token) {
-    std::copy_n(call.x + token * call.x_stride, matrix.inputs, copy + token * stride);
-    std::fill(copy + token * stride + matrix.inputs, copy + (token + 1) * stride, 0.0f);
-  }
-  return {copy, stride};
-}
-
 // False when memory ran out.
 inline bool multiply_short(const ShortMatrix& matrix, const StreamCall& call) {
   static thread_local Scratch scratch;
-  const WholeChunks x = whole_words(matrix, call, scratch);
+  const WholeChunks x = whole_chunks(call, matrix.form == kShortBitmap, matrix.inputs, scratch);
   if (!x.x && matrix.inputs > 0) return false;
   parallel(call.threads, [&](int64_t index, int64_t count) {
     const int64_t begin = share_begin(matrix.costs, matrix.groups, 1, index, count);

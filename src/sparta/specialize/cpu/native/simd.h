@@ -108,6 +108,26 @@ SPARTA_INLINE Vec pick(Vec four, int which) {
   }
 }
 
+SPARTA_INLINE float sum_of_lanes(Vec v) {
+  float total = 0;
+#pragma GCC unroll 16
+  for (int lane = 0; lane < kLanes; ++lane) total += v[lane];
+  return total;
+}
+
+#if defined(SPARTA_AVX512) || defined(SPARTA_AVX2)
+SPARTA_INLINE float sum_of(__m256 v) {
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+// Eight numbers of 8 bits as floats.
+SPARTA_INLINE __m256 eight_bytes(const int8_t* from) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+}
+#endif
+
 // e^x to 2 ulp; 0 and inf beyond the range of float, NaN for NaN.
 SPARTA_INLINE Vec exp(Vec x) {
   const Vec kTooLarge = splat(88.8f), kTooSmall = splat(-104.0f);

@@ -1,8 +1,7 @@
 // y = x W^T for many tokens: vectors run along tokens, weights are broadcast. A group of BN output channels shares one
-// list of input channels; every entry loads MV vectors of activations and multiplies each with BN weights. The one idea
-// to know: this machine class loads one wide vector a cycle and multiplies two, so a tile is good when
-// MV * BN multiplications pay for its MV + BN loads, and an unstructured weight (BN = 1) gains by interleaving rows and
-// by loading four of its values at once.
+// list of input channels; every entry loads MV vectors of activations and multiplies each with BN weights. Processors
+// load one or two wide vectors a cycle and multiply two, so a tile is good when MV * BN multiplications pay for its
+// MV + BN loads, and an unstructured weight (BN = 1) gains by interleaving rows and by loading four of its values at once.
 #pragma once
 
 #include <limits>
