@@ -99,3 +99,66 @@ def precision(found: Sequence[Record]) -> str:
         heads = ["variant", "Spearman", "ms alone", "sentences/s", "MiB", "change"]
         parts.append(f"{title}\n\n{markdown(heads, rows)}")
     return "\n\n".join(parts)
+
+
+@renderer("compiler-quantized", "compiler_quantized")
+def quantized(found: Sequence[Record]) -> str:
+    """Return whole models in several precisions: milliseconds of the best dense runtime in each, and of ours."""
+    parts = []
+    for record in found:
+        rows = []
+        for row in record["results"]["rows"]:
+            times = row["median_ms"]
+            for name, ms in times.items():
+                if not name.startswith("sparta"):
+                    continue
+                precision = name.split()[-1]
+                rivals = {n: t for n, t in times.items() if not n.startswith("sparta") and n.endswith(precision)}
+                best = min(rivals, key=rivals.__getitem__)
+                change = row["change"].get(name)
+                line = [
+                    row["model"],
+                    row["batch"],
+                    name.removeprefix("sparta "),
+                    f"{ms:.2f}",
+                    best,
+                    f"{rivals[best]:.2f}",
+                ]
+                rows.append([*line, f"{rivals[best] / ms:.2f}", None if change is None else f"{change:.3f}"])
+        title = (
+            "Milliseconds of compiled models and of the best dense runtime at the same precision (PyTorch, ONNX "
+            f"Runtime, OpenVINO), how many times faster, and how much rounding changes the outputs (of their norm). "
+            f"{record['results']['threads']} threads. {source(record)}"
+        )
+        heads = ["model", "batch", "weights", "ms", "best dense", "its ms", "times faster", "change"]
+        parts.append(f"{title}\n\n{markdown(heads, rows)}")
+    return "\n\n".join(parts)
+
+
+@renderer("compiler-paper-grid", "compiler_paper_grid")
+def paper_grid(found: Sequence[Record]) -> str:
+    """Return the paper's grid: times faster than each rival, and the steps of the ablation."""
+    parts = []
+    for record in found:
+        results = record["results"]["rows"]
+        rivals = list(dict.fromkeys(name for row in results for name in row["median_ms"] if "sparta" not in name))
+        speeds, steps = [], []
+        for row in results:
+            times, size, ours = row["median_ms"], row["mib"], row["median_ms"]["sparta"]
+            ratios = [f"{times[name] / ours:.2f}" if name in times else None for name in rivals]
+            memory = f"{size['dense']:.0f} -> {size['sparta']:.0f}"
+            speeds.append([row["model"], row["pattern"], f"{ours:.1f}", *ratios, memory])
+            measured = {**row["ablation_ms"], "full search": times.get("sparta, full search")}
+            whole = ", ".join(f"{name} {ms:.1f}" for name, ms in measured.items() if ms is not None)
+            steps.append([row["model"], row["pattern"], whole])
+        title = (
+            "Milliseconds, and how many times faster than dense models in other runtimes; MiB of the weights and of "
+            f"the compiled file. {record['results']['threads']} threads. {source(record)}"
+        )
+        heads = ["model", "pattern", "ms", *rivals, "MiB"]
+        parts.append(f"{title}\n\n{markdown(heads, speeds)}")
+        parts.append(
+            "What each step brings, in milliseconds as the compiler measured them while it chose:\n\n"
+            + markdown(["model", "pattern", "steps"], steps)
+        )
+    return "\n\n".join(parts)

@@ -1,0 +1,172 @@
+"""Sparse and quantised whole models against dense ones in int8 and bf16: what a user gains over the best.
+
+Run with ``python benchmarks/compiler/quantized.py --threads 2``; ``--only`` and ``--batch`` take some of the cases,
+``--quick`` small models. The dense model runs in ONNX Runtime and OpenVINO (where they are installed) in int8, bf16 and
+fp32 and eagerly in bf16; the sparse one is compiled with ``precision="int8"``, ``"bf16"`` or as it is. All calls of a
+model take turns. Results are saved after every model; ``--continue`` goes on where a run ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sparta
+from sparta.tables import table
+from sparta.tesa.patterns import parse_pattern
+from sparta.testing import compare
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from networks import encoder, mobilenet, resnet
+from runtimes import rival_calls
+
+from record import RESULTS, save
+
+QUESTION, DEVICE = "compiler_quantized", f"{platform.machine()} cpu"
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], Callable[[int, bool], Tensor]]] = {
+    "bert-base": (
+        lambda: encoder(12, 768, 12),
+        lambda: encoder(1, 64, 4),
+        lambda b, quick: torch.randn(b, 16 if quick else 128, 64 if quick else 768),
+    ),
+    "resnet50": (
+        lambda: resnet((3, 4, 6, 3), 64),
+        lambda: resnet((1, 1), 16),
+        lambda b, quick: torch.randn(b, 3, 32 if quick else 224, 32 if quick else 224),
+    ),
+    "mobilenetv2": (
+        lambda: mobilenet(1.0),
+        lambda: mobilenet(0.5),
+        lambda b, quick: torch.randn(b, 3, 32 if quick else 224, 32 if quick else 224),
+    ),
+}
+# Pattern, sparsity and precision of what is compiled; a sparsity of 0 is the dense model.
+VARIANTS = (
+    ("dense", 0.0, None),
+    ("4x1", 0.8, None),
+    ("4x1", 0.9, None),
+    ("4x1", 0.8, "bf16"),
+    ("dense", 0.0, "int8"),
+    ("4x4", 0.8, "int8"),
+    ("4x4", 0.9, "int8"),
+)
+
+
+def main() -> int:
+    """Measure every model and batch."""
+    options = _options()
+    torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore")
+    results = _before(options.out) if options.go_on else []
+    done = {(row["model"], row["batch"]) for row in results}
+    for name in options.only:
+        for batch in options.batch:
+            if (name, batch) in done:
+                continue
+            results.append(_measured(name, batch, options))
+            print(_shown(results[-1:]), flush=True)
+            record = {"threads": options.threads, "rows": results}
+            if not options.quick or options.out:
+                save(QUESTION, DEVICE, record, folder=options.out)
+    print(_shown(results))
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=15.0, help="for the last timing of each model")
+    parser.add_argument("--budget", type=float, default=90.0, help="for compiling each variant")
+    parser.add_argument("--continue", dest="go_on", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.quick:
+        options.seconds, options.budget, options.batch = 1.0, 10.0, options.batch[:1]
+    return options
+
+
+def _before(folder: Path | None) -> list[dict[str, Any]]:
+    path = (folder or RESULTS) / f"{QUESTION}.{platform.machine().replace('_', '-')}-cpu.json"
+    return list(json.loads(path.read_text(encoding="utf-8"))["results"]["rows"]) if path.exists() else []
+
+
+def _measured(name: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
+    torch.manual_seed(0)
+    full, small, inputs = MODELS[name]
+    model, x = (small if options.quick else full)().eval(), inputs(batch, options.quick)
+    calibration = [inputs(batch, options.quick) for _ in range(4)]
+    calls: dict[str, Callable[[Tensor], Any]] = {"eager fp32": model, "eager bf16": _in_bf16(model)}
+    changes: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        calls |= rival_calls(
+            model, x, Path(folder), options.threads, calibration=calibration, precisions=("fp32", "bf16", "int8")
+        )
+        for pattern, sparsity, precision in VARIANTS:
+            label = f"sparta {pattern} {f'{sparsity:.0%} ' if sparsity else ''}{precision or 'fp32'}"
+            fast = _compiled(model, x, pattern, sparsity, precision, calibration, options.budget)
+            calls[label] = fast
+            if fast.report.precision is not None:
+                changes[label] = fast.report.precision.change
+        found = compare(calls, (x,), warmup=2, iters=60, max_seconds=options.seconds)
+    medians = {label: timing.median for label, timing in found.timings.items()}
+    return {"model": name, "batch": batch, "median_ms": medians, "change": changes}
+
+
+def _compiled(
+    model: nn.Module,
+    x: Tensor,
+    pattern: str,
+    sparsity: float,
+    precision: str | None,
+    batches: list[Tensor],
+    budget: float,
+) -> Any:
+    sparse, spec = copy.deepcopy(model), None
+    if sparsity:
+        layers = [n for n, m in sparse.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and _wide(m)]
+        spec = sparta.Spec.from_pattern(
+            sparse, parse_pattern(pattern), sparsity, include=[f"{n}.weight" for n in layers]
+        )
+        spec.apply(sparse)
+    given: dict[str, Any] = {} if precision is None else {"precision": precision, "max_loss": 10.0}
+    if precision == "int8":
+        given["calibration"] = batches
+    return sparta.compile(sparse, x, spec, budget_s=budget, **given)
+
+
+def _wide(module: nn.Module) -> bool:
+    """Whether a layer is pruned: not depthwise, not the first of an image model, of whole blocks."""
+    shape = module.weight.shape  # type: ignore[union-attr]
+    return getattr(module, "groups", 1) == 1 and shape[0] % 8 == 0 and shape[1] % 8 == 0  # type: ignore[index,operator]
+
+
+def _in_bf16(model: nn.Module) -> Callable[[Tensor], Any]:
+    short = copy.deepcopy(model).to(torch.bfloat16)
+    return lambda x: short(x.to(torch.bfloat16))
+
+
+def _shown(results: list[dict[str, Any]]) -> str:
+    rows = [
+        [row["model"], row["batch"], name, ms, row["change"].get(name)]
+        for row in results
+        for name, ms in row["median_ms"].items()
+    ]
+    return table(["model", "batch", "what", "ms", "change"], rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
