@@ -54,17 +54,19 @@ def _created(found: Sequence[Record]) -> str:
     parts = []
     for record in found:
         results = record["results"]
-        cells = {(row["method"], row["model"], row["asked"]): row for row in results["rows"]}
+        cells = {
+            ((row["method"], row.get("allocation", "")), row["model"], row["asked"]): row for row in results["rows"]
+        }
         methods, networks, asked = (dict.fromkeys(key[place] for key in cells) for place in range(3))
         columns = [(network, share) for network in networks for share in asked]
         heads = [f"{_NETWORKS[network]}, {100 * (share or 0):g} %" for network, share in columns]
-        rows = [[method, *(_created_cell(cells.get((method, *column))) for column in columns)] for method in methods]
+        rows = [[*method, *(_created_cell(cells.get((method, *column))) for column in columns)] for method in methods]
         title = (
             f"{_HEADINGS[results['data']]}, {results['train_images']:,} images to train with and "
             f"{results['test_images']:,} to test: accuracy in percent by network and sparsity, {_seeds(results)}. "
             f"{results['dense_epochs']} epochs dense, then {results['epochs']} of each row."
         )
-        parts.append(f"{title} {source(record)}\n\n{markdown(['', *heads], rows)}")
+        parts.append(f"{title} {source(record)}\n\n{markdown(['', 'allocation', *heads], rows)}")
     return "\n\n".join(parts)
 
 

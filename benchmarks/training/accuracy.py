@@ -274,14 +274,15 @@ def gathered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Put the seeds of a model, method and sparsity together."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: row["seed"]):
-        groups.setdefault((row["model"], row["method"], row["asked"]), []).append(row)
+        groups.setdefault((row["model"], row["method"], row.get("allocation"), row["asked"]), []).append(row)
     made = []
-    for (model, method, asked), group in groups.items():
+    for (model, method, allocation, asked), group in groups.items():
         accuracies = [row["accuracy"] for row in group]
         made.append(
             {
                 "model": model,
                 "method": method,
+                **({} if allocation is None else {"allocation": allocation}),
                 "asked": asked,
                 "sparsity": statistics.mean(row["sparsity"] for row in group),
                 "exact": None if group[0]["exact"] is None else all(row["exact"] for row in group),

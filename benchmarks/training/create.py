@@ -7,7 +7,8 @@ GPU; ``--quick`` to try it on a CPU. Every method starts from the same dense mod
 longer. Only ``sparsity`` and what a row names differ from the defaults. Accuracies are those of the finished model on
 test images that nothing was chosen by, weights and activations rounded to 8 bits where it is quantized; zeros are
 counted and held to what was asked for. ``gmp`` is ``magnitude`` under another name; it stands for ranking each layer
-alone here.
+alone here. "Reference" rows are the same algorithms in plain PyTorch (``references.py``). Every row is written to
+``create_rows.jsonl`` in the folder of the results when it is done; ``--continue`` leaves out those that stand there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import json
 import multiprocessing
 import platform
 import sys
@@ -30,12 +32,13 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import save
+from record import RESULTS, save
 from sparta.create import initialize
 from sparta.sparsify import find_layers
 from sparta.tables import table
 from training.accuracy import MODELS, accuracy, batches, gathered
 from training.data import FILES, Images, load
+from training.references import REFERENCES
 
 SAMPLES = 16  # images of a fresh batch for second-order pruning
 TRANSFER = "other data"
@@ -49,6 +52,14 @@ class Method:
     arguments: Mapping[str, Any]
     variables: Mapping[str, Any] = field(default_factory=dict)
     start: str = "dense"
+    reference: str | None = None
+
+    @property
+    def allocation(self) -> str:
+        """How the sparsity is spread over the layers."""
+        if self.reference is not None or "allocation" not in self.variables:
+            return ""
+        return str(self.variables["allocation"])
 
 
 DENSE = (
@@ -66,6 +77,20 @@ SPARSE = (
         Method(kind, {"pruning": kind, "quantization": False})
         for kind in ("acdc", "movement", "obs", "mfac", "rigl", "topkast")
     ),
+    *(
+        Method(kind, {"pruning": kind, "quantization": False}, {"allocation": allocation})
+        for kind, allocations in {
+            "magnitude": ("erk", "lamp", "sensitivity"),
+            "acdc": ("global",),
+            "movement": ("global", "erk"),
+            "obs": ("erk",),
+            "mfac": ("erk",),
+            "rigl": ("uniform",),
+            "topkast": ("global", "erk"),
+        }.items()
+        for allocation in allocations
+    ),
+    *(Method(f"{name}, reference", {}, reference=name) for name in REFERENCES),
     Method("constant, from other data", {"pruning": "constant", "quantization": False}, start=TRANSFER),
 )
 OTHER = {"mnist": "fashion", "fashion": "mnist"}
@@ -83,6 +108,7 @@ class Plan:
     images: int | None = None
     only: tuple[str, ...] = ()
     threads: int | None = None
+    rows: Path | None = None
 
 
 @dataclass(frozen=True, order=True)
@@ -193,30 +219,57 @@ def work(job: Job, plan: Plan) -> list[dict[str, Any]]:
         and (not plan.only or any(part in method.name for part in plan.only))
     ]
     starts: dict[str, nn.Module] = {}
-    rows = []
+    rows = stored(plan.rows, job)
+    done = {(row["method"], row["allocation"]) for row in rows}
     for method in chosen:
+        if (method.name, method.allocation) in done:
+            continue
         began = time.perf_counter()
         if method.start not in starts:
             starts[method.start] = start_of(job, data, plan) if method.start == "dense" else transferred(job, plan)
-        model = copy.deepcopy(starts[method.start])
-        arguments = arguments_of(method, job, plan)
-        if method.name == "obs":
-            arguments["loss_closure"] = fresh_loss(model, data, job.seed)
-        model = train(model, data, plan.steps, plan.epochs, job.seed, arguments)
+        model = retrained(copy.deepcopy(starts[method.start]), data, method, job, plan)
         row = {
             "model": job.model,
             "method": method.name,
+            "allocation": method.allocation,
             "seed": job.seed,
             **measured(model, data, job.percent),
             "seconds": time.perf_counter() - began,
         }
         rows.append(row)
+        if plan.rows is not None:
+            with plan.rows.open("a") as file:  # one short write: processes do not mix
+                file.write(json.dumps({"data": job.data, "percent": job.percent, **row}) + "\n")
         print(
-            f"{job.data} {job.model} seed {job.seed} {method.name:38} sparsity {row['sparsity']:.4f} "
-            f"accuracy {row['accuracy']:.2f} ({row['seconds']:.1f} s)",
+            f"{job.data} {job.model} seed {job.seed} {method.name:38} {method.allocation:11} "
+            f"sparsity {row['sparsity']:.4f} accuracy {row['accuracy']:.2f} ({row['seconds']:.1f} s)",
             flush=True,
         )
     return rows
+
+
+def retrained(model: nn.Module, data: Images, method: Method, job: Job, plan: Plan) -> nn.Module:
+    """Return the model, trained by the package or by the reference."""
+    if method.reference is not None:
+        torch.manual_seed(job.seed)
+        steps = plan.epochs * plan.steps
+        size = len(data.train_labels) // plan.steps
+        given = batches(data, size, steps, 1000 + job.seed)
+        return REFERENCES[method.reference](model, given, steps, job.percent / 100)
+    arguments = arguments_of(method, job, plan)
+    if method.name == "obs" or method.allocation == "sensitivity":
+        arguments["loss_closure"] = fresh_loss(model, data, job.seed)
+    return train(model, data, plan.steps, plan.epochs, job.seed, arguments)
+
+
+def stored(path: Path | None, job: Job) -> list[dict[str, Any]]:
+    """Return the rows of a job that an earlier run wrote."""
+    if path is None or not path.exists():
+        return []
+    key = (job.seed, job.model, job.data, job.percent)
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line]
+    mine = [row for row in rows if (row["seed"], row["model"], row["data"], row["percent"]) == key]
+    return [{name: value for name, value in row.items() if name not in {"data", "percent"}} for row in mine]
 
 
 def measured(model: nn.Module, data: Images, percent: int) -> dict[str, Any]:
@@ -282,6 +335,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", default=[], help="methods whose names contain one of these; saved only with --out"
     )
+    parser.add_argument("--continue", dest="goes_on", action="store_true", help="leave out rows that are stored")
     parser.add_argument("--out", type=Path, help="folder for the JSON instead of benchmarks/results")
     return parser.parse_args()
 
@@ -297,6 +351,12 @@ def main() -> None:
         seeds, percents, plan = range(1), [80], replace(plan, epochs=10, dense_epochs=5, images=6000)
     if options.epochs:
         plan = replace(plan, epochs=options.epochs)
+    file = (options.out or RESULTS) / "create_rows.jsonl"
+    if options.out or not options.only:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        plan = replace(plan, rows=file)
+        if not options.goes_on:
+            file.unlink(missing_ok=True)
     names = names_of_data(plan.folder)
     jobs = [
         Job(seed, model, name, percent)
@@ -318,6 +378,7 @@ def main() -> None:
                 save(f"create_accuracy_{name}", device, found, folder=options.out)
     for name in names:
         show(results(done, name, plan, time.perf_counter() - began))
+    file.unlink(missing_ok=True)  # all of it stands in the results
 
 
 def show(found: Mapping[str, Any]) -> None:
@@ -325,9 +386,9 @@ def show(found: Mapping[str, Any]) -> None:
     print(f"{found['data']}, {found['seeds']} seeds, {found['seconds']:.0f} s")
     print(
         table(
-            ["model", "method", "asked", "sparsity", "exact", "accuracy", "spread"],
+            ["model", "method", "allocation", "asked", "sparsity", "exact", "accuracy", "spread"],
             [
-                [row["model"], row["method"], row["asked"], f"{row['sparsity']:.4f}", row["exact"]]
+                [row["model"], row["method"], row["allocation"], row["asked"], f"{row['sparsity']:.4f}", row["exact"]]
                 + [f"{row[key]:.2f}" for key in ("accuracy", "spread")]
                 for row in found["rows"]
             ],
