@@ -1,10 +1,10 @@
-"""How much faster is a whole compiled model on the CPU? Sparse models against eager and `torch.compile` dense.
+"""How much faster is a whole compiled model on the CPU? Sparse models against dense ones in other runtimes.
 
 Run with ``python benchmarks/compiler/models.py``; ``--quick`` takes small versions of the models, ``--only`` some. For
-each model and batch the dense model is compiled by Inductor once; in each case it, eager dense and the compiled sparse
-model take turns, call by call. The bound that Amdahl's law sets is printed beside: what the speed-up of the eager
-model would be if the pruned layers took no time. Results are saved after every case; ``--resume`` goes on where a run
-ended.
+each model and batch the dense model is compiled by Inductor once, and exported to ONNX Runtime and OpenVINO where they
+are installed; in each case these, eager dense and the compiled sparse model take turns, call by call. The bound that
+Amdahl's law sets is printed beside: what the speed-up of the eager model would be if the pruned layers took no time.
+Results are saved after every case; ``--resume`` goes on where a run ended.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from sparta.testing import compare
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from networks import SentenceEncoder, encoder, load_minilm, mlp, mobilenet, resnet
+from runtimes import rival_calls
 
 from record import RESULTS, save
 
@@ -67,6 +69,7 @@ class Options:
     budget: float
     inductor: bool
     minilm: Path | None
+    runtimes: bool
 
 
 # Each model in full and in small, and its inputs for a batch.
@@ -134,6 +137,10 @@ class Dense:
                 compiled(self.x)
             self.inductor_seconds = time.perf_counter() - begin
             self.rivals["inductor"] = compiled
+        if options.runtimes and self.x.is_floating_point():
+            self._folder = tempfile.TemporaryDirectory()
+            found = rival_calls(self.model, self.x, Path(self._folder.name), torch.get_num_threads())
+            self.rivals |= {name.removesuffix(" fp32"): call for name, call in found.items()}
 
     @property
     def prunable(self) -> list[str]:
@@ -277,7 +284,7 @@ def show(results: list[dict[str, Any]]) -> str:
             r["batch"],
             r["pattern"] if r["sparsity"] else "dense",
             r["sparsity"],
-            *(r["median_ms"].get(name) for name in ("eager", "inductor", "sparta")),
+            *(r["median_ms"].get(name) for name in ("eager", "inductor", "onnxruntime", "openvino", "sparta")),
             f"{r['speedup']:.2f}x",
             "" if r["amdahl_bound"] is None else f"{r['amdahl_bound']:.2f}x",
             " / ".join(f"{s:.0f}" for s in r["compile_seconds"]),
@@ -285,7 +292,8 @@ def show(results: list[dict[str, Any]]) -> str:
         ]
         for r in results
     ]
-    columns = ["model", "batch", "pattern", "sparsity", "eager ms", "inductor ms", "sparta ms", "speed-up", "bound"]
+    times = ["eager ms", "inductor ms", "onnxruntime ms", "openvino ms", "sparta ms"]
+    columns = ["model", "batch", "pattern", "sparsity", *times, "speed-up", "bound"]
     return table([*columns, "compile s", "cosine"], rows, title="times faster than the best dense")
 
 
@@ -302,6 +310,7 @@ def main() -> None:
     parser.add_argument(
         "--no-inductor", action="store_true", help="leave torch.compile out, which takes most of the time"
     )
+    parser.add_argument("--no-runtimes", action="store_true", help="leave ONNX Runtime and OpenVINO out")
     parser.add_argument("--minilm", type=Path, help="folder with the weights of all-MiniLM-L6-v2; random ones without")
     parser.add_argument("--resume", action="store_true", help="keep the cases of the last run and measure the rest")
     parser.add_argument("--threads", type=int, help="as many as torch takes by default")
@@ -309,7 +318,9 @@ def main() -> None:
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
-    options = Options(given.quick, given.tune, given.seconds, given.budget, not given.no_inductor, given.minilm)
+    options = Options(
+        given.quick, given.tune, given.seconds, given.budget, not given.no_inductor, given.minilm, not given.no_runtimes
+    )
     load_before = os.getloadavg()[0]
     results = measured_before(given.out) if given.resume else []
 

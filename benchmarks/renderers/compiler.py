@@ -21,9 +21,12 @@ def models(found: Sequence[Record]) -> str:
             wanted = sparsities if pattern != "dense" else [0.0]
             line = [_cell(cells.get((model, batch, pattern, sparsity))) for sparsity in wanted]
             rows.append([model, batch, pattern, *line, *[None] * (len(sparsities) - len(line))])
+        names = {"inductor": "`torch.compile`", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
+        there = {name for row in record["results"]["cases"] for name in row["median_ms"]}
+        others = [said for name, said in names.items() if name in there]
         title = (
-            "Times faster than the best of PyTorch eager and `torch.compile`; in brackets the bound of Amdahl's law: "
-            f"what eager PyTorch would gain if pruned layers took no time. {source(record)}"
+            f"Times faster than the best of PyTorch eager and {' and '.join(others)}; in brackets the bound of Amdahl's "
+            f"law: what eager PyTorch would gain if pruned layers took no time. {source(record)}"
         )
         heads = ["model", "batch", "pattern", *(f"{100 * sparsity:g} %" for sparsity in sparsities)]
         parts.append(f"{title}\n\n{markdown(heads, rows)}")
