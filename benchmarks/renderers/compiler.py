@@ -25,8 +25,8 @@ def models(found: Sequence[Record]) -> str:
         there = {name for row in record["results"]["cases"] for name in row["median_ms"]}
         others = [said for name, said in names.items() if name in there]
         title = (
-            f"Times faster than the best of PyTorch eager and {' and '.join(others)}; in brackets the bound of Amdahl's "
-            f"law: what eager PyTorch would gain if pruned layers took no time. {source(record)}"
+            f"Times faster than the best of PyTorch eager and {' and '.join(others)}; in brackets the bound of "
+            f"Amdahl's law: what eager PyTorch would gain if pruned layers took no time. {source(record)}"
         )
         heads = ["model", "batch", "pattern", *(f"{100 * sparsity:g} %" for sparsity in sparsities)]
         parts.append(f"{title}\n\n{markdown(heads, rows)}")
