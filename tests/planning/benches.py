@@ -31,6 +31,9 @@ class FakeBench:
     def dense_ms(self, name):
         return self._size(name)
 
+    def kind(self, name):
+        return str(self._size(name))
+
     def option_ms(self, name, option):
         self.calls["option"] += 1
         if self.interrupt_at == "option" and self.calls["option"] > 3:

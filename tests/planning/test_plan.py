@@ -89,6 +89,28 @@ def test_the_table_alone_would_have_missed_it():
     assert 2 <= bench.calls["whole"] <= 6
 
 
+def test_layers_alike_are_measured_once_and_what_is_fastest_comes_first():
+    model, asked = transformer(), []
+
+    class Noting(FakeBench):
+        def option_ms(self, name, option):
+            asked.append((self.kind(name), option))
+            return super().option_ms(name, option)
+
+        def whole(self, masks):
+            asked.append(None)
+            return super().whole(masks)
+
+    planned(model, bench=Noting({}), speedup=1.5, patterns=("4x1", "unstructured"))
+    table = asked[: asked.index(None)]
+    kinds = {kind for kind, _ in table}
+    assert len(table) == len(set(table))
+    assert len(kinds) == 2  # of 14 layers
+    first = table[: 2 * len(kinds)]
+    assert {kind for kind, _ in first} == kinds
+    assert len({option.sparsity for _, option in first}) == 1
+
+
 def test_a_latency_and_a_memory_are_met_too():
     given = FakeBench({t.name: t for t in find_targets(transformer())}).given_ms()
     assert planned(latency_ms=0.6 * given).whole.ms == pytest.approx(0.6 * given, rel=0.03)

@@ -32,7 +32,6 @@ from sparta.precision.formats import Float8, round_weight
 from sparta.propagation.capture import call_arguments
 from sparta.specialize.tuning.select import DENSE as DENSE_KERNEL
 from sparta.specialize.tuning.select import Choice
-from sparta.specialize.tuning.store import key_of
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.patterns import Pattern
 from sparta.tesa.spec import Spec
@@ -40,6 +39,7 @@ from sparta.tesa.spec import Spec
 __all__ = ["Bench", "CompilerBench", "Whole"]
 
 _SECONDS = 0.1  # for a dense layer
+_SHARE = 0.03  # of what is left for layers, for one option: a model has some fifty
 _WHOLE_SECONDS = 1.5
 _ROUNDS = 9
 _LEAST_S = 2.0  # for compiling a whole, whatever the budget is
@@ -82,6 +82,10 @@ class Bench(Protocol):
 
     def dense_ms(self, name: str) -> float | None:
         """Return the milliseconds of a layer that is dense; None for one that no kernel can run."""
+        ...
+
+    def kind(self, name: str) -> str:
+        """Return what layers have in common that take the same time, dense and in every option."""
         ...
 
     def option_ms(self, name: str, option: Option) -> float:
@@ -140,10 +144,16 @@ class CompilerBench:
         if name not in self._layers:
             return None
         subgraph, x, _ = self._layers[name]
-        key = key_of(subgraph.spec(x))
+        key = self.kind(name)
         if key not in self._dense:
             self._dense[key] = self._median(lambda: self._run(subgraph, subgraph.weight, x, subgraph.bias), _SECONDS)
         return self._dense[key]
+
+    def kind(self, name: str) -> str:
+        """Return the operation of a layer with its sizes and what follows it."""
+        subgraph, x, _ = self._layers[name]
+        spec, sizes = subgraph.spec(x), (tuple(subgraph.weight.shape), tuple(x.shape), subgraph.weight.dtype)
+        return f"{spec.op} {sizes} {spec.epilogue} {sorted(spec.attributes.items())}"
 
     def option_ms(self, name: str, option: Option) -> float:
         """Return the milliseconds of the best kernel, by its ratio to dense."""
@@ -163,7 +173,7 @@ class CompilerBench:
             return pruned.lowering.problem(spec, pruned.weight, x, pruned.bias, residual)
 
         with torch.no_grad():
-            choice = choice_for(spec, problem, self._known, self.session, share=0.1)
+            choice = choice_for(spec, problem, self._known, self.session, share=_SHARE)
         if self.session.interrupted:
             raise KeyboardInterrupt  # it was taken as the end of one measurement; it ends all of them
         if choice.implement == DENSE_KERNEL:

@@ -104,6 +104,10 @@ class Remembering:
         found = self.notebook.once(f"dense {name}", lambda: self.bench.dense_ms(name))
         return None if found is None else float(found)
 
+    def kind(self, name: str) -> str:
+        """Return what layers have in common that take the same time."""
+        return str(self.notebook.once(f"kind {name}", lambda: self.bench.kind(name)))
+
     def option_ms(self, name: str, option: Option) -> float:
         """Return the milliseconds of a layer that became an option."""
         return float(self.notebook.once(f"option {name} {option}", lambda: self.bench.option_ms(name, option)))

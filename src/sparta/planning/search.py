@@ -81,49 +81,83 @@ class Search:
                 dense = self.bench.dense_ms(name)
                 if dense is not None:
                     times[name] = {DENSE: dense}
-        slowest = sorted(times, key=lambda name: -times[name][DENSE])
-        for number, name in enumerate(slowest):
-            self.show(f"layer {number + 1}/{len(slowest)}: {name}")
-            for pattern, options in self.options.items():
-                if pattern != CHANNELS:
-                    self._time_pattern(name, options, times[name], times[name][DENSE])
+        kinds: dict[str, list[str]] = {}
+        for name in sorted(times, key=lambda name: -times[name][DENSE]):
+            kinds.setdefault(self.bench.kind(name), []).append(name)
+        slowest = sorted(kinds.values(), key=lambda names: -sum(times[name][DENSE] for name in names))
+        patterns = {pattern: options for pattern, options in self.options.items() if pattern != CHANNELS}
+        self._time_patterns(slowest, {names[0]: patterns for names in slowest}, times)
         for precision in self.precisions:
-            for number, name in enumerate(slowest):
-                self.show(f"layer {number + 1}/{len(slowest)} in {precision}: {name}")
-                self._time_rounded(name, precision, times[name])
+            self._time_rounded(slowest, patterns, precision, times)
+        for first, *alike in slowest:
+            for name in alike:
+                times[name] = dict(times[first])
         if CHANNELS in self.options:
             for number, group in enumerate(self.groups):
                 if group.channels and all(name in times for name in group.names) and self.room_for_layers():
                     narrow[number] = self._narrow(group, times)
 
-    def _time_rounded(self, name: str, precision: str, times: dict[Option, float]) -> None:
-        """Time a layer that is rounded, dense and in the patterns that beat dense without rounding."""
-        plain = Option("dense", precision=precision)
-        if not self.room_for_layers():
-            self._note(_SPENT)
-            return
-        alone = self.bench.option_ms(name, plain)
-        for pattern, options in self.options.items():
-            known = [replace(option, precision=precision) for option in options if option in times]
-            if pattern != CHANNELS:
-                self._time_pattern(name, known, times, min(alone, times[DENSE]))
-        if alone <= _GAIN * times[DENSE]:
-            times[plain] = alone
-
-    def _time_pattern(self, name: str, options: Sequence[Option], times: dict[Option, float], limit: float) -> None:
-        """Time the options of one pattern, the fastest first, until one does not beat what it must."""
-        for option in options:
+    def _time_rounded(
+        self,
+        kinds: Sequence[Sequence[str]],
+        patterns: Mapping[str, Sequence[Option]],
+        precision: str,
+        times: Mapping[str, dict[Option, float]],
+    ) -> None:
+        """Time layers that are rounded: dense, and in the patterns that beat dense without rounding."""
+        plain, waiting = Option("dense", precision=precision), {}
+        for name in [names[0] for names in kinds]:
             if not self.room_for_layers():
                 self._note(_SPENT)
                 return
-            try:
-                option.made.check_shape(self.targets[name].layout.shape)
-            except ValueError:
-                return
-            time = self.bench.option_ms(name, option)
-            if time > _GAIN * limit:
-                return
-            times[option] = time
+            alone = self.bench.option_ms(name, plain)
+            if alone <= _GAIN * times[name][DENSE]:
+                times[name][plain] = alone
+            waiting[name] = {
+                pattern: [replace(option, precision=precision) for option in options if option in times[name]]
+                for pattern, options in patterns.items()
+            }
+        self._time_patterns(kinds, waiting, times, precision)
+
+    def _time_patterns(
+        self,
+        kinds: Sequence[Sequence[str]],
+        patterns: Mapping[str, Mapping[str, Sequence[Option]]],
+        times: Mapping[str, dict[Option, float]],
+        precision: str | None = None,
+    ) -> None:
+        """Time options of layers, the fastest of all first, and those of a pattern until one does not beat dense.
+
+        So a budget that ends early has measured something of every kind of layer and of every pattern.
+        """
+        closed: set[tuple[str, str]] = set()
+        words = "" if precision is None else f" in {precision}"
+        steps = max((len(options) for each in patterns.values() for options in each.values()), default=0)
+        for step in range(steps):
+            for number, names in enumerate(kinds):
+                first = names[0]
+                self.show(f"kind of layer {number + 1}/{len(kinds)}{words}, step {step + 1}/{steps}: {first}")
+                limit = min(times[first].get(Option("dense", precision=each), math.inf) for each in (None, precision))
+                for pattern, options in patterns.get(first, {}).items():
+                    if (first, pattern) in closed or step >= len(options):
+                        continue
+                    if not self.room_for_layers():
+                        self._note(_SPENT)
+                        return
+                    if not self._beats(first, options[step], times[first], limit):
+                        closed.add((first, pattern))
+
+    def _beats(self, name: str, option: Option, times: dict[Option, float], limit: float) -> bool:
+        """Time an option and keep it if it beats what it must."""
+        try:
+            option.made.check_shape(self.targets[name].layout.shape)
+        except ValueError:
+            return False
+        time = self.bench.option_ms(name, option)
+        if time > _GAIN * limit:
+            return False
+        times[option] = time
+        return True
 
     def _narrow(self, group: Group, times: Mapping[str, Mapping[Option, float]]) -> dict[Option, float]:
         """Return the time of a group for each share of its channels that goes."""
