@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import sparta
 from oneshot.tasks import spearman
 from record import RESULTS, save
+from sparta.create.quantize import is_quantized
 from sparta.sparsify import find_layers
 from sparta.tables import table
 
@@ -203,7 +204,8 @@ def measured(model: Encoder, sentences: Sentences, given: argparse.Namespace) ->
     }
     if given.compile_on != "none":
         inputs, _ = sentences.batch(sentences.ids["train"][:128], torch.empty(0), given.compile_on)
-        fast = sparta.compile(model.to(given.compile_on), inputs, budget_s=given.budget)
+        precision = "int8" if is_quantized(model) else None
+        fast = sparta.compile(model.to(given.compile_on), inputs, budget_s=given.budget, precision=precision)
         found["compiled"] = metric(fast, sentences, "test", given.compile_on)
     return found
 

@@ -117,3 +117,18 @@ def test_the_guide_names_every_keyword_argument():
                 if f"`{parameter}`" not in guide:
                     missing.append(f"{name}.{parameter}")
     assert not missing
+
+
+def test_preparing_takes_a_configuration_as_the_document_has_it():
+    scheduler = built("AmbaLevelPruneScheduler", total_iterations=4, sparsity_table=[50, 75], **QUIET)
+    config = {
+        "scheduler": {"type": "AmbaLevelPruneScheduler", "kwargs": {"total_iters": 2, "sparsity_table": [25], **QUIET}}
+    }
+    model = scheduler.prepare_sparse_model(nn.Linear(8, 8), config)
+    assert (scheduler.levels, scheduler.total_iterations) == ((0.25,), 2)
+    scheduler.prune_model(model, 0)
+    assert scheduler.compute_sparse_rate(model) == 0.25
+    with pytest.raises(ValueRangeError, match="already"):
+        scheduler.prepare_sparse_model(model, config)
+    with pytest.raises(ValueRangeError, match="the same scheduler"):
+        built("AmpereScheduler").prepare_sparse_model(nn.Linear(8, 8), config)

@@ -50,7 +50,56 @@ _NEIGHBOURS = 32  # neighbours to look at before any point will do
 _DRAWS = 256
 
 
-class Tuner:
+class Tunable:
+    """What can tune: the base of every tuner, with the names of the algorithms, and a tuner of one of them."""
+
+    @staticmethod
+    def supported_tuners() -> set[str]:
+        """Return the names of the algorithms.
+
+        >>> sorted(Tunable.supported_tuners())
+        ['evolution', 'grid', 'rand', 'tpe']
+        """
+        return set(_SETTINGS)
+
+    @staticmethod
+    def create_tuner(algo: str, search_space_cfg: Space, tuner_kw: Mapping[str, Any] | None = None) -> Tunable:
+        """Return a tuner; every algorithm minimises unless told otherwise.
+
+        Parameters
+        ----------
+        algo
+            One of :meth:`supported_tuners`; ``'random'`` and ``'gridsearch'`` are understood too. ``'nni:TPE'`` and
+            the like are tuners of NNI, where it is installed; `tuner_kw` are then its own.
+        search_space_cfg
+            A :class:`~sparta.common.space.TunableItemCfg`, or a dict of them.
+        tuner_kw
+            The keyword arguments of :class:`Tuner`: ``seed``, ``optimize_mode``, ``storage``, ``study_name``, and the
+            settings of the algorithm.
+
+        Examples
+        --------
+        >>> from sparta.common.space import TunableItemCfg
+        >>> space = TunableItemCfg('choice', _is_nested=True, _value={'dense': {}})
+        >>> Tunable.create_tuner('random', space, {'seed': 7}).generate_parameters(0)
+        {'_name': 'dense'}
+        """
+        if isinstance(algo, str) and algo.startswith("nni:"):
+            from sparta.common.nni import nni_tuner
+
+            return nni_tuner(algo.removeprefix("nni:"), search_space_cfg, tuner_kw or {})
+        return Tuner(search_space_cfg, algo, **(tuner_kw or {}))
+
+    def generate_parameters(self, parameter_id: int) -> Sample:
+        """Return a point to try."""
+        raise NotImplementedError
+
+    def receive_trial_result(self, parameter_id: int, parameters: Sample, value: float) -> None:
+        """Take what came of a point."""
+        raise NotImplementedError
+
+
+class Tuner(Tunable):
     """Proposes points of a space and learns from their values.
 
     Parameters
@@ -259,42 +308,6 @@ class Tuner:
         start = rng.randrange(self.size)
         points = (self._at((start + step) % self.size) for step in range(len(excluded) + 1))
         return next(sample for sample, key in points if key not in excluded)
-
-
-class Tunable:
-    """What can tune: the names of the algorithms, and a tuner of one of them."""
-
-    @staticmethod
-    def supported_tuners() -> set[str]:
-        """Return the names of the algorithms.
-
-        >>> sorted(Tunable.supported_tuners())
-        ['evolution', 'grid', 'rand', 'tpe']
-        """
-        return set(_SETTINGS)
-
-    @staticmethod
-    def create_tuner(algo: str, search_space_cfg: Space, tuner_kw: Mapping[str, Any] | None = None) -> Tuner:
-        """Return a tuner; every algorithm minimises unless told otherwise.
-
-        Parameters
-        ----------
-        algo
-            One of :meth:`supported_tuners`; ``'random'`` and ``'gridsearch'`` are understood too.
-        search_space_cfg
-            A :class:`~sparta.common.space.TunableItemCfg`, or a dict of them.
-        tuner_kw
-            The keyword arguments of :class:`Tuner`: ``seed``, ``optimize_mode``, ``storage``, ``study_name``, and the
-            settings of the algorithm.
-
-        Examples
-        --------
-        >>> from sparta.common.space import TunableItemCfg
-        >>> space = TunableItemCfg('choice', _is_nested=True, _value={'dense': {}})
-        >>> Tunable.create_tuner('random', space, {'seed': 7}).generate_parameters(0)
-        {'_name': 'dense'}
-        """
-        return Tuner(search_space_cfg, algo, **(tuner_kw or {}))
 
 
 def _draw_endless(item: TunableItemCfg, rng: random.Random) -> Scalar:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.scheduler.base import Exported, Setup, check_iteration
+from sparta.scheduler.base import Exported, Setup, check_iteration, take_config
 from sparta.scheduler.channels import columns_read, find_spaces, permute_space
 from sparta.scheduler.export import export_onnx
 from sparta.scheduler.fuse import fuse_batch_norms
@@ -94,8 +94,9 @@ class AmpereScheduler(Loggers):
         self._all: list[Layer] = []
         self._is_set = False
 
-    def prepare_sparse_model(self, model: nn.Module) -> nn.Module:
+    def prepare_sparse_model(self, model: nn.Module, config: Mapping[str, Any] | None = None) -> nn.Module:
         """Choose the layers, reorder channels if allowed, and return the same model; nothing is pruned yet."""
+        take_config(self, config)
         if self._masks is not None:
             raise ValueRangeError(message("this scheduler has prepared a model already", "one model a scheduler"))
         refuse_prepared(model)

@@ -35,7 +35,7 @@ from sparta.tesa.formats.mask_bits import pack_bits, unpack_bits
 from sparta.tesa.select import check_sparsity
 from sparta.tesa.spec import Spec
 
-__all__ = ["BaseScheduler", "Exported", "STRScheduler", "Setup", "check_iteration", "listed"]
+__all__ = ["BaseScheduler", "Exported", "STRScheduler", "Setup", "check_iteration", "listed", "take_config"]
 
 _LARGEST_SCORE, _HALVINGS = 20.0, 48  # the sigmoid of 20 is nearly 1; halvings until fp32 tells no difference
 _FLAGS = ("enabled", "is_set", "fixed")  # of fake sparsity: what a state must bring back
@@ -110,12 +110,18 @@ class BaseScheduler(Loggers):
 
     # ------------------------------------------------------------------ preparing
 
-    def prepare_sparse_model(self, model: nn.Module) -> nn.Module:
+    def prepare_sparse_model(self, model: nn.Module, config: Mapping[str, Any] | None = None) -> nn.Module:
         """Make the weights of `model` fake-sparse, in place, and return it; it computes as before until a mask is set.
 
         Build the optimizer after this call if fake sparsity has parameters of its own (STR, ProbMask), or pass the
         one you have to :meth:`init_optimizer`.
+
+        Parameters
+        ----------
+        config
+            A configuration of the same scheduler, in place of the one that it was built from.
         """
+        take_config(self, config)
         if self._layers:
             raise ValueRangeError(message("this scheduler has prepared a model already", "one model a scheduler"))
         refuse_prepared(model)
@@ -386,6 +392,23 @@ class STRScheduler(BaseScheduler):
             fix = "give target_sparsity and total_iterations, or begin at sInit_value=-5 with weight decay"
             warnings.warn(message(text, fix=fix), stacklevel=2)
         return exported
+
+
+def take_config(scheduler: Any, config: Mapping[str, Any] | None) -> None:
+    """Make a scheduler that has prepared no model what `config` describes; None leaves it as it is."""
+    if config is None:
+        return
+    from sparta.scheduler.config import build_sparse_scheduler
+
+    made = build_sparse_scheduler(config)
+    if type(made) is not type(scheduler):
+        given = f"a configuration of {type(made).__name__} for a {type(scheduler).__name__}"
+        raise ValueRangeError(message(given, "the same scheduler", "build another one"))
+    if getattr(scheduler, "_layers", None) or getattr(scheduler, "_all", None):
+        raise ValueRangeError(message("this scheduler has prepared a model already", "one model a scheduler"))
+    loggers = scheduler.loggers
+    scheduler.__dict__.update(made.__dict__)
+    scheduler.loggers.extend(logger for logger in loggers if logger not in scheduler.loggers)
 
 
 def listed(given: str | Sequence[str]) -> list[str]:

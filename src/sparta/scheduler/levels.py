@@ -22,7 +22,7 @@ from torch import nn
 
 from sparta.errors import ValueRangeError, message
 from sparta.files import save_tensors, write_atomic
-from sparta.scheduler.base import BaseScheduler, Exported, Setup, check_iteration
+from sparta.scheduler.base import BaseScheduler, Exported, Setup, check_iteration, take_config
 from sparta.scheduler.fake_sparse import FakeSparse
 from sparta.scheduler.hardware import Device, device_of
 from sparta.scheduler.level_table import LevelTable
@@ -157,8 +157,9 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         self._level, self._finished = -1, -1
         self._report: list[list[Any]] = []
 
-    def prepare_sparse_model(self, model: nn.Module) -> nn.Module:
+    def prepare_sparse_model(self, model: nn.Module, config: Mapping[str, Any] | None = None) -> nn.Module:
         """Make the weights fake-sparse; see :meth:`BaseScheduler.prepare_sparse_model`."""
+        take_config(self, config)
         if not isinstance(self.setup.fake_sparse(torch.zeros(1, 1)), FakeSparse):
             raise ValueRangeError(message("a level scheduler with learnt masks", "the fake_sparse FakeSparse"))
         super().prepare_sparse_model(model)

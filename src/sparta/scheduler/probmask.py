@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparta.errors import ShapeError, ValueRangeError, message
-from sparta.scheduler.base import BaseScheduler, Exported, Setup, check_iteration
+from sparta.scheduler.base import BaseScheduler, Exported, Setup, check_iteration, take_config
 from sparta.scheduler.fake_sparse import ProbMaskFakeSparse, Subnet
 from sparta.scheduler.prepared import PreparedLayer
 from sparta.scheduler.registry import register_scheduler
@@ -171,8 +171,9 @@ class ProbMaskPruneScheduler(BaseScheduler):
             self.target_sparsity, initial=check_sparsity(start_sparsity), begin=begin, end=end
         )
 
-    def prepare_sparse_model(self, model: nn.Module) -> nn.Module:
+    def prepare_sparse_model(self, model: nn.Module, config: Mapping[str, Any] | None = None) -> nn.Module:
         """Give every weight a probability; build the optimizer after this, or pass yours to `init_optimizer`."""
+        take_config(self, config)
         if not isinstance(self.setup.fake_sparse(torch.zeros(1, 1)), ProbMaskFakeSparse):
             raise ValueRangeError(message("ProbMaskPruneScheduler with another fake_sparse", "ProbMaskFakeSparse"))
         prepared = super().prepare_sparse_model(model)
