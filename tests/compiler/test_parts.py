@@ -262,3 +262,48 @@ def test_an_encoder_with_padding_is_compiled(forced, nested):
             given = {"src": x[:size], "src_key_padding_mask": padded[:size]}
             found, expected = fast(**given), model(**given)
             torch.testing.assert_close(found[~padded[:size]], expected[~padded[:size]], atol=1e-5, rtol=1e-4)
+
+
+class Memory:
+    """What a model hands on to its next call, of a class that torch does not know."""
+
+    def __init__(self, values):
+        self.layers = [Entry(values)]
+
+
+class Entry:
+    def __init__(self, values):
+        self.values, self.places = values, range(len(values))
+
+
+class Remembering(Deciding):
+    def forward(self, x):
+        return {"y": super().forward(x), "memory": Memory(2 * x)}
+
+
+def test_objects_inside_results_are_looked_into(forced):
+    model, x = nets.pruned(Remembering()), torch.randn(4, 32)
+    fast = sparta.compile(model, x, tune="off")
+    assert fast.report.certificate.passed
+    assert set(fast.parts) == {"first", "second"}
+    found = fast(x)
+    torch.testing.assert_close(found["y"], model(x)["y"].detach(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found["memory"].layers[0].values, 2 * x)
+
+
+class Ticking(Deciding):
+    """Returns something else at every call, by state that is outside of it."""
+
+    ticks = 0
+
+    def forward(self, x):
+        Ticking.ticks += 1
+        return super().forward(x) * Ticking.ticks
+
+
+def test_a_model_that_does_not_repeat_itself_runs_as_it_is():
+    fast = sparta.compile(nets.pruned(Ticking()), torch.randn(4, 32), tune="off")
+    assert not fast.report.certificate.passed
+    assert not fast.parts
+    assert "does not repeat itself" in fast.report.notes[-1]
+    assert fast(torch.randn(4, 32)).shape == (4, 8)
