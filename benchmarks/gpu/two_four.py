@@ -35,6 +35,7 @@ from sparta.errors import SpartaError
 from sparta.specialize.implement import Implement
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cuda_24 import TwoFour
+from sparta.specialize.linear.cuda_24_matrix import TwoFourMatrix
 from sparta.specialize.linear.cusparselt import CuSparseLt
 from sparta.specialize.linear.spec import linear_spec
 from sparta.tables import table
@@ -43,7 +44,7 @@ from sparta.testing import check, compare, linear_reference
 
 DTYPE = torch.bfloat16
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (8192, 8192))
-FEW, MANY = (1, 16, 32, 64), (128, 1024, 4096, 16384)
+FEW, MANY = (1, 16, 32, 64), (128, 256, 512, 1024, 4096, 16384)
 _TERABYTE = 1e12
 _BYTES = 1.125  # of a 2:4 weight in bf16, an element
 
@@ -92,7 +93,7 @@ def measure(shape: tuple[int, int], tokens: int, tesa: TeSA, compiled: Callable[
     }
     plain: dict[str, Callable[[], Tensor]] = {"dense": lambda: functional.linear(x, pruned)}
     params = {}
-    for implement in (TwoFour(), CuSparseLt()):
+    for implement in (TwoFour(), TwoFourMatrix(), CuSparseLt()):
         if implement.supports(spec):
             params[implement.name], graphs[implement.name], plain[implement.name] = quickest(
                 implement, spec, x, pruned, count

@@ -165,8 +165,7 @@ def test_a_second_compilation_takes_what_the_first_one_found():
     model, x = pruned(Mlp(), "blocks of 128"), draw(512, 512)
     first = sparta.compile(model, x)
     second = sparta.compile(model, x)
-    unstable = first.report.speedup is None  # what was timed beside other processes is not remembered
-    assert unstable or second.report.totals.first_compile_seconds is not None
+    # What was decided for the whole model is looked at again where other processes use the GPU; layers are not.
     assert [plan.first.config for plan in second.report.plan.layers] == [
         plan.first.config for plan in first.report.plan.layers
     ]

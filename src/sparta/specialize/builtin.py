@@ -27,6 +27,7 @@ from sparta.specialize.linear.cpu import CpuLinear
 from sparta.specialize.linear.cpu_bf16 import CpuBf16
 from sparta.specialize.linear.cpu_generated import CpuGenerated
 from sparta.specialize.linear.cuda_24 import TwoFour
+from sparta.specialize.linear.cuda_24_matrix import TwoFourMatrix
 from sparta.specialize.linear.cuda_24_resident import TwoFourResident
 from sparta.specialize.linear.cuda_bitmap import CudaBitmap
 from sparta.specialize.linear.cuda_gather import CudaGather
@@ -43,6 +44,7 @@ from sparta.specialize.matmul.triton_block import TritonBlockMatmul
 from sparta.specialize.moe.spec import DenseMoE, SortedMoE
 from sparta.specialize.moe.triton_ragged import TritonRagged
 from sparta.specialize.scaled_linear.cuda_24 import ScaledResident, ScaledTwoFour
+from sparta.specialize.scaled_linear.cuda_24_matrix import Fp8Matrix
 from sparta.specialize.scaled_linear.cuda_gather import ScaledGather
 from sparta.specialize.scaled_linear.dense import DenseFp8, DenseScaled
 from sparta.specialize.scaled_linear.triton_block import Fp8Block, ScaledBlock
@@ -58,6 +60,7 @@ _LINEAR: tuple[type[Implement], ...] = (
     CpuLinear,
     CpuBf16,
     CuSparseLt,
+    TwoFourMatrix,
     TritonBlock,
     TwoFour,
     TwoFourResident,
@@ -88,6 +91,7 @@ _INT8_LINEAR: tuple[type[Implement], ...] = (
 _SCALED_LINEAR: tuple[type[Implement], ...] = (
     DenseScaled,
     DenseFp8,
+    Fp8Matrix,
     Fp8Block,
     ScaledBlock,
     ScaledTwoFour,

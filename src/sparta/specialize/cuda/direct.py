@@ -22,7 +22,7 @@ from sparta.errors import SpartaError, message
 from sparta.specialize.cuda.launch_config import launch_config, overlap_attribute
 from sparta.specialize.cuda.nvrtc import NO_CONTEXT, cuda_driver, driver_reason
 
-__all__ = ["DirectKernel", "direct_kernel", "parameter_layout"]
+__all__ = ["DirectKernel", "direct_kernel", "parameter_layout", "tensor_map"]
 
 _MAP_BYTES = 128  # of a tensor map
 _MAP = f"{_MAP_BYTES}s"
@@ -93,7 +93,7 @@ class DirectKernel:
         if odd or len(described) != len(descriptors) or len(described) > len(dtypes):
             raise SpartaError(message("tensor descriptors that are not plain matrices"))
         self.maps = tuple(
-            _tensor_map(dtype, tuple(each["block_size"]), each["swizzle"], self._context)
+            tensor_map(dtype, tuple(each["block_size"]), each["swizzle"], self._context)
             for dtype, each in zip(dtypes, described, strict=False)
         )
         """For each matrix a function from address, rows, columns and the stride of rows to its tensor map."""
@@ -192,10 +192,20 @@ def _places(driver: ctypes.CDLL, handle: int) -> list[tuple[int, int]]:
     return found
 
 
-def _tensor_map(
+def tensor_map(
     dtype: torch.dtype, box: tuple[int, ...], swizzle: int, context: c_void_p
 ) -> Callable[[int, int, int, int], bytes]:
-    """Return a function that encodes the map of a matrix, and keeps the last ones."""
+    """Return a function that encodes the map of a matrix, and keeps the last ones.
+
+    Parameters
+    ----------
+    box
+        Rows and columns that are copied at once.
+    swizzle
+        How they lie in shared memory, as the driver numbers it (CUtensorMapSwizzle).
+    context
+        The one to use in a thread that has not used the GPU before.
+    """
     driver, kind = cuda_driver(), _MAP_KINDS[dtype]
     box_height, box_width = box
     boxes, steps = (c_uint32 * 2)(box_width, box_height), (c_uint32 * 2)(1, 1)

@@ -67,6 +67,7 @@ def load_tile(
     constants: Mapping[str, int] | None = None,
     *,
     early: bool = False,
+    exactly: bool = False,
 ) -> Function:
     """Compile ``native/<name>.cu`` for a tile and load it.
 
@@ -80,11 +81,13 @@ def load_tile(
         What else the source is compiled for, by the names it has there.
     early
         Whether it is set up while the kernel before it ends; its source must wait for that one.
+    exactly
+        Whether it uses what later GPUs may not have, see :func:`sparta.specialize.cuda.nvrtc.compile_cuda`.
     """
     dtype, activation = spec
     numbers = {key.upper(): value for key, value in asdict(tile).items()}  # type: ignore[call-overload]
     numbers |= {"IS_HALF": int(dtype == torch.float16), "ACTIVATION": _ACTIVATIONS[activation], **(constants or {})}
-    code = compile_native(name, numbers, capability(device))
+    code = compile_native(name, numbers, capability(device), exactly=exactly)
     return load_function(code, name, *block, device, early=early and capability(device) >= HOPPER)
 
 

@@ -51,13 +51,20 @@ def nvrtc_obstacle() -> str:
     return "" if _nvrtc() is not None else "NVRTC was not found; it comes with CUDA builds of PyTorch"
 
 
-def compile_native(name: str, numbers: Mapping[str, int], capability: tuple[int, int]) -> bytes:
+def compile_native(
+    name: str, numbers: Mapping[str, int], capability: tuple[int, int], *, exactly: bool = False
+) -> bytes:
     """Return the machine code of ``native/<name>.cu`` as :func:`compile_cuda` does."""
-    return compile_cuda(*_with_headers(_NATIVE / f"{name}.cu"), numbers, capability)
+    return compile_cuda(*_with_headers(_NATIVE / f"{name}.cu"), numbers, capability, exactly=exactly)
 
 
 def compile_cuda(
-    source: str, headers: Mapping[str, str], numbers: Mapping[str, int], capability: tuple[int, int]
+    source: str,
+    headers: Mapping[str, str],
+    numbers: Mapping[str, int],
+    capability: tuple[int, int],
+    *,
+    exactly: bool = False,
 ) -> bytes:
     """Return the machine code of `source` for a GPU of this compute capability, from the cache if it is there.
 
@@ -69,13 +76,15 @@ def compile_cuda(
         The text of every file that it includes, by the name by which it does.
     numbers
         Preprocessor names and their values.
+    exactly
+        Whether the source uses instructions that GPUs of this compute capability have and later ones may not.
     """
     library = _nvrtc()
     if library is None:
         raise MissingPackageError(message(nvrtc_obstacle(), fix="install a CUDA build of PyTorch"))
     major, minor = c_int(), c_int()
     library.nvrtcVersion(byref(major), byref(minor))
-    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}{'a' if exactly else ''}", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in sorted(numbers.items())]
     texts = [text for name in sorted(headers) for text in (name, headers[name])]
     key = "\0".join([source, *texts, *options, f"{major.value}.{minor.value}"])

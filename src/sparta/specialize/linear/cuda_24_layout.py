@@ -17,7 +17,7 @@ from sparta.errors import PatternError, ShapeError, message
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.formats.blocks import pad_matrix
 
-__all__ = ["CHUNK", "SLAB", "StreamLayout"]
+__all__ = ["CHUNK", "SLAB", "StreamLayout", "live_pairs"]
 
 SLAB = 16
 """Outputs that are multiplied at once."""
@@ -89,11 +89,7 @@ class StreamLayout:
     def _make_index(self, device: torch.device) -> _Index:
         slabs, chunks = self.grid
         mask = torch.unflatten(pad_matrix(self.weight.mask(device), (slabs * SLAB, chunks * CHUNK)), 1, (-1, 4))
-        if bool((mask.sum(2) > 2).any()):
-            raise PatternError(message("a mask with 3 or 4 live elements in a group of 4", "2:4 along the inputs"))
-        # Live elements first, then the leftmost others; the unit wants the two positions in ascending order.
-        ranked = torch.argsort((~mask).to(torch.uint8), dim=2, stable=True)[..., :2]
-        kept = ranked.sort(2).values
+        kept, live = live_pairs(mask)
         nibbles = kept[..., 0] | kept[..., 1] << 2
         # slab, half, g | chunk, pair, which of the pair, quad half, t
         apart = nibbles.view(slabs, 2, 8, chunks, 2, 2, 2, 4)
@@ -102,4 +98,26 @@ class StreamLayout:
         words = rows[:, 0] | rows[:, 1] << 16
         selectors = words.permute(0, 2, 1, 4, 5, 3).reshape(slabs, chunks, 32, 2)
         signed = torch.where(selectors >= 1 << 31, selectors - (1 << 32), selectors).to(torch.int32)
-        return _Index(kept, mask.gather(2, kept), signed.contiguous())
+        return _Index(kept, live, signed.contiguous())
+
+
+def live_pairs(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two places in each group of four, ascending as the matrix unit wants them, and whether they are live.
+
+    Parameters
+    ----------
+    mask
+        bool (rows, groups, 4).
+
+    Examples
+    --------
+    >>> places, live = live_pairs(torch.tensor([[[False, True, False, True], [False, False, True, False]]]))
+    >>> places.tolist(), live.tolist()
+    ([[[1, 3], [0, 2]]], [[[True, True], [False, True]]])
+    """
+    if bool((mask.sum(2) > 2).any()):
+        raise PatternError(message("a mask with 3 or 4 live elements in a group of 4", "2:4 along the inputs"))
+    # Live elements first, then the leftmost others.
+    ranked = torch.argsort((~mask).to(torch.uint8), dim=2, stable=True)[..., :2]
+    places = ranked.sort(2).values
+    return places, mask.gather(2, places)

@@ -1,0 +1,250 @@
+"""``cuda-24-matrix``: 2:4 weights for many tokens, by the sparse matrix instructions of Hopper's warpgroups.
+
+The kernel is CUDA C++ (``native/matrix24.cu``), compiled at run time for one tile. Where the weight is no longer what
+takes the time, the matrix unit is, and on a 2:4 weight it has half of the work; x then has to come fast enough, and so
+neighbouring blocks of threads fetch it for each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import c_int, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.specialize.cuda.device import HALF_FORMATS, HOPPER, capability, takes
+from sparta.specialize.cuda.direct import tensor_map
+from sparta.specialize.cuda.few_tokens import SHARED_BYTES, fitting_residual, load_tile, nvrtc_here
+from sparta.specialize.cuda.nvrtc import Function
+from sparta.specialize.cuda.text_tile import TextTile
+from sparta.specialize.implement import Cause, Params, Support, TiledImplement
+from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.linear.cuda_24 import is_two_four
+from sparta.specialize.linear.cuda_24_matrix_layout import MatrixLayout
+from sparta.specialize.linear.spec import LinearKernel
+
+__all__ = ["MatrixKernel", "MatrixTile", "TwoFourMatrix", "matrix_fits", "matrix_tiles"]
+
+_FEWEST_TOKENS = 5  # below it, blocks that keep x are faster
+_SOME_TOKENS = 512
+_SWIZZLE = 3  # CU_TENSOR_MAP_SWIZZLE_128B
+_ROW = 128  # bytes of a token that are copied at once
+_PIECE = 16  # bytes
+_STAGED = 64  # tokens of a warpgroup's results on their way out
+_PITCH = 144  # bytes between them
+# tokens, groups, cluster, stages, ctas: what was among the fastest somewhere on an H200.
+_MANY = ((256, 2, 1, 4), (128, 2, 1, 6))
+_SOME = ((256, 2, 1, 4), (128, 2, 1, 6), (128, 1, 1, 8))
+_FEW = ((64, 2, 1, 10), (64, 1, 1, 14), (64, 1, 1, 7, 2))
+_VERY_FEW = {
+    32: ((32, 2, 1, 13), (32, 1, 1, 20), (32, 1, 1, 10, 2)),
+    16: ((16, 2, 1, 16), (16, 1, 1, 28), (16, 1, 1, 14, 2)),
+}
+
+
+@dataclass(frozen=True)
+class MatrixTile(TextTile):
+    """How blocks of threads cut their work; it changes the speed, and of the result only how sums are rounded.
+
+    Parameters
+    ----------
+    tokens
+        Rows of x that a block multiplies.
+    groups
+        Warpgroups of a block that multiply, of 64 outputs each.
+    cluster
+        Blocks beside each other along the outputs, which fetch x for each other.
+    stages
+        Steps of 128 bytes of a token that are on their way at once.
+    ctas
+        Blocks that share a multiprocessor.
+    group
+        Tiles of tokens that are worked on before the next ones, so that they stay in the L2 cache.
+
+    Examples
+    --------
+    >>> MatrixTile.parse(str(MatrixTile(128, 1))).shared_bytes(2) < SHARED_BYTES
+    True
+    """
+
+    tokens: int = 256
+    groups: int = 2
+    cluster: int = 2
+    stages: int = 4
+    ctas: int = 1
+    group: int = 8
+
+    _choices: ClassVar[dict[str, tuple[int, ...]]] = {
+        "tokens": (16, 32, 64, 128, 256),
+        "groups": (1, 2),
+        "cluster": (1, 2),
+        "stages": tuple(range(2, 33)),
+        "ctas": (1, 2),
+        "group": (1, 2, 4, 8, 16),
+    }
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of a cluster."""
+        return 64 * self.groups * self.cluster
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Return the shared memory of a block: the ring of x and the weight, results, barriers, what aligns them."""
+        step = self.tokens * _ROW + self.groups * (4096 + 1024 // itemsize)
+        results = self.groups * (min(self.tokens, _STAGED) * _PITCH + self.tokens * 4)
+        return self.stages * -(-step // 1024) * 1024 + results + self.stages * 16 + 1024
+
+    def fits(self, itemsize: int) -> bool:
+        """Whether a multiprocessor has room for its blocks."""
+        return self.ctas * (self.shared_bytes(itemsize) + 1024) <= SHARED_BYTES + 1024
+
+
+class _Call(ctypes.Structure):
+    """See ``native/matrix24.cu``, which aligns it to 64 bytes."""
+
+    _fields_ = (
+        ("x_map", c_uint64 * 16),
+        *((name, c_void_p) for name in ("weight", "scales", "x_scales", "bias", "residual", "y")),
+        *((name, c_int) for name in ("tokens", "outputs", "steps", "token_tiles", "tiles", "group")),
+        ("rest", c_uint64 * 7),
+    )
+
+
+class MatrixKernel(LinearKernel):
+    """A built kernel; it sums in float32 in one fixed order: equal inputs give equal bits.
+
+    Parameters
+    ----------
+    operand
+        Dtype of x and the weight, as they are multiplied.
+    """
+
+    def __init__(self, spec: KernelSpec, tile: MatrixTile, operand: torch.dtype) -> None:
+        self._tile, self._operand, self._activation = tile, operand, spec.epilogue.activation
+        self._residual = spec.epilogue.residual
+        self._result = HALF_FORMATS[str(spec["input"].format)]
+        self._layout = MatrixLayout(spec["weight"], operand.itemsize)
+        self._outputs, self._inputs = spec["weight"].shape
+        self._columns = -(-self._outputs // tile.outputs)
+        self._loaded: dict[torch.device, tuple[Function, Callable[[int, int, int, int], bytes], int]] = {}
+
+    def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
+        """Return the packed weight (N, K) of the dtype that the kernel was built for."""
+        if operand.dtype != self._operand:
+            raise ValueRangeError(message(f"a weight in {operand.dtype}", f"{self._operand}, as when built"))
+        return (self._layout.pack(operand),)
+
+    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
+        """Return (M, N) for the inputs x (M, K), bias (N,) or None, residual (M, N) or None."""
+        x, bias, residual = inputs
+        assert x is not None  # noqa: S101 - the operation's convention
+        return self.multiply(packed[0], x, bias, residual)
+
+    def multiply(
+        self,
+        weight: Tensor,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Return ``activation(x W^T * scales + bias) + residual`` for x (M, K) in the dtype that is multiplied.
+
+        Parameters
+        ----------
+        weight
+            As packed.
+        scales
+            float32 (M,) of tokens and (N,) of outputs.
+        """
+        if x.dim() != 2 or x.shape[1] != self._inputs:
+            raise ShapeError(message(f"an input of shape {tuple(x.shape)}", f"(M, {self._inputs})"))
+        if x.dtype != self._operand:
+            raise ValueRangeError(message(f"an input in {x.dtype}", f"{self._operand}, as the weight", "cast one"))
+        tokens, device, size, tile = x.shape[0], x.device, self._operand.itemsize, self._tile
+        y = torch.empty((tokens, self._outputs), dtype=self._result, device=device)
+        if not tokens:
+            return y
+        if x.stride(1) != 1 or x.stride(0) * size % _PIECE or x.data_ptr() % _PIECE or x.stride(0) < self._inputs:
+            x = x.clone(memory_format=torch.contiguous_format)
+        residual = fitting_residual(residual, tokens, self._outputs)
+        bias = None if bias is None else bias.contiguous()
+        function, described, processors = self._loaded.get(device) or self._load(device)
+        token_tiles = -(-tokens // tile.tokens)
+        tiles = token_tiles * self._columns
+        x_scales, w_scales = scales or (None, None)
+        map_of_x = described(x.data_ptr(), tokens, self._inputs, x.stride(0) if tokens > 1 else self._inputs)
+        call = _Call(
+            (c_uint64 * 16).from_buffer_copy(map_of_x), weight.data_ptr(),
+            *[None if each is None else each.data_ptr() for each in (w_scales, x_scales, bias, residual)], y.data_ptr(),
+            tokens, self._outputs, self._layout.grid[1], token_tiles, tiles, tile.group,
+        )  # fmt: skip
+        function.launch((min(tiles, processors * tile.ctas // tile.cluster) * tile.cluster, 1), call, device)
+        return y
+
+    def _load(self, device: torch.device) -> tuple[Function, Callable[[int, int, int, int], bytes], int]:
+        tile, size = self._tile, self._operand.itemsize
+        block = ((tile.groups + 1) * 128, tile.shared_bytes(size))
+        spec, constants = (self._result, self._activation), {"FORMAT": int(size == 1), "RESIDUAL": int(self._residual)}
+        function = load_tile("matrix24", tile, spec, block, device, constants, early=True, exactly=True)
+        box = (tile.tokens // tile.cluster, _ROW // size)
+        described = tensor_map(self._operand, box, _SWIZZLE, function.context)
+        loaded = function, described, torch.cuda.get_device_properties(device).multi_processor_count
+        self._loaded[device] = loaded
+        return loaded
+
+
+class TwoFourMatrix(TiledImplement):
+    """CUDA C++ on 2:4 weights, for many tokens on Hopper."""
+
+    name = "cuda-24-matrix"
+    op = "linear"
+    first_run_compiles = True
+
+    def supports(self, spec: KernelSpec) -> Support:
+        """Bf16 and fp16 on Hopper, weights of at most 2 live elements in every 4, many tokens."""
+        return takes(spec, HALF_FORMATS) and matrix_fits(spec, 2)
+
+    def tiles(self, spec: KernelSpec) -> Sequence[object]:
+        """Return the tiles that are worth timing, the best guess first."""
+        return matrix_tiles(spec, 2)
+
+    def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
+        """Lay out the weight; the kernel is compiled at its first run."""
+        return MatrixKernel(spec, MatrixTile.parse(params["tile"]), HALF_FORMATS[str(spec["input"].format)])
+
+
+def matrix_fits(spec: KernelSpec, itemsize: int) -> Support:
+    """Say whether the kernel takes a 2:4 weight and its tokens, in elements of so many bytes.
+
+    >>> from sparta.specialize.linear.spec import linear_spec
+    >>> from sparta.tesa.attribute import TeSA
+    >>> matrix_fits(linear_spec(TeSA.dense((16, 256)), 1, torch.bfloat16, device="cuda"), 2).reason
+    '1 tokens; below 5 others read the weight as fast'
+    """
+    (n, k), tokens = spec["weight"].shape, spec["input"].shape[0]
+    if tokens < _FEWEST_TOKENS:
+        return Support.no(f"{tokens} tokens; below {_FEWEST_TOKENS} others read the weight as fast", Cause.SHAPE)
+    if n % 8 or k * itemsize % _PIECE or not n or not k:
+        given = f"{n} outputs and {k} inputs"
+        return Support.no(f"{given}; they must be multiples of 8 and of {_PIECE // itemsize}", Cause.SHAPE)
+    if not is_two_four(spec["weight"]):
+        return Support.no("more than 2 of some 4 neighbouring inputs are live", Cause.PATTERN)
+    answer = nvrtc_here(HOPPER)
+    if answer and capability() != HOPPER:
+        return Support.no("it is written for the matrix unit of Hopper GPUs", Cause.CAPABILITY)
+    return answer and Support.yes("the sparse matrix instructions of warpgroups")
+
+
+def matrix_tiles(spec: KernelSpec, itemsize: int) -> list[MatrixTile]:
+    """Return tiles that fit, the best guess first."""
+    tokens = spec["input"].shape[0]
+    few = next((shapes for most, shapes in sorted(_VERY_FEW.items()) if tokens <= most), _FEW)
+    shapes = few if tokens <= _STAGED else _SOME if tokens <= _SOME_TOKENS else _MANY
+    tiles = [MatrixTile(*shape) for shape in shapes]
+    return [tile for tile in tiles if tile.fits(itemsize)]
