@@ -44,10 +44,12 @@ def test_the_gradient_of_kept_blocks(shape, block, dtype):
     layout = BlockLayout(TeSA.from_mask(mask), BlockTile(height=block, width=block, blocks=1))
     grad, x = draw(tokens, n, dtype=dtype), draw(tokens, k, dtype=dtype)
     gradient = BlockGradient(layout)
-    found = gradient(grad, x, mask)
+    found, summed = gradient(grad, x, mask, bias=True)
     check(found, torch.where(mask, grad.double().t() @ x.double(), 0.0), reduction=tokens)
     assert not found[~mask].any()
-    assert torch.equal(found, gradient(grad, x, mask))  # the same bits again
+    check(summed, grad.double().sum(0), reduction=tokens)
+    assert all(map(torch.equal, (found, summed), gradient(grad, x, mask, bias=True)))  # the same bits again
+    assert torch.equal(found, gradient(grad, x, mask)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

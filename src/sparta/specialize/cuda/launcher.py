@@ -35,6 +35,7 @@ class Launcher:
     def __init__(self, function: Any, *, interpreted: bool) -> None:
         self._function, self._interpreted = function, interpreted
         self._direct: dict[tuple[Any, ...], DirectKernel] = {}
+        self._alike: dict[tuple[torch.device, Hashable], tuple[DirectKernel, list[Any], Sequence[Any]]] = {}
         self._constants = None if interpreted else [bool(each.is_constexpr) for each in function.params]
 
     def __call__(
@@ -44,6 +45,7 @@ class Launcher:
         device: torch.device,
         options: Mapping[str, Any] | None = None,
         like: Hashable = None,
+        moving: Sequence[int] = (),
     ) -> None:
         """Start `programs` programs.
 
@@ -56,31 +58,46 @@ class Launcher:
         like
             What numbers, constants, options, dtypes and alignments all follow from, if the caller knows it: calls with
             an equal one are not looked at again.
+        moving
+            With `like`: the places of those arguments that may be other tensors, or other memory, in the next call.
         """
         if self._constants is None:
             self._function[(programs,)](*arguments)
             return
         if device.index != current_device():
             with torch.cuda.device(device):
-                self(programs, arguments, device, options)
+                self(programs, arguments, device, options, like, moving)
             return
-        known = None if like is None else self._direct.get((device, like))
+        known = None if like is None else self._alike.get((device, like))
         if known is not None:
-            known.start(programs, [_number(value) for value in arguments], raw_stream(device))
+            kernel, numbers, _ = known
+            values = numbers.copy()
+            for place in moving:
+                tensor = arguments[place]
+                values[place] = tensor if tensor is None else tensor.data_ptr()
+            kernel.start(programs, values, raw_stream(device))
             return
         chosen = dict(options or {})
         facts = [_fact(value, constant) for value, constant in zip(arguments, self._constants, strict=True)]
         key = (device, *facts, *chosen.items())
-        kernel = self._direct.get(key)
-        if kernel is not None:
-            kernel.start(programs, [_number(value) for value in arguments], raw_stream(device))
-            return
-        compiled = self._function[(programs,)](*arguments, **chosen)
-        made = direct_kernel(compiled)
-        if made is not None:
-            if len(self._direct) >= _MOST_KERNELS:
-                self._direct.clear()
-            self._direct[key] = made
+        found = self._direct.get(key)
+        numbers = [_number(value) for value in arguments]
+        if found is None:
+            found = direct_kernel(self._function[(programs,)](*arguments, **chosen))
+            if found is not None:
+                _keep(self._direct, key, found)
+        else:
+            found.start(programs, numbers, raw_stream(device))
+        if found is not None and like is not None:
+            # What does not move is held, so that its memory is not given to others.
+            held = [value for place, value in enumerate(arguments) if place not in moving]
+            _keep(self._alike, (device, like), (found, numbers, held))
+
+
+def _keep(kernels: dict[Any, Any], key: Hashable, kernel: Any) -> None:
+    if len(kernels) >= _MOST_KERNELS:
+        kernels.clear()
+    kernels[key] = kernel
 
 
 def _fact(value: Any, constant: bool) -> Any:  # noqa: FBT001 - a pair of a zip

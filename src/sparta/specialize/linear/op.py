@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sparta.specialize.cuda.nvrtc import raw_stream
 from sparta.specialize.linear.spec import LinearKernel
 from sparta.specialize.runtime.handles import KernelState, state_of
 from sparta.tesa.attribute import TeSA
@@ -45,29 +46,62 @@ class LinearState(KernelState):
     def _enter(self) -> None:
         super()._enter()
         self.fast_path: FastPath | None = None
+        self._pruned: Tensor | None = None
+        self._transposed: tuple[Any, Sequence[Tensor]] | None = None
         self._bound: tuple[Any, ...] = (None, None, 0)
 
     def forget(self) -> None:
         """Pack the weight in the next call, whatever its version counter says."""
         super().forget()
+        self._transposed = None
         self.fast_path, self._bound = None, (None, None, 0)
 
     def gradients(
-        self, grad: Tensor, x: Tensor, weight: Tensor, *, of_x: bool = True, of_weight: bool = True
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients that are asked for: of x, and of the weight, exactly 0 where that is pruned."""
+        self, grad: Tensor, x: Tensor, weight: Tensor, *, of: tuple[bool, bool, bool] = (True, True, False)
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of x, of the weight, exactly 0 where that is pruned, and of the bias.
+
+        Parameters
+        ----------
+        of
+            Which of them are asked for.
+        """
+        of_x, of_weight, of_bias = of
+        known = self._transposed
         if weight.requires_grad:
             self.forget()
-        mask, grad_x, grad_weight = self.mask(weight.device), None, None
+        grad_x = grad_weight = grad_bias = None
         if of_weight:
-            grad_weight = self.forward.weight_gradient(grad, x, mask)
-            if grad_weight is None:
-                grad_weight = torch.where(mask, grad.t() @ x, torch.zeros((), dtype=grad.dtype, device=grad.device))
+            found = self.forward.weight_gradient(grad, x, self.mask(weight.device), bias=of_bias)
+            if found is None:
+                grad_weight = (grad.t() @ x).masked_fill_(self._dead(weight.device), 0)
+            else:
+                grad_weight, grad_bias = found
+        if of_bias and grad_bias is None:
+            grad_bias = grad.sum(0)
         if of_x and self.backward is None:
-            grad_x = grad @ torch.where(mask, weight, torch.zeros((), dtype=weight.dtype, device=weight.device))
+            grad_x = grad @ weight.detach().masked_fill(self._dead(weight.device), 0)
         elif of_x and self.backward is not None:
-            grad_x = self.backward.run(self.backward.pack(weight.t()), grad.contiguous(), None, None)
-        return grad_x, grad_weight
+            fits = known is not None and known[0] == _identity(weight)
+            packed = known[1] if known is not None and fits else self.backward.pack(weight.t())
+            grad_x = self.backward.run(packed, grad.contiguous(), None, None)
+        return grad_x, grad_weight, grad_bias
+
+    def _pack(self, weight: Tensor, *, keep: bool) -> Sequence[Tensor]:
+        """Pack the weight; one that is trained also as its gradient will read it, where a kernel does both at once."""
+        if not keep and self.backward is not None and not weight.is_inference():
+            both = self.forward.pack_with_transpose(self.backward, weight)
+            if both is not None:
+                packed, transposed = both
+                self._transposed = _identity(weight), transposed
+                return packed
+        return super()._pack(weight, keep=keep)
+
+    def _dead(self, device: torch.device) -> Tensor:
+        """Return where the weight is pruned, on `device`."""
+        if self._pruned is None or self._pruned.device != device:
+            self._pruned = ~self.mask(device)
+        return self._pruned
 
     def bind(self, weight: Tensor, bias: Tensor | None, packed: Sequence[Tensor]) -> None:
         """Keep a short way to run again with this packed weight and bias, if the kernel has one, in `fast_path`."""
@@ -78,6 +112,12 @@ class LinearState(KernelState):
         self._bound = (packed, bias, place)
         run = None if weight.is_inference() else self.forward.fast_path(packed, bias)
         self.fast_path = None if run is None else _fast_path(weight, bias, run)
+
+
+def _identity(weight: Tensor) -> tuple[Any, ...]:
+    """Return what tells whether a weight is the one that was packed, and for the present stream."""
+    stream = raw_stream(weight.device) if weight.is_cuda else 0
+    return weight.data_ptr(), weight._version, weight.dtype, stream
 
 
 def _fast_path(weight: Tensor, bias: Tensor | None, run: Callable[[Tensor], Tensor | None]) -> FastPath:
@@ -152,14 +192,14 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        grad_x, grad_weight = ctx.state.gradients(grad.contiguous(), x, weight, of_x=wanted[0], of_weight=wanted[1])
-        return grad_x, grad_weight, grad.sum(0) if ctx.has_bias and wanted[2] else None, None, None
+        asked = (wanted[0], wanted[1], wanted[2] and ctx.has_bias)
+        return *ctx.state.gradients(grad.contiguous(), x, weight, of=asked), None, None
 
 
 @torch.library.custom_op("sparta::linear_backward", mutates_args=())
 def linear_backward(grad: Tensor, x: Tensor, weight: Tensor, handle: int) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the weight; the latter is exactly 0 where the weight is pruned."""
-    grad_x, grad_weight = state_of(handle, LinearState).gradients(grad, x, weight)
+    grad_x, grad_weight, _ = state_of(handle, LinearState).gradients(grad, x, weight)
     assert grad_x is not None and grad_weight is not None  # noqa: PT018, S101 - both were asked for
     return grad_x, grad_weight
 

@@ -31,12 +31,25 @@ class LinearKernel(Kernel):
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         """Return (M, N) for the inputs x (M, K), bias (N,) or None, residual (M, N) or None."""
 
-    def weight_gradient(self, grad: Tensor, x: Tensor, mask: Tensor) -> Tensor | None:
+    def pack_with_transpose(
+        self, other: LinearKernel, operand: Tensor
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
+        """Return the weight (N, K) as packed by this kernel and its transpose as packed by another, in one go.
+
+        None, as here, where that is no quicker than one after the other.
+        """
+        del other, operand
+        return None
+
+    def weight_gradient(
+        self, grad: Tensor, x: Tensor, mask: Tensor, *, bias: bool = False
+    ) -> tuple[Tensor, Tensor | None] | None:
         """Return the gradient (N, K) of the weight for grad (M, N) and x (M, K), exactly 0 where `mask` is False.
 
-        None, as here, where the kernel has no better way than the dense product.
+        With it comes the gradient (N,) of the bias, if it is asked for. None, as here, where the kernel has no better
+        way than the dense product.
         """
-        del grad, x, mask
+        del grad, x, mask, bias
         return None
 
 

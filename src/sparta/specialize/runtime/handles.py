@@ -92,11 +92,11 @@ class KernelState:
         on_cuda = weight.is_cuda
         recording = on_cuda and torch.cuda.is_current_stream_capturing()
         if weight.is_inference() or (recording and not keep):
-            return self.forward.pack(weight)
+            return self._pack(weight, keep=keep)
         stream = raw_stream(weight.device) if on_cuda and not (keep or recording) else 0
         key = (weight.data_ptr(), weight._version, weight.dtype, stream)
         if self._packed is None or self._packed[0] != key:
-            packed: Sequence[Tensor] = self.forward.pack(weight)
+            packed: Sequence[Tensor] = self._pack(weight, keep=keep)
             if recording:
                 return packed  # nothing is in this memory before the first replay
             if keep:
@@ -105,6 +105,11 @@ class KernelState:
             self._packed = (key, weight.untyped_storage(), packed)
         kept: Sequence[Tensor] = self._packed[2]
         return keep_in_graph(kept) if recording else kept
+
+    def _pack(self, weight: Tensor, *, keep: bool) -> Sequence[Tensor]:
+        """Return the weight as the kernel packs it; `keep` as in :meth:`packed`."""
+        del keep
+        return self.forward.pack(weight)
 
     def forget(self) -> None:
         """Pack the weight in the next call, whatever its version counter says.

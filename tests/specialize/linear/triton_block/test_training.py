@@ -22,6 +22,7 @@ CASES = [
     (64, 64, (16, 16), 2, 10, 1.0, 1.0),
     (16, 16, (16, 16), 1, 1, 0.0, 1.0),
     (40, 300, (32, 64), 2, 0, 0.5, 1.0),
+    (200, 150, (64, 64), 1, 70, 0.5, 0.9),
 ]
 
 
@@ -42,16 +43,21 @@ def test_packing_equals_the_layouts_own(given):
 
 @pytest.mark.parametrize("given", CASES)
 @pytest.mark.parametrize("strided", [False, True])
-def test_the_gradient_is_that_of_the_masked_weight(given, strided):
+def test_the_gradient_is_that_of_the_masked_weight(given, strided, monkeypatch):
+    empty = torch.empty  # what is not written shows
+    monkeypatch.setattr(torch, "empty", lambda *shape, **given: empty(*shape, **given).fill_(torch.nan))
     n, k, block, blocks, tokens, sparsity, live = given
     mask, layout = case(n, k, block, blocks, sparsity, live)
     grad, x = torch.randn(tokens, n), torch.randn(tokens, k)
     if strided:
         grad, x = torch.randn(n, tokens).t(), torch.randn(tokens, 2 * k)[:, :k]
-    found = training.BlockGradient(layout)(grad, x, mask)
+    found, summed = training.BlockGradient(layout)(grad, x, mask, bias=strided)
     exact = torch.where(mask, grad.double().t() @ x.double(), 0.0)
     torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)
     assert not found[~mask].any()
+    assert (summed is not None) == strided
+    if summed is not None:
+        torch.testing.assert_close(summed.double(), grad.double().sum(0), rtol=1e-4, atol=1e-4)
 
 
 def test_shares_of_the_tokens_are_added_in_one_order(monkeypatch):
@@ -60,8 +66,9 @@ def test_shares_of_the_tokens_are_added_in_one_order(monkeypatch):
     grad, x = torch.randn(301, 64), torch.randn(301, 64)
     gradient = training.BlockGradient(layout)
     assert gradient._splits(2, 301, x.device) > 1
-    first = gradient(grad, x, mask)
-    assert torch.equal(first, gradient(grad, x, mask))
+    first, summed = gradient(grad, x, mask, bias=True)
+    assert all(map(torch.equal, (first, summed), gradient(grad, x, mask, bias=True)))
+    torch.testing.assert_close(summed.double(), grad.double().sum(0), rtol=1e-4, atol=1e-4)
     exact = torch.where(mask, grad.double().t() @ x.double(), 0.0)
     torch.testing.assert_close(first.double(), exact, rtol=1e-4, atol=1e-4)
 
@@ -72,7 +79,7 @@ def test_nan_spreads_only_where_it_meets_a_live_block():
     layout = BlockLayout(TeSA.from_mask(mask), BlockTile(height=32, width=32, blocks=1))
     grad, x = torch.randn(40, 64), torch.randn(40, 64)
     grad[:, 40], x[:, 50] = float("nan"), float("inf")
-    assert training.BlockGradient(layout)(grad, x, mask).isfinite().all()
+    assert training.BlockGradient(layout)(grad, x, mask)[0].isfinite().all()
 
 
 def test_a_weight_of_another_shape_is_an_error_of_ours():
@@ -81,3 +88,14 @@ def test_a_weight_of_another_shape_is_an_error_of_ours():
     _, layout = case(64, 64, (32, 32), 1, 0.5, 1.0)
     with pytest.raises(ShapeError, match="as when built"):
         training.BlockPacker(layout)(torch.randn(64, 32))
+
+
+@pytest.mark.parametrize("given", CASES)
+def test_a_weight_and_its_transpose_are_packed_at_once(given):
+    n, k, block, blocks, _, sparsity, live = given
+    mask, layout = case(n, k, block, blocks, sparsity, live)
+    other = BlockLayout(TeSA.from_mask(mask.t()), BlockTile(height=16, width=32, blocks=1))
+    for weight in (torch.randn(n, k), torch.randn(k, n).t()):
+        found = training.BlockPacker(layout).with_transpose(training.BlockPacker(other), weight)
+        assert torch.equal(found[0], layout.values(weight))
+        assert torch.equal(found[1], other.values(weight.t()))

@@ -38,13 +38,26 @@ class _BlockKernel(LinearKernel):
         index = self._layout.index(operand.device)
         return self._pack(operand), index.columns, index.schedule
 
+    def pack_with_transpose(
+        self, other: LinearKernel, operand: Tensor
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
+        if not isinstance(other, _BlockKernel):
+            return None
+        device = operand.device
+        indices = self._layout.index(device), other._layout.index(device)
+        both = self._pack.with_transpose(other._pack, operand)
+        first, second = ((v, each.columns, each.schedule) for v, each in zip(both, indices, strict=True))
+        return first, second
+
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         x, bias, residual = inputs
         assert x is not None  # noqa: S101 - the operation's convention
         return self._launch(packed, x, bias, residual)
 
-    def weight_gradient(self, grad: Tensor, x: Tensor, mask: Tensor) -> Tensor | None:
-        return self._gradient(grad, x, mask) if self._gradient.density <= _MOST_OF_A_GRADIENT else None
+    def weight_gradient(
+        self, grad: Tensor, x: Tensor, mask: Tensor, *, bias: bool = False
+    ) -> tuple[Tensor, Tensor | None] | None:
+        return self._gradient(grad, x, mask, bias=bias) if self._gradient.density <= _MOST_OF_A_GRADIENT else None
 
 
 class TritonBlock(TiledImplement):

@@ -7,8 +7,10 @@ imports Triton.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,17 +19,25 @@ from sparta.errors import ShapeError, message
 from sparta.specialize.cuda.launcher import Launcher
 from sparta.specialize.linear.triton_block.kernel import INTERPRETED
 from sparta.specialize.linear.triton_block.layout import BlockLayout, kept_grid
-from sparta.specialize.linear.triton_block.training_kernels import add_parts, block_gradient, pack_blocks
+from sparta.specialize.linear.triton_block.training_kernels import (
+    add_parts,
+    block_gradient,
+    pack_blocks,
+    pack_both,
+)
 
 __all__ = ["BlockGradient", "BlockPacker"]
 
 _WIDEST = 128  # columns of a chunk: neighbouring blocks of a row share what is read of the gradient
 _TOKENS = 32
+_OPTIONS = {"num_warps": 4, "num_stages": 4}
 _PROGRAMS_PER_PROCESSOR = 2
 _LEAST_TOKENS = 512  # of a share: adding shares costs as well
+_STRIP = 128  # outputs whose gradients are summed at once
+_LEAST_TO_FILL = 64 * 64  # elements of a block; smaller ones are too many to be filled with zeros one by one
 _numbers = itertools.count()  # of packers and gradients: unlike addresses, they are never given away again
-_pack, _multiply, _add = (
-    Launcher(kernel, interpreted=INTERPRETED) for kernel in (pack_blocks, block_gradient, add_parts)
+_pack, _pack_both, _multiply, _add = (
+    Launcher(kernel, interpreted=INTERPRETED) for kernel in (pack_blocks, pack_both, block_gradient, add_parts)
 )
 
 
@@ -45,26 +55,55 @@ class BlockPacker:
 
     def __call__(self, weight: Tensor) -> Tensor:
         """Return the kept blocks (steps, h, step) of a weight, as :meth:`BlockLayout.values` does."""
-        layout, tile = self._layout, self._layout.tile
-        n, k = layout.weight.shape
-        if tuple(weight.shape) != (n, k):
-            raise ShapeError(message(f"a weight of shape {tuple(weight.shape)}", f"{(n, k)}, as when built"))
+        n, k = self._checked(weight)
         if weight.device.type != "cuda" and not INTERPRETED:
-            return layout.values(weight)
-        index = layout.index(weight.device)
-        count = index.tile_row.numel()
-        values = weight.new_empty((count // tile.blocks, tile.height, tile.step))
-        live = index.live
-        shown = None if live is None else live.expand(values.shape).view(torch.uint8)
-        strides = (0, 0, 0) if shown is None else shown.stride()
+            return self._layout.values(weight)
+        count, arrays, constants = self._target(weight)
+        _, row, column, columns, live, beyond, *strides = arrays
+        values: Tensor = arrays[0]
         arguments = (
-            weight.detach(), values, index.tile_row, index.tile_column, index.columns, shown, n, k, weight.stride(0),
-            weight.stride(1), layout.grid[1] * tile.width, *strides, tile.height, tile.width, tile.blocks,
-            live is not None,
+            weight.detach(), values, row, column, columns, live, n, k, *weight.stride(), beyond, *strides, *constants
         )  # fmt: skip
         like = (self._number, weight.dtype, weight.stride(), weight.data_ptr() % 16)
-        _pack(count, arguments, weight.device, None, like)
+        _pack(count, arguments, weight.device, None, like, (0, 1))
         return values
+
+    def with_transpose(self, other: BlockPacker, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the kept blocks of a weight (N, K), and those that `other` has of its transpose, by one kernel."""
+        n, k = self._checked(weight)
+        if weight.device.type != "cuda" and not INTERPRETED:
+            return self(weight), other(weight.t())
+        count, arrays, constants = self._target(weight)
+        more, others, other_constants = other._target(weight)
+        arguments = (weight.detach(), count, n, k, *weight.stride(), *arrays, *others, *constants, *other_constants)
+        like = (self._number, other._number, weight.dtype, weight.stride(), weight.data_ptr() % 16)
+        _pack_both(count + more, arguments, weight.device, None, like, (0, 6, 15))
+        return arrays[0], others[0]
+
+    def _checked(self, weight: Tensor) -> tuple[int, int]:
+        n, k = self._layout.weight.shape
+        if tuple(weight.shape) != (n, k):
+            raise ShapeError(message(f"a weight of shape {tuple(weight.shape)}", f"{(n, k)}, as when built"))
+        return n, k
+
+    def _target(self, weight: Tensor) -> tuple[int, tuple[Any, ...], tuple[Any, ...]]:
+        """Return how many blocks there are, where they come from and go to, and what kernels are compiled for."""
+        layout, tile = self._layout, self._layout.tile
+        index = layout.index(weight.device)
+        count, live = index.tile_row.numel(), index.live
+        values = weight.new_empty((count // tile.blocks, tile.height, tile.step))
+        shown = None if live is None else live.expand(values.shape).view(torch.uint8)
+        strides = (0, 0, 0) if shown is None else shown.stride()
+        arrays = (
+            values,
+            index.tile_row,
+            index.tile_column,
+            index.columns,
+            shown,
+            layout.grid[1] * tile.width,
+            *strides,
+        )
+        return count, arrays, (tile.height, tile.width, tile.blocks, live is not None)
 
 
 @dataclass(frozen=True)
@@ -79,11 +118,32 @@ class _Chunks:
         int32: the first input channel of each block; 0 for one that only fills a chunk up.
     side
         Blocks per chunk.
+    dead
+        int32 (count, 2): row and column of each block that is not kept.
     """
 
     chunks: Tensor
     columns: Tensor
     side: int
+    dead: Tensor
+
+    @property
+    def count(self) -> int:
+        """Number of chunks."""
+        return self.chunks.shape[0]
+
+
+class _Made(NamedTuple):
+    """What one gradient is computed in."""
+
+    result: Tensor
+    bias: Tensor | None
+    parts: Tensor  # float32: shares of the products
+    summed: Tensor  # float32: shares of the sums of grad
+    splits: int  # shares of the tokens, for products
+    shares: int  # and for sums
+    zeros: int  # dead blocks that the kernel fills
+    precision: str
 
 
 class BlockGradient:
@@ -103,8 +163,8 @@ class BlockGradient:
         self.density = float(self._kept.float().mean()) if self._kept.numel() else 0.0
         """The share of the weight that is computed."""
 
-    def __call__(self, grad: Tensor, x: Tensor, mask: Tensor) -> Tensor:
-        """Return the gradient (N, K) of a weight.
+    def __call__(self, grad: Tensor, x: Tensor, mask: Tensor, *, bias: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return the gradient (N, K) of a weight, and (N,) of a bias if it is asked for.
 
         Parameters
         ----------
@@ -115,45 +175,79 @@ class BlockGradient:
         mask
             bool (N, K): where the weight is live.
         """
-        (n, k), tile, device = self._layout.weight.shape, self._layout.tile, x.device
-        grad, x = _rows(grad), _rows(x)
-        result = torch.zeros((n, k), dtype=x.dtype, device=device)
-        chunks = self._chunks(device)
-        count, tokens = chunks.chunks.shape[0], x.shape[0]
-        if not count or not tokens:
-            return result
-        splits = self._splits(count, tokens, device)
+        device, tokens = x.device, x.shape[0]
+        grad, x, chunks = _rows(grad), _rows(x), self._chunks(device)
+        if not chunks.count or not tokens:
+            shape = self._layout.weight.shape
+            return torch.zeros(shape, dtype=x.dtype, device=device), grad.sum(0) if bias else None
         shown = None if self._whole else mask.contiguous().view(torch.uint8)
-        shape = (splits, count, tile.height, chunks.side * tile.width)
-        parts = torch.empty(shape if splits > 1 else (1,), dtype=torch.float32, device=device)
-        precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-        product = (
-            grad, x, chunks.chunks, chunks.columns, shown, parts, result, tokens, n, k, grad.stride(0), x.stride(0),
-            count, -(-tokens // (splits * _TOKENS)) * _TOKENS, _TOKENS, tile.height, tile.width, chunks.side,
-            splits > 1, n % tile.height == 0 and k % tile.width == 0, shown is not None, precision, INTERPRETED,
+        made = self._made(chunks, x, bias=bias)
+        like = (
+            self._number, x.dtype, x.shape, x.stride(), grad.stride(), x.data_ptr() % 16, grad.data_ptr() % 16, bias,
+            made.precision,
         )  # fmt: skip
-        aligned = (x.data_ptr() % 16, grad.data_ptr() % 16)
-        like = (self._number, x.dtype, x.shape, x.stride(), grad.stride(), aligned, precision)
-        _multiply(count * splits, product, device, {"num_warps": 4, "num_stages": 3}, like)
-        if splits > 1:
-            rows = min(16, tile.height)
-            addition = (
-                parts, chunks.chunks, chunks.columns, shown, result, n, k, count, splits, tile.height, tile.width,
-                chunks.side, rows, shown is not None,
-            )  # fmt: skip
-            _add(count * (tile.height // rows), addition, device, None, like)
-        return result
+        self._multiply(made, chunks, (grad, x, shown), like)
+        if made.splits > 1 or bias:
+            self._add(made, chunks, shown, like)
+        return made.result, made.bias
+
+    def _made(self, chunks: _Chunks, x: Tensor, *, bias: bool) -> _Made:
+        """Return the memory of one gradient, and how the tokens are shared out."""
+        (n, k), tile, device, tokens = self._layout.weight.shape, self._layout.tile, x.device, x.shape[0]
+        splits = self._splits(chunks.count, tokens, device)
+        shares = self._splits(-(-n // _STRIP), tokens, device) if bias else 0
+        fills = tile.height * tile.width >= _LEAST_TO_FILL  # dead blocks by the kernel itself
+        parts = splits * chunks.count * tile.height * chunks.side * tile.width if splits > 1 else 4
+        tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        shared = torch.empty(parts + shares * n, dtype=torch.float32, device=device)
+        return _Made(
+            torch.empty((n, k), dtype=x.dtype, device=device) if fills else x.new_zeros((n, k)),
+            torch.empty(n, dtype=x.dtype, device=device) if bias else None,
+            shared,
+            shared[parts:] if bias else shared,
+            splits,
+            shares,
+            len(chunks.dead) if fills else 0,
+            "tf32" if tf32 else "ieee",
+        )
+
+    def _multiply(
+        self, made: _Made, chunks: _Chunks, given: tuple[Tensor, Tensor, Tensor | None], like: tuple[Any, ...]
+    ) -> None:
+        (n, k), tile, (grad, x, shown) = self._layout.weight.shape, self._layout.tile, given
+        tokens, products, strips = x.shape[0], chunks.count * made.splits, -(-n // _STRIP)
+        arguments = (
+            grad, x, chunks.chunks, chunks.columns, shown, chunks.dead, made.parts, made.summed,
+            made.result, tokens, n, k, grad.stride(0), x.stride(0), chunks.count, _share(tokens, made.splits), products,
+            strips, strips * made.shares, _share(tokens, made.shares), _TOKENS, tile.height, tile.width, chunks.side,
+            made.splits > 1, n % tile.height == 0 and k % tile.width == 0, shown is not None, made.bias is not None,
+            _STRIP, made.precision, INTERPRETED,
+        )  # fmt: skip
+        programs = products + strips * made.shares + made.zeros
+        _multiply(programs, arguments, x.device, _OPTIONS, like, (0, 1, 4, 6, 7, 8))
+
+    def _add(self, made: _Made, chunks: _Chunks, shown: Tensor | None, like: tuple[Any, ...]) -> None:
+        (n, k), tile = self._layout.weight.shape, self._layout.tile
+        rows = min(16, tile.height)
+        products = chunks.count * (tile.height // rows) if made.splits > 1 else 0
+        arguments = (
+            made.parts, chunks.chunks, chunks.columns, shown, made.summed, made.result, made.bias, n, k,
+            chunks.count, made.splits, products, made.shares, tile.height, tile.width, chunks.side, rows,
+            shown is not None, made.bias is not None, _STRIP,
+        )  # fmt: skip
+        programs = products + (0 if made.bias is None else -(-n // _STRIP))
+        _add(programs, arguments, made.result.device, None, like, (0, 3, 4, 5, 6))
 
     def _splits(self, count: int, tokens: int, device: torch.device) -> int:
         """Return into how many shares the tokens are split, so that every processor has work."""
-        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-        wanted = -(-_PROGRAMS_PER_PROCESSOR * processors // count)
+        wanted = -(-_PROGRAMS_PER_PROCESSOR * _processors(device) // count)
         return max(1, min(wanted, tokens // _LEAST_TOKENS, 16))
 
     def _chunks(self, device: torch.device) -> _Chunks:
         if device not in self._on:
             made = _chunked(self._kept, self._layout)
-            self._on[device] = _Chunks(made.chunks.to(device), made.columns.to(device), made.side)
+            chunks, columns, dead = (each.to(device) for each in (made.chunks, made.columns, made.dead))
+            self._on[device] = _Chunks(chunks, columns, made.side, dead)
         return self._on[device]
 
 
@@ -173,7 +267,17 @@ def _chunked(kept: Tensor, layout: BlockLayout) -> _Chunks:
     number = torch.arange(len(block_rows))
     left = kept.sum(1)[block_rows] - (number - begins[block_rows]) * side
     chunks = torch.stack([block_rows, number * side, left.clamp(max=side)], 1).to(torch.int32)
-    return _Chunks(chunks.contiguous(), columns, side)
+    return _Chunks(chunks.contiguous(), columns, side, (~kept).nonzero().to(torch.int32).contiguous())
+
+
+def _share(tokens: int, shares: int) -> int:
+    """Return how many tokens one of so many shares has, a multiple of what is multiplied at once."""
+    return -(-tokens // (max(1, shares) * _TOKENS)) * _TOKENS
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def _rows(matrix: Tensor) -> Tensor:
