@@ -126,12 +126,11 @@ class MatrixKernel(LinearKernel):
 
     def __init__(self, spec: KernelSpec, tile: MatrixTile, operand: torch.dtype) -> None:
         self._tile, self._operand, self._activation = tile, operand, spec.epilogue.activation
-        self._residual = spec.epilogue.residual
         self._result = HALF_FORMATS[str(spec["input"].format)]
         self._layout = MatrixLayout(spec["weight"], operand.itemsize)
         self._outputs, self._inputs = spec["weight"].shape
         self._columns = -(-self._outputs // tile.outputs)
-        self._loaded: dict[torch.device, tuple[Function, Callable[[int, int, int, int], bytes], int]] = {}
+        self._loaded: dict[tuple[torch.device, bool], tuple[Function, Callable[[int, int, int, int], bytes], int]] = {}
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         """Return the packed weight (N, K) of the dtype that the kernel was built for."""
@@ -174,7 +173,7 @@ class MatrixKernel(LinearKernel):
             x = x.clone(memory_format=torch.contiguous_format)
         residual = fitting_residual(residual, tokens, self._outputs)
         bias = None if bias is None else bias.contiguous()
-        function, described, processors = self._loaded.get(device) or self._load(device)
+        function, described, processors = self._load(device, residual is not None)
         token_tiles = -(-tokens // tile.tokens)
         tiles = token_tiles * self._columns
         x_scales, w_scales = scales or (None, None)
@@ -187,15 +186,22 @@ class MatrixKernel(LinearKernel):
         function.launch((min(tiles, processors * tile.ctas // tile.cluster) * tile.cluster, 1), call, device)
         return y
 
-    def _load(self, device: torch.device) -> tuple[Function, Callable[[int, int, int, int], bytes], int]:
+    def _load(
+        self,
+        device: torch.device,
+        residual: bool,  # noqa: FBT001 - the other half of a key
+    ) -> tuple[Function, Callable[[int, int, int, int], bytes], int]:
+        """Return the function, what describes x to it, and the number of multiprocessors; found again by both."""
+        known = self._loaded.get((device, residual))
+        if known is not None:
+            return known
         tile, size = self._tile, self._operand.itemsize
         block = ((tile.groups + 1) * 128, tile.shared_bytes(size))
-        spec, constants = (self._result, self._activation), {"FORMAT": int(size == 1), "RESIDUAL": int(self._residual)}
+        spec, constants = (self._result, self._activation), {"FORMAT": int(size == 1), "RESIDUAL": int(residual)}
         function = load_tile("matrix24", tile, spec, block, device, constants, early=True, exactly=True)
-        box = (tile.tokens // tile.cluster, _ROW // size)
-        described = tensor_map(self._operand, box, _SWIZZLE, function.context)
+        described = tensor_map(self._operand, (tile.tokens // tile.cluster, _ROW // size), _SWIZZLE, function.context)
         loaded = function, described, torch.cuda.get_device_properties(device).multi_processor_count
-        self._loaded[device] = loaded
+        self._loaded[device, residual] = loaded
         return loaded
 
 
