@@ -307,3 +307,25 @@ def test_a_model_that_does_not_repeat_itself_runs_as_it_is():
     assert not fast.parts
     assert "does not repeat itself" in fast.report.notes[-1]
     assert fast(torch.randn(4, 32)).shape == (4, 8)
+
+
+class Unordered(nn.Module):
+    """Modules whose names are in another order than they are made, and are many."""
+
+    def __init__(self):
+        super().__init__()
+        self.z, self.a = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(11))
+
+    def forward(self, x):
+        for layer in (self.z, self.a, *self.layers):
+            x = layer(x) if float(x.sum()) < 1e9 else -layer(x)
+        return x
+
+
+def test_many_parts_come_back_in_their_places(tmp_path):
+    model, x = nets.pruned(Unordered()), torch.randn(4, 32)
+    fast = sparta.compile(model, x, tune="off")
+    assert len(fast.parts) == 13
+    fast.save(tmp_path / "parts.sparta")
+    torch.testing.assert_close(sparta.load(tmp_path / "parts.sparta", model=Unordered())(x), fast(x))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, cast
@@ -25,6 +25,7 @@ from sparta.compiler.graph.bounds import check_sizes
 from sparta.compiler.graph.program import assemble
 from sparta.compiler.graph.serialize import graph_from_json, graph_to_json
 from sparta.compiler.graph.signature import Signature
+from sparta.compiler.numbers import a_whole_number
 from sparta.compiler.plan import Plan, choice_from_dict
 from sparta.compiler.report import Report
 from sparta.compiler.run.compiled_model import CompiledModel
@@ -71,7 +72,7 @@ def save_parts(model: PartialModel, path: str | os.PathLike[str], sign: Sign = N
     parts = {}
     for number, (name, part) in enumerate(model.parts.items()):
         own: dict[str, Tensor] = {}
-        parts[name] = _payload(part, own)
+        parts[name] = {**_payload(part, own), "number": number}  # the file does not keep the order of names
         tensors.update({f"{number}/{key}": tensor for key, tensor in own.items()})
     for name, tensor in _rest(model.model, model.names).items():
         tensors[f"rest/{name}"] = tensor
@@ -194,7 +195,7 @@ def _with_parts(
         raise ValueRangeError(message(f"a model without {missing[0]!r}", "the model that was compiled"))
     with reading(path):
         budget = Budget.of_file(path, most)
-        for number, (name, fields) in enumerate(parts.items()):
+        for number, name, fields in _numbered(parts, list(known)):
             own = {key.removeprefix(f"{number}/"): t for key, t in tensors.items() if key.startswith(f"{number}/")}
             replace_module(copy, name, _Reader(own, fields, budget, device).model(tune=tune, most=most))
         reader = _Reader(tensors, payload, budget, device)
@@ -208,6 +209,14 @@ def _with_parts(
         for name, tensor in rest.items():
             tensor.copy_(stored[name])
     return found if device is None else found.to(device)
+
+
+def _numbered(parts: Mapping[str, Any], order: Sequence[str]) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+    """Yield the modules of a file with the numbers of their tensors; older files number them as the model has them."""
+    places = {name: place for place, name in enumerate(order)}
+    for number, name in enumerate(sorted(parts, key=places.__getitem__)):
+        fields = parts[name]
+        yield a_whole_number(fields.get("number", number), "the number of a module"), name, fields
 
 
 class _Reader:
