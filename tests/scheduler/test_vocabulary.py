@@ -113,9 +113,8 @@ def test_the_guide_names_every_keyword_argument():
         for name, made in registry._types.items():
             if not made.__module__.startswith("sparta."):
                 continue
-            for parameter in list(inspect.signature(made).parameters)[registry._given :]:
-                if f"`{parameter}`" not in guide:
-                    missing.append(f"{name}.{parameter}")
+            parameters = list(inspect.signature(made).parameters)[registry._given :]
+            missing += [f"{name}.{one}" for one in parameters if f"`{one}`" not in guide]
     assert not missing
 
 
