@@ -47,10 +47,10 @@ def find_compiler(names: tuple[str, ...]) -> list[str] | None:
     return None
 
 
-def compiled(compiler: list[str], flags: tuple[str, ...]) -> bytes | None:
+def compiled(compiler: list[str], flags: tuple[str, ...], native: Path) -> bytes | None:
     """Return the library that the compiler makes of the kernels, or None where it cannot."""
     with tempfile.TemporaryDirectory(prefix="sparta-") as folder:
-        output, native = Path(folder) / "kernels.so", CPU / "native"
+        output = Path(folder) / "kernels.so"
         command = [*compiler, *flags, f"-I{native}", str(native / "api.cpp"), "-o", str(output)]
         try:
             subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=1200)  # noqa: S603 - no shell
@@ -79,13 +79,15 @@ class BuildWithKernels(build_py):
         if compiler is None:
             return
         x86 = platform.machine().lower() in ("x86_64", "amd64")
-        built = {isa: compiled(compiler, flags.compiler_flags(isa)) for isa in (flags.ISAS if x86 else ("portable",))}
+        isas = flags.ISAS if x86 else ("portable",)
+        native = Path(self.build_lib) / PREBUILT.parent / "native"  # those that go into the package
+        built = {isa: compiled(compiler, flags.compiler_flags(isa), native) for isa in isas}
         libraries = {isa: code for isa, code in built.items() if code is not None}
         folder = Path(self.build_lib) / PREBUILT
         folder.mkdir(parents=True, exist_ok=True)
         for isa, code in libraries.items():
             (folder / f"{isa}.so").write_bytes(code)
-        (folder / flags.MANIFEST).write_bytes(flags.manifest(CPU / "native", libraries))
+        (folder / flags.MANIFEST).write_bytes(flags.manifest(native, libraries))
 
 
 class MaybeNative(Distribution):

@@ -28,6 +28,8 @@ nitpicky = False
 html_theme = "pydata_sphinx_theme"
 html_title = "SparTA"
 html_static_path = ["_static"]
+html_css_files = ["sparta.css"]
+html_sidebars: dict[str, list[str]] = {"index": [], "performance": [], "contributing": []}  # without pages below them
 html_theme_options = {
     "show_prev_next": True,
     "navigation_with_keys": False,

@@ -15,7 +15,15 @@ from sphinx.util.docutils import SphinxDirective
 
 __all__ = ["TABLES", "Support"]
 
-_DEVICES = {"cuda": "CUDA", "triton": "CUDA", "cpu": "CPU", "onednn": "CPU", "torch-int8": "CPU", "tvm": "CPU"}
+_DEVICES = {
+    "cuda": "CUDA",
+    "cusparselt": "CUDA",
+    "triton": "CUDA",
+    "cpu": "CPU",
+    "onednn": "CPU",
+    "torch-int8": "CPU",
+    "tvm": "CPU",
+}
 
 
 def _first_sentence(thing: object) -> str:
@@ -36,7 +44,10 @@ def kernels() -> str:
         name = f"{cls.name} {cls.__module__.rpartition('.')[2]}".lower()
         return next((label for part, label in _DEVICES.items() if part in name), "CPU and CUDA")
 
-    rows = [[f"`{cls.op}`", f"`{cls.name}`", device(cls), _first_sentence(cls)] for cls in IMPLEMENTS]
+    rows, before = [], ""
+    for cls in IMPLEMENTS:
+        rows.append([f"`{cls.op}`" if cls.op != before else "", f"`{cls.name}`", device(cls), _first_sentence(cls)])
+        before = cls.op
     return _markdown(["operation", "implement", "device", "what it is"], rows)
 
 
