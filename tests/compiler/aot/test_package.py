@@ -98,6 +98,18 @@ def test_int8_layers_of_a_compiled_model_are_operators(operators):
         torch.ops.sparta_aot.int8_linear(
             torch.ones(2, layers[0]._numbers[1]), [layers[0].values] * 3, layers[0]._arrays(), layers[0]._numbers, None
         )
+    first = layers[0]
+    assert first._numbers[-1] == 1  # symmetric rounding makes no -128, which lets quicker kernels run
+    least = first.values.clone()
+    least.view(torch.int8)[0] = -128
+    with pytest.raises(RuntimeError, match="a weight of -128"):
+        torch.ops.sparta_aot.int8_linear(
+            torch.ones(2, first._numbers[1], dtype=torch.int8),
+            [least, first.row_sums, first.multiplier],
+            first._arrays(),
+            first._numbers,
+            None,
+        )
 
 
 @needs_compiler

@@ -379,8 +379,22 @@ def test_a_chain_is_a_host_that_competes_is_saved_and_loaded(monkeypatch, own_st
         for lead in ((2, 20), (1, 5), (3, 31)):
             other = torch.randn(*lead, 32)
             torch.testing.assert_close(each(other), model(other).detach(), rtol=1e-4, atol=1e-5)
-    moved = copy.deepcopy(fast).to(torch.bfloat16)  # chains are float32: the graph runs eagerly
-    assert moved(x.bfloat16()).dtype == torch.bfloat16
+    moved = copy.deepcopy(fast).to(torch.bfloat16)
+    torch.testing.assert_close(moved(x.bfloat16()), model(x).detach().bfloat16(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_models_are_computed_in_real_numbers_between_their_ends(monkeypatch, dtype):
+    choosing(monkeypatch, tiled)
+    model, x = nets.pruned(nn.Sequential(Layer(), Layer())).to(dtype), torch.randn(2, 9, 32).to(dtype)
+    fast = sparta.compile(model, x, tune="off")
+    chain = Chained(fast.graph)
+    program = chain.program(x)
+    assert program.calls == 2  # into float32 and back
+    with torch.no_grad():
+        y, exact = chain(x)[0], model.double()(x.double())
+    assert y.dtype == dtype
+    assert (y.double() - exact).norm() <= torch.finfo(dtype).eps * exact.norm()
 
 
 def test_dense_products_do_what_follows_them():

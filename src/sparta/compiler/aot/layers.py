@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparta.specialize.conv.cpu_packed import PackedConv
 from sparta.specialize.cpu.library import STREAM_FORMS, activation_code, fused_activation
-from sparta.specialize.int8_linear.cpu_packed import PackedInt8Linear
+from sparta.specialize.int8_linear.cpu_packed import PackedInt8Linear, no_least_weight
 from sparta.specialize.int8_linear.quantization import Quantization
 from sparta.specialize.int8_linear.quantized import INT8_IMPLEMENTS, row_scales
 from sparta.specialize.int8_linear.spec import requantization
@@ -141,6 +141,7 @@ class Int8Layer(_Packed):
         self._numbers = [
             packed.shape[0], packed.shape[1], layout.shape[1], layout.groups, packed.tile.block, packed.tile.mv,
             int(self._inside), self._grid.zero_point, _OUTPUTS[dtype], 0 if output is None else output.zero_point,
+            int(no_least_weight(operands[0])),
         ]  # fmt: skip
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -22,7 +22,7 @@ from sparta.specialize.cpu.packing import is_float, pack_mask
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.int8_linear.cpu_panel import UNIT, Int8Panel, whole_units
 
-__all__ = ["SCALES", "Int8Options", "Int8Panel", "PackedInt8Linear"]
+__all__ = ["SCALES", "Int8Options", "Int8Panel", "PackedInt8Linear", "no_least_weight"]
 
 SCALES = (1e-37, 1e37)
 """Scales whose inverse is a number in float32, and not 0."""
@@ -337,7 +337,7 @@ class PackedInt8Linear:
             self._matrix(values),
             (*addresses, row_sums.data_ptr()),
             kept,
-            no_least_weight=not bool((values.view(torch.int8) == _LEAST_WEIGHT).any()),
+            no_least_weight=no_least_weight(values),
         )
 
     def _matrix(self, values: Tensor) -> PanelMatrix:
@@ -365,6 +365,15 @@ class Bound(NamedTuple):
         values, multiplier, offset, lay, *_ = self
         same = packed[0] is values and scales[0] is multiplier and scales[1] is offset
         return same and _places(values, multiplier, offset) == lay
+
+
+def no_least_weight(values: Tensor) -> bool:
+    """Tell whether no weight among packed values is -128, so that quicker kernels are exact.
+
+    >>> no_least_weight(torch.tensor([-127, 127, 0, 3], dtype=torch.int8).view(torch.int32))
+    True
+    """
+    return not bool((values.view(torch.int8) == _LEAST_WEIGHT).any())
 
 
 def _places(values: Tensor, multiplier: Tensor, offset: Tensor | None) -> tuple[int, int, int]:

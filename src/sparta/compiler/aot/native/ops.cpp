@@ -5,6 +5,7 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 
 #include "api.cpp"
@@ -20,7 +21,9 @@ constexpr int64_t kMostPadding = 1024;  // pixels that a result may have more th
 enum ConvNumber { cChannels, cInputs, cGroups, cBlock, cVectors, cInterleave, cPrefetch, cInChannels, cInRows, cInColumns,
                   cOutRows, cOutColumns, cStrideRows, cStrideColumns, cSlots, cRowWidth, cBandTokens, cReach, cPlane,
                   cDirect, cChunks, cActivation, cNumbers };
-enum Int8Number { iChannels, iInputs, iUnits, iGroups, iBlock, iVectors, iRelu, iInputZero, iOutput, iOutputZero, iNumbers };
+enum Int8Number {
+  iChannels, iInputs, iUnits, iGroups, iBlock, iVectors, iRelu, iInputZero, iOutput, iOutputZero, iNoLeastWeight, iNumbers
+};
 
 using sparta_aot::Array;
 using sparta_aot::Panel;
@@ -241,6 +244,10 @@ void check_int8(at::TensorList operands, at::TensorList arrays, at::IntArrayRef 
   TORCH_CHECK(operands[1].scalar_type() == at::kInt && operands[1].numel() == n[iChannels],
               "sparta_aot::int8_linear: the sums of rows must be int32 (", n[iChannels], ")");
   sparta_aot::check_bias(operands[2], n[iChannels], "the multiplier");
+  if (!n[iNoLeastWeight]) return;  // kernels that are quicker without a weight of -128 would give wrong sums with one
+  const int8_t* values = static_cast<const int8_t*>(operands[0].const_data_ptr());
+  TORCH_CHECK(std::count(values, values + operands[0].nbytes(), int8_t{-128}) == 0,
+              "sparta_aot::int8_linear: a weight of -128 in a package that says there is none");
 }
 
 // Integers (M, K) times a weight; `operands` are its packed values, the sums of its rows, and one factor per channel.
@@ -256,6 +263,7 @@ at::Tensor int8_linear(const at::Tensor& x, at::TensorList operands, at::TensorL
   }
   check_number(n[iUnits] * 4, n[iInputs], n[iInputs] + 3, "four times the units");
   check_number(n[iOutput], 0, 2, "the dtype of the output");
+  check_number(n[iNoLeastWeight], 0, 1, "whether no weight is -128");
   for (const Int8Number number : {iInputZero, iOutputZero}) check_number(n[number], -128, 255, "a zero point");
   checked().once(together(arrays, {operands[0], operands[1], operands[2]}), n, [&] { check_int8(operands, arrays, n); });
   sparta_aot::check_bias(offset, n[iChannels], "the offset");
@@ -294,6 +302,7 @@ at::Tensor int8_linear(const at::Tensor& x, at::TensorList operands, at::TensorL
   call.output = static_cast<int32_t>(n[iOutput]);
   call.y_zero = static_cast<int32_t>(n[iOutputZero]);
   call.threads = static_cast<int32_t>(at::get_num_threads());
+  call.no_least_weight = n[iNoLeastWeight] != 0;
   TORCH_CHECK(!sparta_multiply_int8(&matrix, &call),
               "sparta_aot::int8_linear: the library was built for another processor than the model was packed for");
   return y;

@@ -19,7 +19,6 @@ from sparta.compiler.run.chain.values import NotChained
 from sparta.compiler.run.eager import with_fast_paths
 from sparta.compiler.run.kernel_module import KernelModule
 from sparta.errors import SpartaError
-from sparta.specialize.cpu.chain import Product
 
 __all__ = ["Chained", "chainable"]
 
@@ -57,7 +56,7 @@ class Chained:
     def __init__(self, module: fx.GraphModule, *, any_size: bool = False) -> None:
         self._module, self._any_size = module, any_size
         self._programs: OrderedDict[Any, Program | None] = OrderedDict()
-        self._packed: dict[Any, Product | None] = {}  # dense layers, shared by all sizes
+        self._packed: dict[Any, Any] = {}  # what all sizes share
         self._eager: Callable[..., Any] | None = None
 
     def __call__(self, *leaves: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from sparta.specialize.linear.cpu_dense import dense_product, dense_tile
 
 __all__ = ["ImageItem", "Item", "Linear", "Native", "PythonCall", "Trace"]
 
+_SHORT = (torch.bfloat16, torch.float16)
 _FEWEST_TOKENS = 8  # of a dense layer; with fewer, its weight is read faster as it is
 _LARGEST_CONSTANT = 1 << 24  # bytes that are kept for one size
 
@@ -107,7 +109,10 @@ class Trace:
     threads
         How many will run it.
     packed
-        Dense layers that were packed for other sizes; new ones are added.
+        Dense layers that were packed for other sizes, and tensors that were widened; new ones are added.
+    widen
+        Whether models in bf16 and fp16 are computed in fp32 between their inputs and results, as the kernels do anyway:
+        nothing is rounded on the way, and nothing is converted there and back.
 
     Attributes
     ----------
@@ -122,12 +127,14 @@ class Trace:
     module: fx.GraphModule
     leaves: Sequence[Any]
     threads: int
-    packed: dict[Any, Product | None] = field(default_factory=dict)
+    packed: dict[Any, Any] = field(default_factory=dict)
+    widen: bool = True
     items: list[Item] = field(default_factory=list)
     outputs: Any = None
     slots: int = 0
     _values: dict[fx.Node, Any] = field(default_factory=dict)
     _storages: Storages = field(default_factory=Storages)
+    _widened: bool = False
 
     def __post_init__(self) -> None:
         self.slots = len(self.leaves)
@@ -143,6 +150,8 @@ class Trace:
                 self._values[node] = self._layer(node)
             else:
                 self._values[node] = self._call(node)
+        if self._widened:
+            self._narrow_outputs()
 
     # ------------------------------------------------------------------ what is there before
 
@@ -151,17 +160,55 @@ class Trace:
             return leaf
         if leaf.device.type != "cpu":
             raise NotChained(f"an input on {leaf.device}")
-        return self._storages.put(meta_like(leaf), Slot(number))
+        value = self._storages.put(meta_like(leaf), Slot(number))
+        if not self._is_short(leaf):
+            return value
+        return self._python(Tensor.float, (value,), {}, torch.empty(leaf.shape, device="meta"))
+
+    def _is_short(self, tensor: Tensor) -> bool:
+        """Whether a tensor is widened; from then on so is all else."""
+        short = self.widen and tensor.dtype in _SHORT
+        self._widened |= short
+        return short
+
+    def _wide(self, tensor: Tensor) -> Tensor:
+        """Return a fixed tensor in float32, widened once for all sizes."""
+        if not self._is_short(tensor):
+            return tensor
+        key = ("wide", tensor.data_ptr(), tensor.shape, tensor.stride())
+        if key not in self.packed:
+            self.packed[key] = tensor.float()
+        found: Tensor = self.packed[key]
+        return found
+
+    def _narrow_outputs(self) -> None:
+        """Return results in the dtypes that the graph gives them."""
+        plain = Trace(self.module, self.leaves, self.threads, widen=False).outputs
+        if not isinstance(plain, (list, tuple)):
+            raise NotChained("results in a structure")
+        pairs = zip(self.outputs, plain, strict=True)
+        self.outputs = type(plain)(
+            self._python(Tensor.to, (one, two.meta.dtype), {}, meta_like(two.meta))
+            if isinstance(one, Value) and one.meta.dtype != two.meta.dtype
+            else one
+            for one, two in pairs
+        )
 
     def _constant(self, tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
+        tensor = self._wide(tensor)
         if tensor.device.type != "cpu" or tensor.is_neg() or tensor.is_conj() or tensor.layout != torch.strided:
             raise NotChained("a tensor that is not plain memory on the CPU")
         return self._storages.put(meta_like(tensor), Constant(tensor))
 
     def _arguments(self, tree: Any) -> Any:
-        return mapped(tree, lambda each: self._values[each] if isinstance(each, fx.Node) else each)
+        def change(each: Any) -> Any:
+            if isinstance(each, fx.Node):
+                return self._values[each]
+            return torch.float32 if self.widen and isinstance(each, torch.dtype) and each in _SHORT else each
+
+        return mapped(tree, change)
 
     # ------------------------------------------------------------------ calls
 
@@ -239,7 +286,7 @@ class Trace:
         x, residual = args[0], args[1] if len(args) > 1 else None
         lowering = layer.fused.lowering
         kernel, packed = layer.kernel_for(lowering.size(x.meta))
-        product = kernel.product(packed, layer.bias)
+        product = kernel.product(packed, None if layer.bias is None else self._wide(layer.bias))
         found = None
         if isinstance(product, Product):
             found = self._linear(product, x, residual)
@@ -250,8 +297,12 @@ class Trace:
         dtype, fused = layer.live.dtype, layer.fused
         weight = torch.empty(fused.weight.shape, dtype=dtype, device="meta")
         shape = lowering.dense(weight, x.meta.to(dtype), None, fused.attributes).shape
+        run = layer.fast_path() or layer.run
+        if self._is_short(layer.live):
+            meta = torch.empty(shape, device="meta")
+            return self._python(partial(_in_short, run, dtype), (x, residual), {}, meta)
         meta = torch.empty(shape, dtype=lowering.result_dtype(dtype, fused.attributes), device="meta")
-        return self._python(layer.fast_path() or layer.run, (x, residual), {}, meta)
+        return self._python(run, (x, residual), {}, meta)
 
     def _dense(self, x: Value, weight: Value, bias: Value | None = None) -> Value | None:
         """Return a dense layer with fixed tensors as a product, where there are tokens enough to fill vectors."""
@@ -296,6 +347,11 @@ class Trace:
         room = Made(found.room) if found.room else None
         self.items.append(ImageItem(found, x, residual, result, room))
         return result
+
+
+def _in_short(run: Callable[..., Tensor], dtype: torch.dtype, x: Tensor, residual: Tensor | None) -> Tensor:
+    """Return what a layer of a short dtype makes of float32."""
+    return run(x.to(dtype), None if residual is None else residual.to(dtype)).float()
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 // softmax(q k^T * scale + mask) v for encoders: all heads of all sequences, queries in blocks. A head's keys are
-// transposed once, so that both products run with vectors along their last dim and broadcast the other operand; the
-// scores of a block stay in the cache between them, and rows are divided by their sums only at the end.
+// transposed once and its values put together, so that both products run with vectors along their last dim and broadcast
+// the other operand; the scores of a block stay in the cache between them, and rows are divided by their sums only at the end.
 #pragma once
 
 #include <cmath>
@@ -159,7 +159,7 @@ class AttentionThread {
 
   bool run(int64_t index, int64_t count) {
     static thread_local Scratch scratch;
-    const int64_t values = padded_values_ == call_.value_width ? 0 : call_.keys * padded_values_;
+    const int64_t values = call_.keys * padded_values_;
     float* memory = scratch.get(padded_keys_ * (call_.width + kQueriesTogether + 1) + values +
                                 kQueriesTogether * (padded_values_ + 1));
     if (!memory) return false;
@@ -186,17 +186,13 @@ class AttentionThread {
   void pack(int64_t sequence, int64_t head) {
     pack_tile(call_.k + sequence * call_.k_strides[0] + head * call_.k_strides[1], call_.k_strides[2], call_.keys, 0,
               call_.width, padded_keys_, turned_);
-    head_values_ = call_.v + sequence * call_.v_strides[0] + head * call_.v_strides[1];
-    values_stride_ = call_.v_strides[2];
-    if (padded_values_ == call_.value_width) return;
-    for (int64_t s = 0; s < call_.keys; ++s) {  // rows that end within a vector
+    // Rows of other heads lie between those of one, so far apart that they would push each other out of the first cache.
+    const float* values = call_.v + sequence * call_.v_strides[0] + head * call_.v_strides[1];
+    for (int64_t s = 0; s < call_.keys; ++s) {
       for (int64_t d = 0; d < padded_values_; d += kLanes) {
-        const int64_t present = std::max<int64_t>(0, call_.value_width - d);
-        store(values_ + s * padded_values_ + d, load_some(head_values_ + s * values_stride_ + d, present));
+        store(values_ + s * padded_values_ + d, load_some(values + s * call_.v_strides[2] + d, call_.value_width - d));
       }
     }
-    head_values_ = values_;
-    values_stride_ = padded_values_;
   }
 
   // What the mask adds to the scores of one query, the same as for the query before where it says the same.
@@ -230,7 +226,7 @@ class AttentionThread {
     }
     float* y = call_.y + sequence * call_.y_strides[0] + head * call_.y_strides[1] + first * call_.y_strides[2];
     const bool whole = padded_values_ == call_.value_width;
-    multiply_dense({scores_, padded_keys_, head_values_, values_stride_, call_.keys, factors_, whole ? y : result_,
+    multiply_dense({scores_, padded_keys_, values_, padded_values_, call_.keys, factors_, whole ? y : result_,
                     whole ? call_.y_strides[2] : padded_values_},
                    rows, padded_values_ / kLanes);
     if (whole) return;
@@ -243,8 +239,7 @@ class AttentionThread {
   const int64_t padded_keys_, padded_values_;
   float *turned_ = nullptr, *scores_ = nullptr, *added_ = nullptr, *values_ = nullptr, *result_ = nullptr;
   float* factors_ = nullptr;
-  const float* head_values_ = nullptr;
-  int64_t values_stride_ = 0, added_from_ = -1;
+  int64_t added_from_ = -1;
 };
 
 // False when memory ran out.
