@@ -31,7 +31,7 @@ MAY_USE = {
     "hf": {"tesa", "nn"},
     "precision": {"tesa", "create", "specialize"},
     "compiler": {"tesa", "common", "precision", "propagation", "specialize", "nn", "measure", "reporting", "signing"},
-    "generation": {"tesa", "common", "propagation", "specialize", "nn", "measure", "compiler", "signing"},
+    "generation": {"tesa", "common", "propagation", "specialize", "nn", "measure", "compiler", "signing", "precision"},
     "planning": {"tesa", "common", "oneshot", "precision", "propagation", "specialize", "compiler"},
 }
 EVERYTHING = {"cli", "demo", "__init__"}

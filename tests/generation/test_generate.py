@@ -10,7 +10,7 @@ from transformers import DynamicCache, StoppingCriteria, TextStreamer
 
 import sparta
 from generation.language_models import MODELS, PROGRAMS, llama, pruned
-from sparta.errors import ValueRangeError
+from sparta.errors import SpartaError, ValueRangeError
 from sparta.generation import compile_generator
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
@@ -219,6 +219,16 @@ def test_auto_precision_stays_within_the_loss(ids):
     assert any("not in int8" in note for note in strict.report.notes)
     falling = compile_generator(model, ids, tune="off", precision="auto", metric=lambda m: float(m is model))
     assert falling.program is not None
+
+
+def test_calibration_prompts_measure_what_int8_costs(ids):
+    model = pruned("llama")
+    prompts = [torch.randint(0, 96, ids.shape) for _ in range(3)]
+    fast = sparta.compile(model, ids, tune="off", precision="int8", calibration=prompts)
+    assert any("logits of 3 calibration batches differ" in note for note in fast.report.notes)
+    for wrong in ([], ids, [{"input_ids": ids, "labels": ids}]):
+        with pytest.raises(SpartaError, match="calibration"):
+            sparta.compile(model, ids, tune="off", precision="int8", calibration=wrong)
 
 
 def test_what_it_refuses(both, ids):

@@ -43,6 +43,7 @@ from sparta.generation.packed_linear import PackedLinear, dense_products
 from sparta.generation.packing import packed_layers, program_plans, put_program
 from sparta.generation.trials import agreement, certified, decode_call, named_example, outputs, prompt_call, timed
 from sparta.modules import set_member
+from sparta.precision.data import checked_batches
 from sparta.specialize.tuning.significance import LEAST_GAIN, pairs_of
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.spec import Spec
@@ -81,6 +82,7 @@ def compile_generator(  # noqa: PLR0913 - one call says all there is to say abou
     verify: bool = True,
     budget_s: float | None = None,
     precision: str | None = None,
+    calibration: Any = None,
     max_loss: float | None = None,
     metric: Callable[[nn.Module], float] | None = None,
     progress: Progress | bool | None = None,
@@ -101,6 +103,9 @@ def compile_generator(  # noqa: PLR0913 - one call says all there is to say abou
     precision
         ``"fp32"`` (the default); ``"int8"``: weights of linear layers are rounded to 8 bits with a scale per row, on
         the CPU; or ``"auto"``: int8 where it costs no more than `max_loss`. The report tells what it costs.
+    calibration
+        Prompts, as an iterable of what `example_inputs` is: the loss of int8 is measured on them. Weights have the only
+        grids there are, so ranges need no data; None takes the example.
     max_loss
         The loss that int8 may cost: what `metric` falls by (0 by default), or without one the norm of the change of
         the logits over their norm (0.1 by default). Beyond it the model stays in fp32.
@@ -128,7 +133,14 @@ def compile_generator(  # noqa: PLR0913 - one call says all there is to say abou
     on_cpu = next(base.parameters()).device.type == "cpu"
     limit = _Limit(max_loss, metric) if precision == "auto" or max_loss is not None or metric is not None else None
     int8 = precision == "int8" or (precision == "auto" and on_cpu)
-    return _Compilation(base, example, tesas, session, int8=int8, limit=limit, check=verify).run()
+    prompts = None if calibration is None else _prompts(base, calibration, example_inputs)
+    return _Compilation(base, example, tesas, session, int8=int8, limit=limit, check=verify, prompts=prompts).run()
+
+
+def _prompts(base: nn.Module, calibration: Any, example: Any) -> list[dict[str, Any]]:
+    """Return calibration data as calls by name."""
+    batches = checked_batches(calibration, example)
+    return [pytree.tree_map(lambda leaf: _moved_leaf(leaf, base), named_example(base, batch)) for batch in batches]
 
 
 @dataclass(frozen=True)
@@ -161,9 +173,11 @@ class _Compilation:
         int8: bool,
         limit: _Limit | None,
         check: bool,
+        prompts: list[dict[str, Any]] | None = None,
     ) -> None:
         self.base, self.example, self.tesas, self.session = base, example, tesas, session
         self.int8, self.limit, self.check = int8, limit, check
+        self.prompts = prompts or [example]
         try:
             with torch.no_grad():
                 self.output = type(base(**example))
@@ -224,10 +238,12 @@ class _Compilation:
             self.session.gave_up("no decode program", error)
             return None
         if self.int8:
-            relative, same = agreement(outputs(self.base, self.example), outputs(fast, self.example))
+            before, after = ([t for each in self.prompts for t in outputs(m, each)] for m in (self.base, fast))
+            relative, same = agreement(before, after)
+            whose = "the example" if self.prompts[0] is self.example else f"{len(self.prompts)} calibration batches"
             self.session.note(
-                f"int8: logits of the example differ from those before rounding by {relative:.2g} (relative); "
-                f"{same:.1%} of its tokens have the same likeliest next one"
+                f"int8: logits of {whose} differ from those before rounding by {relative:.2g} (relative); "
+                f"{same:.1%} of the tokens have the same likeliest next one"
             )
             too_much = "" if self.limit is None else self.limit.exceeded(self.base, fast, relative)
             if too_much:
