@@ -12,7 +12,8 @@ from torch import nn
 from scheduler.nets import small_net, step_of
 from sparta.errors import ShapeError, ValueRangeError
 from sparta.scheduler import AmpereScheduler, Setup, kept_magnitude, search_permutation
-from sparta.scheduler.channels import find_spaces, permute_space
+from sparta.scheduler.channels import find_spaces
+from sparta.scheduler.spaces import permute_space
 from sparta.tesa.patterns import NM
 
 
@@ -234,7 +235,66 @@ def conv1d():
     )
 
 
+class Norms(nn.Module):
+    """Norms over channels and space, over space alone, a slope per channel, a mean over space, a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1)
+        self.whole, self.space, self.slope = nn.LayerNorm([16, 8, 8]), nn.LayerNorm([8, 8]), nn.PReLU(16)
+        self.fc, self.out = nn.Linear(16, 32), nn.Linear(32, 8)
+        for norm in (self.whole, self.space):
+            nn.init.normal_(norm.weight)
+        nn.init.normal_(self.slope.weight)
+
+    def forward(self, x):
+        x = self.b(self.slope(self.whole(self.a(x))))
+        x = self.c(torch.relu(self.space(x))).mean((2, 3))
+        return self.out(torch.relu(self.fc(x.view(x.size(0), -1))))
+
+
+class Attends(nn.Module):
+    """Words, encoder layers, attention of one's own with a residual, a mean over words, a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(50, 16)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(16), enable_nested_tensor=False)
+        self.attention, self.norm = nn.MultiheadAttention(16, 2, batch_first=True), nn.LayerNorm(16)
+        self.one = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+        self.head = nn.Linear(16, 8)
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm):
+                nn.init.normal_(module.weight)
+                nn.init.normal_(module.bias)
+
+    def forward(self, ids):
+        x = self.encoder(self.words(ids))
+        x = self.norm(x + self.attention(x, x, x)[0])
+        return self.head(self.one(x).mean(-2))
+
+
+class Branches(nn.Module):
+    """What cannot be traced as a whole: its parts can."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)])
+        self.out = nn.Linear(16, 8)
+
+    def forward(self, x):
+        x = self.inner(x) if x.sum() > 0 else self.inner(-x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
 MODELS = {
+    "norms": (Norms, (2, 3, 8, 8)),
+    "attention": (Attends, (3, 5)),
+    "branches": (Branches, (2, 4, 16)),
     "small": (lambda: small_net(width=32), (2, 3, 8, 8)),
     "residual": (Residual, (2, 3, 8, 8)),
     "dense": (Dense, (2, 3, 8, 8)),
@@ -245,12 +305,17 @@ MODELS = {
 }
 
 
+def input_of(name, shape):
+    return torch.randint(0, 50, shape) if name == "attention" else torch.randn(shape)
+
+
+@pytest.mark.filterwarnings("ignore:the model cannot be traced")
 @pytest.mark.parametrize("name", MODELS)
 def test_permuting_changes_no_output_and_keeps_more(name):
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model = make()
-    x = torch.randn(shape)
+    x = input_of(name, shape)
     for _ in range(2):
         model(x)  # batch norms that are not the identity
     model.eval()
@@ -271,11 +336,12 @@ def test_permuting_changes_no_output_and_keeps_more(name):
         assert kept[0] > 1.005 * kept[1]
 
 
+@pytest.mark.filterwarnings("ignore:the model cannot be traced")
 @pytest.mark.parametrize("name", MODELS)
 def test_any_order_of_a_free_space_changes_no_output(name):
     make, shape = MODELS[name]
     model = make()
-    x = torch.randn(shape)
+    x = input_of(name, shape)
     model(x)
     model.eval()
     before = model(x)
@@ -303,8 +369,19 @@ class Branching(nn.Module):
         return self.fc(x) if x.sum() > 0 else x
 
 
-def test_a_model_that_cannot_be_traced_says_so():
-    with pytest.raises(ValueRangeError, match="which allow_permutation needs"):
-        AmpereScheduler(verbosity=0, allow_permutation=True).prepare_sparse_model(Branching())
+def test_a_model_that_cannot_be_traced_says_so_and_trains_on():
+    scheduler = AmpereScheduler(verbosity=0, allow_permutation=True, alignment=(8, 16))
+    with pytest.warns(UserWarning, match="which allow_permutation needs"):
+        scheduler.prepare_sparse_model(Branching())
+    scheduler.init_optimizer(torch.optim.SGD(scheduler._all[0].module.parameters(), lr=0.1))
+    assert scheduler._masks.sparsity == 0.5
+
+
+def test_what_runs_through_a_transformer_is_one_space():
+    spaces = [space for space in find_spaces(Attends()) if not space.fixed]
+    assert sorted(space.size for space in spaces) == [16, 32, 32, 32]  # the sum, and the inside of three layers
+
+
+def test_a_model_that_cannot_be_traced_may_have_leaves():
     model = nn.Sequential(Branching(), nn.Linear(8, 8))
     AmpereScheduler(Setup(leaf_module=(Branching,)), verbosity=0, allow_permutation=True).prepare_sparse_model(model)

@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.scheduler.base import Exported, Setup, check_iteration, take_config
-from sparta.scheduler.channels import columns_read, find_spaces, permute_space
+from sparta.scheduler.channels import find_spaces
 from sparta.scheduler.export import export_onnx
 from sparta.scheduler.fuse import fuse_batch_norms
 from sparta.scheduler.mask_calculators import mask_calculator
 from sparta.scheduler.permutation import kept_magnitude, search_permutation
 from sparta.scheduler.prepared import refuse_prepared
 from sparta.scheduler.registry import register_scheduler
+from sparta.scheduler.spaces import columns_read, owner_of, permute_space
 from sparta.sparsify import Layer, Masks, find_layers
 from sparta.sparsify.layers import without_frozen
 from sparta.sparsify.logs import Loggers
@@ -225,7 +226,7 @@ class AmpereScheduler(Loggers):
         m, n = (int(number) for number in re.findall(r"\d+", self.mask_calculator)[:2])
         sparse = {id(layer.module) for layer in chosen}
         for space in find_spaces(model, self.setup.leaf_module):
-            readers = [(module, start) for module, start in space.readers if id(module) in sparse]
+            readers = [(module, start) for module, start in space.readers if id(owner_of(module)) in sparse]
             width = space.block or space.size or 0
             # groups of m must not lie across the parts of a concatenation
             if space.fixed or not readers or width % m or width < 2 * m or any(start % m for _, start in readers):
