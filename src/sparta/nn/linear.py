@@ -139,12 +139,14 @@ class SparseLinear(PackedIndex, WeightOperator):
             return self._run(x, self.weight, self.bias) if self.ready else self._dense(x)
         flat = len(shape) == 2
         rows = x if flat else x.reshape(-1, self.in_features)
-        y = None
+        y, held = None, self._parameters  # to ask the module for them takes longer than a small layer
         if not torch.compiler.is_compiling() and (fast_path := self._state.fast_path) is not None:
-            held = self._parameters  # to ask the module for them takes longer than a small layer
             y = fast_path(rows, held.get("weight"), held.get("bias"))
         if y is None:
-            y = run_linear(rows, self.weight, self.bias, self._state, keep=not self.training)
+            # A parametrization has taken what is not there.
+            weight = self.weight if held.get("weight") is None else held["weight"]
+            bias = held["bias"] if "bias" in held else self.bias  # noqa: SIM401 - it would ask the module always
+            y = run_linear(rows, cast("Tensor", weight), bias, self._state, keep=not self.training)
         return y if flat else y.reshape(*shape[:-1], self.out_features)
 
     def _unfit(self, x: object, what: str = "an input") -> ShapeError:

@@ -19,6 +19,7 @@ from sparta.specialize.cuda.nvrtc import current_device, raw_stream
 __all__ = ["Launcher"]
 
 _MOST_KERNELS = 256
+_Known = tuple[DirectKernel, int, list[Any], tuple[int, ...], Sequence[Any]]
 
 
 class Launcher:
@@ -35,8 +36,26 @@ class Launcher:
     def __init__(self, function: Any, *, interpreted: bool) -> None:
         self._function, self._interpreted = function, interpreted
         self._direct: dict[tuple[Any, ...], DirectKernel] = {}
-        self._alike: dict[tuple[torch.device, Hashable], tuple[DirectKernel, list[Any], Sequence[Any]]] = {}
+        self._alike: dict[tuple[torch.device, Hashable], _Known] = {}
         self._constants = None if interpreted else [bool(each.is_constexpr) for each in function.params]
+
+    def again(self, device: torch.device, like: Hashable, moved: Sequence[Tensor | None]) -> bool:
+        """Start what an earlier call with an equal `like` started; False, and nothing is done, where there was none.
+
+        Parameters
+        ----------
+        moved
+            The tensors that stand at the places that the earlier call named as moving, in their order.
+        """
+        known = self._alike.get((device, like))
+        if known is None or device.index != current_device():
+            return False
+        kernel, programs, numbers, moving, _ = known
+        values = numbers.copy()
+        for place, tensor in zip(moving, moved, strict=True):
+            values[place] = tensor if tensor is None else tensor.data_ptr()
+        kernel.start(programs, values, raw_stream(device))
+        return True
 
     def __call__(
         self,
@@ -56,8 +75,8 @@ class Launcher:
         options
             For Triton's compiler, such as ``num_warps``.
         like
-            What numbers, constants, options, dtypes and alignments all follow from, if the caller knows it: calls with
-            an equal one are not looked at again.
+            What programs, numbers, constants, options, dtypes and alignments all follow from, if the caller knows it:
+            :meth:`again` then starts the same with other tensors.
         moving
             With `like`: the places of those arguments that may be other tensors, or other memory, in the next call.
         """
@@ -67,15 +86,6 @@ class Launcher:
         if device.index != current_device():
             with torch.cuda.device(device):
                 self(programs, arguments, device, options, like, moving)
-            return
-        known = None if like is None else self._alike.get((device, like))
-        if known is not None:
-            kernel, numbers, _ = known
-            values = numbers.copy()
-            for place in moving:
-                tensor = arguments[place]
-                values[place] = tensor if tensor is None else tensor.data_ptr()
-            kernel.start(programs, values, raw_stream(device))
             return
         chosen = dict(options or {})
         facts = [_fact(value, constant) for value, constant in zip(arguments, self._constants, strict=True)]
@@ -91,7 +101,7 @@ class Launcher:
         if found is not None and like is not None:
             # What does not move is held, so that its memory is not given to others.
             held = [value for place, value in enumerate(arguments) if place not in moving]
-            _keep(self._alike, (device, like), (found, numbers, held))
+            _keep(self._alike, (device, like), (found, programs, numbers, tuple(moving), held))
 
 
 def _keep(kernels: dict[Any, Any], key: Hashable, kernel: Any) -> None:

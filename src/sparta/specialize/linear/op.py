@@ -164,7 +164,9 @@ def run_linear(x: Tensor, weight: Tensor, bias: Tensor | None, state: LinearStat
     if type(x) is not Tensor or torch.compiler.is_compiling() or _is_traced():
         y: Tensor = torch.ops.sparta.linear(x, weight, bias, state.handle, keep)
         return y
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
         recorded: Tensor = _Recorded.apply(x, weight, bias, state, keep)  # type: ignore[no-untyped-call]
         return recorded
     packed = state.packed(weight, keep=keep)

@@ -48,7 +48,7 @@ _SAMPLE = 2**18  # elements of a weight that plans are made from, about: all of 
 _BAND = 16  # rows that stay together in a sample, as high as blocks are
 _MOST_KERNELS = 2  # implements that are tried for each part
 _IRREGULAR = str(Unstructured())
-_PREFERRED = ("cpu", "triton-block", "cuda-24", "cusparselt")
+_PREFERRED = ("cpu", "triton-block", "cuda-24", "cuda-24-matrix", "cusparselt")
 _NOT_FOR_PARTS = ("dense", "split")  # dense takes as long for a part as for the whole
 
 

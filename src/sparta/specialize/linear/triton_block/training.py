@@ -34,6 +34,7 @@ _OPTIONS = {"num_warps": 4, "num_stages": 4}
 _PROGRAMS_PER_PROCESSOR = 2
 _LEAST_TOKENS = 512  # of a share: adding shares costs as well
 _STRIP = 128  # outputs whose gradients are summed at once
+_MOST_PLANS = 64
 _LEAST_TO_FILL = 64 * 64  # elements of a block; smaller ones are too many to be filled with zeros one by one
 _numbers = itertools.count()  # of packers and gradients: unlike addresses, they are never given away again
 _pack, _pack_both, _multiply, _add = (
@@ -52,46 +53,62 @@ class BlockPacker:
 
     def __init__(self, layout: BlockLayout) -> None:
         self._layout, self._number = layout, next(_numbers)
+        self._shape: tuple[int, ...] = ()
+        self._count = 0
 
     def __call__(self, weight: Tensor) -> Tensor:
         """Return the kept blocks (steps, h, step) of a weight, as :meth:`BlockLayout.values` does."""
         n, k = self._checked(weight)
-        if weight.device.type != "cuda" and not INTERPRETED:
+        device = weight.device
+        if device.type != "cuda" and not INTERPRETED:
             return self._layout.values(weight)
-        count, arrays, constants = self._target(weight)
-        _, row, column, columns, live, beyond, *strides = arrays
-        values: Tensor = arrays[0]
+        values, like = self._empty(weight), (self._number, *_facts(weight))
+        if _pack.again(device, like, (weight, values)):
+            return values
+        arrays, constants = self._target(weight, values)
+        row, column, columns, live, beyond, *strides = arrays[1:]
         arguments = (
             weight.detach(), values, row, column, columns, live, n, k, *weight.stride(), beyond, *strides, *constants
         )  # fmt: skip
-        like = (self._number, weight.dtype, weight.stride(), weight.data_ptr() % 16)
-        _pack(count, arguments, weight.device, None, like, (0, 1))
+        _pack(self._count, arguments, device, None, like, (0, 1))
         return values
 
     def with_transpose(self, other: BlockPacker, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the kept blocks of a weight (N, K), and those that `other` has of its transpose, by one kernel."""
         n, k = self._checked(weight)
-        if weight.device.type != "cuda" and not INTERPRETED:
+        device = weight.device
+        if device.type != "cuda" and not INTERPRETED:
             return self(weight), other(weight.t())
-        count, arrays, constants = self._target(weight)
-        more, others, other_constants = other._target(weight)
-        arguments = (weight.detach(), count, n, k, *weight.stride(), *arrays, *others, *constants, *other_constants)
-        like = (self._number, other._number, weight.dtype, weight.stride(), weight.data_ptr() % 16)
-        _pack_both(count + more, arguments, weight.device, None, like, (0, 6, 15))
-        return arrays[0], others[0]
+        values, others = self._empty(weight), other._empty(weight)
+        like = (self._number, other._number, *_facts(weight))
+        if _pack_both.again(device, like, (weight, values, others)):
+            return values, others
+        (own, constants), (more, other_constants) = self._target(weight, values), other._target(weight, others)
+        numbers = (weight.detach(), self._count, n, k, *weight.stride())
+        arguments = (*numbers, *own, *more, *constants, *other_constants)
+        moving = (0, len(numbers), len(numbers) + len(own))
+        _pack_both(self._count + other._count, arguments, device, None, like, moving)
+        return values, others
 
     def _checked(self, weight: Tensor) -> tuple[int, int]:
-        n, k = self._layout.weight.shape
-        if tuple(weight.shape) != (n, k):
+        n, k = shape = self._layout.weight.shape
+        if weight.shape != shape:
             raise ShapeError(message(f"a weight of shape {tuple(weight.shape)}", f"{(n, k)}, as when built"))
         return n, k
 
-    def _target(self, weight: Tensor) -> tuple[int, tuple[Any, ...], tuple[Any, ...]]:
-        """Return how many blocks there are, where they come from and go to, and what kernels are compiled for."""
+    def _empty(self, weight: Tensor) -> Tensor:
+        """Return the memory for the kept blocks."""
+        if not self._shape:
+            tile = self._layout.tile
+            self._count = self._layout.index(weight.device).tile_row.numel()
+            self._shape = (self._count // tile.blocks, tile.height, tile.step)
+        return weight.new_empty(self._shape)
+
+    def _target(self, weight: Tensor, values: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return where kept blocks go to and come from, and what kernels are compiled for."""
         layout, tile = self._layout, self._layout.tile
         index = layout.index(weight.device)
-        count, live = index.tile_row.numel(), index.live
-        values = weight.new_empty((count // tile.blocks, tile.height, tile.step))
+        live = index.live
         shown = None if live is None else live.expand(values.shape).view(torch.uint8)
         strides = (0, 0, 0) if shown is None else shown.stride()
         arrays = (
@@ -103,7 +120,7 @@ class BlockPacker:
             layout.grid[1] * tile.width,
             *strides,
         )
-        return count, arrays, (tile.height, tile.width, tile.blocks, live is not None)
+        return arrays, (tile.height, tile.width, tile.blocks, live is not None)
 
 
 @dataclass(frozen=True)
@@ -140,10 +157,41 @@ class _Made(NamedTuple):
     bias: Tensor | None
     parts: Tensor  # float32: shares of the products
     summed: Tensor  # float32: shares of the sums of grad
-    splits: int  # shares of the tokens, for products
-    shares: int  # and for sums
-    zeros: int  # dead blocks that the kernel fills
+
+
+@dataclass(frozen=True)
+class _GradientPlan:
+    """How the tokens are shared out, and the sizes that follow.
+
+    Attributes
+    ----------
+    parts
+        Numbers in all shares of the products.
+    splits, shares
+        Shares of the tokens, for products and for sums.
+    fills, zeros
+        Whether the kernel fills dead blocks with zeros, and how many there are then.
+    """
+
+    shape: tuple[int, int]
+    parts: int
+    splits: int
+    shares: int
+    fills: bool
+    zeros: int
+    bias: bool
     precision: str
+
+    def memory(self, x: Tensor) -> _Made:
+        """Return memory for one gradient."""
+        n = self.shape[0]
+        shared = x.new_empty(self.parts + self.shares * n, dtype=torch.float32)
+        result = x.new_empty(self.shape) if self.fills else x.new_zeros(self.shape)
+        return (
+            _Made(result, x.new_empty(n), shared, shared[self.parts :])
+            if self.bias
+            else _Made(result, None, shared, shared)
+        )
 
 
 class BlockGradient:
@@ -157,6 +205,7 @@ class BlockGradient:
 
     def __init__(self, layout: BlockLayout) -> None:
         self._layout, self._number = layout, next(_numbers)
+        self._plans: dict[tuple[Any, ...], _GradientPlan] = {}
         self._on: dict[torch.device, _Chunks] = {}
         self._kept = kept_grid(layout.weight, (layout.tile.height, layout.tile.width)).cpu()
         self._whole = layout.weight.count("live") == layout.inside(*self._kept.nonzero(as_tuple=True))
@@ -181,61 +230,75 @@ class BlockGradient:
             shape = self._layout.weight.shape
             return torch.zeros(shape, dtype=x.dtype, device=device), grad.sum(0) if bias else None
         shown = None if self._whole else mask.contiguous().view(torch.uint8)
-        made = self._made(chunks, x, bias=bias)
-        like = (
-            self._number, x.dtype, x.shape, x.stride(), grad.stride(), x.data_ptr() % 16, grad.data_ptr() % 16, bias,
-            made.precision,
-        )  # fmt: skip
-        self._multiply(made, chunks, (grad, x, shown), like)
-        if made.splits > 1 or bias:
-            self._add(made, chunks, shown, like)
+        plan = self._plan(chunks, x, bias=bias)
+        made = plan.memory(x)
+        like = (self._number, *_facts(x), *_facts(grad), tokens, bias, plan.precision)
+        if not _multiply.again(device, like, (grad, x, shown, made.parts, made.summed, made.result)):
+            self._multiply(plan, made, chunks, (grad, x, shown), like)
+        if (plan.splits > 1 or bias) and not _add.again(
+            device, like, (made.parts, shown, made.summed, made.result, made.bias)
+        ):
+            self._add(plan, made, chunks, shown, like)
         return made.result, made.bias
 
-    def _made(self, chunks: _Chunks, x: Tensor, *, bias: bool) -> _Made:
-        """Return the memory of one gradient, and how the tokens are shared out."""
-        (n, k), tile, device, tokens = self._layout.weight.shape, self._layout.tile, x.device, x.shape[0]
-        splits = self._splits(chunks.count, tokens, device)
-        shares = self._splits(-(-n // _STRIP), tokens, device) if bias else 0
-        fills = tile.height * tile.width >= _LEAST_TO_FILL  # dead blocks by the kernel itself
-        parts = splits * chunks.count * tile.height * chunks.side * tile.width if splits > 1 else 4
+    def _plan(self, chunks: _Chunks, x: Tensor, *, bias: bool) -> _GradientPlan:
+        """Return how the tokens are shared out; worked out once for a number of tokens."""
+        device, tokens = x.device, x.shape[0]
         tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        shared = torch.empty(parts + shares * n, dtype=torch.float32, device=device)
-        return _Made(
-            torch.empty((n, k), dtype=x.dtype, device=device) if fills else x.new_zeros((n, k)),
-            torch.empty(n, dtype=x.dtype, device=device) if bias else None,
-            shared,
-            shared[parts:] if bias else shared,
-            splits,
-            shares,
-            len(chunks.dead) if fills else 0,
-            "tf32" if tf32 else "ieee",
-        )
+        key = (device, tokens, bias, tf32)
+        plan = self._plans.get(key)
+        if plan is None:
+            (n, k), tile = self._layout.weight.shape, self._layout.tile
+            splits = self._splits(chunks.count, tokens, device)
+            fills = tile.height * tile.width >= _LEAST_TO_FILL  # dead blocks by the kernel itself
+            plan = _GradientPlan(
+                shape=(n, k),
+                # Whole pieces of 16 bytes, so that what comes after them is aligned too.
+                parts=splits * chunks.count * tile.height * chunks.side * tile.width if splits > 1 else 4,
+                splits=splits,
+                shares=self._splits(-(-n // _STRIP), tokens, device) if bias else 0,
+                fills=fills,
+                zeros=len(chunks.dead) if fills else 0,
+                bias=bias,
+                precision="tf32" if tf32 else "ieee",
+            )
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
 
     def _multiply(
-        self, made: _Made, chunks: _Chunks, given: tuple[Tensor, Tensor, Tensor | None], like: tuple[Any, ...]
+        self,
+        plan: _GradientPlan,
+        made: _Made,
+        chunks: _Chunks,
+        given: tuple[Tensor, Tensor, Tensor | None],
+        like: tuple[Any, ...],
     ) -> None:
-        (n, k), tile, (grad, x, shown) = self._layout.weight.shape, self._layout.tile, given
-        tokens, products, strips = x.shape[0], chunks.count * made.splits, -(-n // _STRIP)
+        (n, k), tile, (grad, x, shown) = plan.shape, self._layout.tile, given
+        tokens, products, strips = x.shape[0], chunks.count * plan.splits, -(-n // _STRIP)
         arguments = (
-            grad, x, chunks.chunks, chunks.columns, shown, chunks.dead, made.parts, made.summed,
-            made.result, tokens, n, k, grad.stride(0), x.stride(0), chunks.count, _share(tokens, made.splits), products,
-            strips, strips * made.shares, _share(tokens, made.shares), _TOKENS, tile.height, tile.width, chunks.side,
-            made.splits > 1, n % tile.height == 0 and k % tile.width == 0, shown is not None, made.bias is not None,
-            _STRIP, made.precision, INTERPRETED,
+            grad, x, chunks.chunks, chunks.columns, shown, chunks.dead, made.parts, made.summed, made.result, tokens, n,
+            k, grad.stride(0), x.stride(0), chunks.count, _share(tokens, plan.splits), products, strips,
+            strips * plan.shares, _share(tokens, plan.shares), _TOKENS, tile.height, tile.width, chunks.side,
+            plan.splits > 1, n % tile.height == 0 and k % tile.width == 0, shown is not None, plan.bias, _STRIP,
+            plan.precision, INTERPRETED,
         )  # fmt: skip
-        programs = products + strips * made.shares + made.zeros
+        programs = products + strips * plan.shares + plan.zeros
         _multiply(programs, arguments, x.device, _OPTIONS, like, (0, 1, 4, 6, 7, 8))
 
-    def _add(self, made: _Made, chunks: _Chunks, shown: Tensor | None, like: tuple[Any, ...]) -> None:
-        (n, k), tile = self._layout.weight.shape, self._layout.tile
+    def _add(
+        self, plan: _GradientPlan, made: _Made, chunks: _Chunks, shown: Tensor | None, like: tuple[Any, ...]
+    ) -> None:
+        (n, k), tile = plan.shape, self._layout.tile
         rows = min(16, tile.height)
-        products = chunks.count * (tile.height // rows) if made.splits > 1 else 0
+        products = chunks.count * (tile.height // rows) if plan.splits > 1 else 0
         arguments = (
-            made.parts, chunks.chunks, chunks.columns, shown, made.summed, made.result, made.bias, n, k,
-            chunks.count, made.splits, products, made.shares, tile.height, tile.width, chunks.side, rows,
-            shown is not None, made.bias is not None, _STRIP,
+            made.parts, chunks.chunks, chunks.columns, shown, made.summed, made.result, made.bias, n, k, chunks.count,
+            plan.splits, products, plan.shares, tile.height, tile.width, chunks.side, rows, shown is not None,
+            plan.bias, _STRIP,
         )  # fmt: skip
-        programs = products + (0 if made.bias is None else -(-n // _STRIP))
+        programs = products + (-(-n // _STRIP) if plan.bias else 0)
         _add(programs, arguments, made.result.device, None, like, (0, 3, 4, 5, 6))
 
     def _splits(self, count: int, tokens: int, device: torch.device) -> int:
@@ -278,6 +341,11 @@ def _share(tokens: int, shares: int) -> int:
 @functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what kernels are compiled for of a matrix of known shape."""
+    return tensor.dtype, tensor.stride(), tensor.data_ptr() % 16
 
 
 def _rows(matrix: Tensor) -> Tensor:
