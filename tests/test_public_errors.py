@@ -232,8 +232,8 @@ OTHER_THINGS = {("testing", "compare"): "compare times"}
 
 
 def public():
-    """Yield the name and the callable of everything that a user may call, once."""
-    seen = set()
+    """Yield the name and the callable of everything that a user may call, once, whatever it is called elsewhere."""
+    seen, walked = set(), set()
     for room in ROOMS:
         module = getattr(sparta, room) if room else sparta
         for name in module.__all__:
@@ -242,7 +242,8 @@ def public():
             if not callable(thing) or inspect.ismodule(thing) or name in seen:
                 continue
             seen.add(name)
-            if name not in NOT_CALLED_BY_USERS:
+            if name not in NOT_CALLED_BY_USERS and id(thing) not in walked:
+                walked.add(id(thing))
                 yield name, thing
             for method in METHODS.get(name, ()):
                 if hasattr(thing, method):

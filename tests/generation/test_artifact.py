@@ -78,6 +78,7 @@ def test_the_file_holds_each_weight_once(saved):
         ({"config": {"vocab_size": "many"}}, "vocab_size"),
         ({"config": {"num_hidden_layers": 2000}}, "at most"),
         ({"config": {"is_encoder_decoder": 0.0001}}, "True or False"),
+        ({"config": {"num_attention_heads": -1}}, "0 or more"),
         ({"generation": {"eos_token_id": math.nan}}, "eos_token_id=nan"),
         ({"generation": {"eos_token_id": [2, "x"]}}, "eos_token_id=x"),
         ({"generation": {"pad_token_id": 10**30}}, "pad_token_id"),

@@ -73,8 +73,12 @@ def config_from(kind: type[Any], fields: Mapping[str, Any], tensors: int = _MOST
         del plain[key]  # it may name a kernel to fetch
     _check_counts(plain, tensors)
     for key, default in kind().to_dict().items():
-        if isinstance(default, bool) and not isinstance(plain.get(key, default), bool):
-            raise FileFormatError(message(f"{key}={plain[key]!r}"[:200], "True or False", "save it again"))
+        given = plain.get(key, default)
+        if isinstance(default, bool) and not isinstance(given, bool):
+            raise FileFormatError(message(f"{key}={given!r}"[:200], "True or False", "save it again"))
+        counts = isinstance(default, int) and default > 0 and not key.endswith("token_id")
+        if counts and isinstance(given, int | float) and given < 0:
+            raise FileFormatError(message(f"{key}={given!r}"[:200], "0 or more", "save it again"))
     config = kind.from_dict(plain)
     if attention in _IMPLEMENTATIONS:
         config._attn_implementation = attention
