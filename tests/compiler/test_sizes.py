@@ -134,14 +134,14 @@ def tuned(fast, x, wins, **options):
     return set(names)
 
 
-@pytest.mark.parametrize("wins", ["nearest", "measured", "dense", "given"])
+@pytest.mark.parametrize("wins", ["nearest", "measured", "measured chain", "dense", "given"])
 def test_what_is_fastest_at_a_size_runs_there(forced, tmp_path, wins):
     model, x = nets.pruned(nets.Mlp()), torch.randn(64, 32)
     fast = sparta.compile(model, torch.randn(4, 32), tune="off")
-    assert tuned(fast, x, wins) == {"nearest", "measured", "dense", "given"}
+    assert tuned(fast, x, wins) >= {"nearest", "measured", "dense", "given"}
     assert isinstance(fast.decided_at([x]), GivenModel) == (wins == "given")
     for kernel in fast.kernels.values():
-        assert set(kernel.choices) == ({4, 64} if wins in ("measured", "dense") else {4})
+        assert set(kernel.choices) == ({4, 64} if wins.startswith(("measured", "dense")) else {4})
         assert (kernel.choice_for(x).implement == "dense") == (wins == "dense")
     loaded = through_a_file(fast, tmp_path)
     for size in (4, 64, 63):

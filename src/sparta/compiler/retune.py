@@ -26,6 +26,7 @@ from sparta.compiler.graph.fixed import fixed_module
 from sparta.compiler.graph.program import Program
 from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.plan import Plan
+from sparta.compiler.run.chain.chained import Chained, chainable
 from sparta.compiler.run.combine import combined, module_name
 from sparta.compiler.run.compiled_model import CompiledModel
 from sparta.compiler.run.eager import with_fast_paths
@@ -119,6 +120,28 @@ def _added(
     return found
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """What may run at a size: a function of flat inputs, and the graph and the choices of kernels behind it."""
+
+    graph: fx.GraphModule
+    choices: _Choices
+    run: Callable[..., Any]
+
+
+class _Chain(Chained):
+    """A chain for one size, which holds the kernels of when it was made."""
+
+    def __init__(self, module: fx.GraphModule, packed: dict[Any, Any]) -> None:
+        super().__init__(module)
+        self._packed = packed
+
+    def holds(self, leaves: Sequence[Any]) -> bool:
+        """Whether inputs like these run as a chain: it is made here."""
+        self(*leaves)
+        return any(program is not None for program in self._programs.values())
+
+
 @dataclass
 class _Contest:
     """What competes at one size, timed as the callers of the model will see it.
@@ -158,38 +181,36 @@ class _Contest:
             Kernels for layers that were dense at the sizes before.
         """
         model, graph = self.model, self.graph
-        joined = self._joined(added)
-        candidates: dict[str, tuple[fx.GraphModule, _Choices, Callable[..., Any]]] = {}
-        nearest = {name: kernel.choice_for(self.inputs[name][0]) for name, kernel in self._kernels.items()}
-        if added or any(measured[name].config != nearest[name].config for name in nearest):
-            candidates["nearest"] = graph, {}, self._bound(graph, {}, {})
-        candidates["measured"] = joined, measured, self._bound(joined, measured, added)
         timed = self.session.tune != "off" and not self.session.interrupted
+        joined = self._joined(added)
+        candidates: dict[str, _Candidate] = {}
+        nearest = {name: kernel.choice_for(self.inputs[name][0]) for name, kernel in self._kernels.items()}
+        if timed and (added or any(measured[name].config != nearest[name].config for name in nearest)):
+            candidates |= self._forms("nearest", graph, {}, {})
+        candidates |= self._forms("measured", joined, measured, added)
         if timed and nearest:
-            dense = dict.fromkeys(nearest, _DENSE)
-            candidates["dense"] = graph, dense, self._bound(graph, dense, {})
+            candidates |= self._forms("dense", graph, dict.fromkeys(nearest, _DENSE), {})
         now = model.decided_at(self.leaves)
         if timed and now is not None and not isinstance(now, GivenModel):
-            candidates["now"] = graph, {}, now
-        runs = {name: run for name, (_, _, run) in candidates.items()}
-        best, given = self._fastest(runs) if timed else ("measured", None)
-        general, choices, run = candidates[best]
-        self._put(choices)
-        if general is not graph:
-            model.use_general(general)
-        model.use_at(self.leaves, run if given is None else given)
+            candidates["now"] = _Candidate(graph, {}, now)
+        best, given = self._fastest(candidates) if timed else ("measured", None)
+        chosen = candidates[best]
+        self._put(chosen.choices)
+        if chosen.graph is not graph:
+            model.use_general(chosen.graph)
+        model.use_at(self.leaves, chosen.run if given is None else given)
 
-    def _fastest(self, runs: Mapping[str, Callable[..., Any]]) -> tuple[str, GivenModel | None]:
+    def _fastest(self, candidates: Mapping[str, _Candidate]) -> tuple[str, GivenModel | None]:
         """Return the fastest of the graphs, and the model as given where that is faster than all of them."""
-        calls = {name: self._call(self.model.finished(run), self.leaves) for name, run in runs.items()}
-        given = self._agreeing(runs["measured"])
+        calls = {name: self._call(self.model.finished(each.run), self.leaves) for name, each in candidates.items()}
+        given = self._agreeing(candidates["measured"].run)
         if given is not None:
             args, kwargs = pytree.tree_unflatten(list(self.leaves), self.model.signature.in_spec)
             calls["given"] = self._call(partial(given.model, *args, **kwargs), ())
         least = min(1.0, _ROUNDS * len(calls) * self.call_seconds)  # without which nothing could be said
         seconds = min(_MOST_SECONDS, max(_LEAST_SECONDS, least, 0.5 * self.session.left))
         rounds = Rounds(self.session.measure(calls, seconds))
-        best = max(runs, key=lambda name: rounds.ratio("measured", name).value)
+        best = max(candidates, key=lambda name: rounds.ratio("measured", name).value)
         if given is None or rounds.ratio("given", best).value >= 1:
             return best, None
         return best, self.model.given_again(keep=True)
@@ -208,13 +229,19 @@ class _Contest:
         cuda = any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in self.leaves)
         return until_done(called(run, inputs)) if cuda else called(run, inputs)
 
-    def _bound(
-        self, graph: fx.GraphModule, choices: _Choices, added: Mapping[SubGraph, KernelModule]
-    ) -> Callable[..., Any]:
-        """Return a graph for these sizes that holds these kernels, or those of before."""
+    def _forms(
+        self, name: str, graph: fx.GraphModule, choices: _Choices, added: Mapping[SubGraph, KernelModule]
+    ) -> dict[str, _Candidate]:
+        """Return a graph for these sizes that holds these kernels, or those of before: eager, and as a chain."""
         self._put(choices)
+        fixed = fixed_module(graph, self.leaves)
         new = {module_name(subgraph): next(iter(kernel.choices)) for subgraph, kernel in added.items()}
-        return with_fast_paths(fixed_module(graph, self.leaves), sizes={**self._sizes, **new})
+        found = {name: _Candidate(graph, choices, with_fast_paths(fixed, sizes={**self._sizes, **new}))}
+        if self.session.tune != "off" and chainable(fixed):
+            chain = _Chain(fixed, self.model.packed)
+            if chain.holds(self.leaves):
+                found[f"{name} chain"] = _Candidate(graph, choices, chain)
+        return found
 
     def _put(self, choices: _Choices) -> None:
         """Let kernels run what was chosen at these sizes; without choices, what they ran before."""

@@ -22,6 +22,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from sparta.compiler.graph.signature import NOT_EXACT, Signature
 from sparta.compiler.report import Report
 from sparta.compiler.run.by_size import BySize
+from sparta.compiler.run.chain.chained import Chained
 from sparta.compiler.run.cuda_graph import Graphed, on_cuda
 from sparta.compiler.run.given import GivenModel
 from sparta.compiler.run.host import Host, hosted
@@ -99,6 +100,7 @@ class CompiledModel(nn.Module):
         self._fast_path: Callable[[tuple[Any, ...]], Any] | None = None
         self._decided: OrderedDict[Any, Callable[..., Any]] = OrderedDict()  # by the sizes that were tuned
         self._tuned: dict[Any, Callable[..., Any]] = {}  # the same by sizes and dtypes of positional arguments
+        self.packed: dict[Any, Any] = {}  # what chains of all tuned sizes share
         self._other_sizes = self._by_size()
         super().train(mode=False)
 
@@ -223,7 +225,7 @@ class CompiledModel(nn.Module):
     def _forget_host(self) -> None:
         """Let the host be made again at the next call: it may hold tensors that are replaced now."""
         self._hosted = self._fast_path = None
-        self._decided, self._tuned = OrderedDict(), {}
+        self._decided, self._tuned, self.packed = OrderedDict(), {}, {}
         self._other_sizes = self._by_size()
 
     @property
@@ -296,6 +298,8 @@ class CompiledModel(nn.Module):
 
     def use_at(self, leaves: Sequence[Any], run: Callable[..., Any]) -> None:
         """Run this function of flat inputs at the sizes of these."""
+        if not any(isinstance(each, Chained) for each in (run, self._hosted, *self._decided.values())):
+            self.packed.clear()  # of candidates that lost
         if self._as_example(leaves):
             self._hosted, self._fast_path = run, None
             return
