@@ -140,6 +140,9 @@ def test_what_is_fastest_at_a_size_runs_there(forced, tmp_path, wins):
     fast = sparta.compile(model, torch.randn(4, 32), tune="off")
     assert tuned(fast, x, wins) >= {"nearest", "measured", "dense", "given"}
     assert isinstance(fast.decided_at([x]), GivenModel) == (wins == "given")
+    assert any("as given was faster than its graphs at 64×32" in note for note in fast.report.notes) == (
+        wins == "given"
+    )
     for kernel in fast.kernels.values():
         assert set(kernel.choices) == ({4, 64} if wins.startswith(("measured", "dense")) else {4})
         assert (kernel.choice_for(x).implement == "dense") == (wins == "dense")

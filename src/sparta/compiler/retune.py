@@ -26,6 +26,7 @@ from sparta.compiler.graph.fixed import fixed_module
 from sparta.compiler.graph.program import Program
 from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.plan import Plan
+from sparta.compiler.report import Report
 from sparta.compiler.run.chain.chained import Chained, chainable
 from sparta.compiler.run.combine import combined, module_name
 from sparta.compiler.run.compiled_model import CompiledModel
@@ -43,6 +44,7 @@ _Seen = dict[str, tuple[Tensor, Tensor | None]]
 _Choices = Mapping[str, Choice]
 _DENSE = Choice(DENSE, {}, "dense: nothing else was measured to be faster at this size")
 _ROUNDS = 6
+_GIVEN_AT, _MORE, _MOST_NAMED = "the model as given was faster than its graphs at ", " and more", 4
 _LEAST_SECONDS, _MOST_SECONDS = 0.02, 1.5
 
 
@@ -199,6 +201,8 @@ class _Contest:
         if chosen.graph is not graph:
             model.use_general(chosen.graph)
         model.use_at(self.leaves, chosen.run if given is None else given)
+        if given is not None:
+            model.report = _with_note(model.report, [leaf.shape for leaf in self.leaves if isinstance(leaf, Tensor)])
 
     def _fastest(self, candidates: Mapping[str, _Candidate]) -> tuple[str, GivenModel | None]:
         """Return the fastest of the graphs, and the model as given where that is faster than all of them."""
@@ -266,6 +270,17 @@ class _Contest:
                 if size not in kernel.choices:
                     kernel.put(size, spec, _DENSE)
         return combined(Program(self.graph.graph, tensors), added, present)
+
+
+def _with_note(report: Report, shapes: Sequence[Sequence[int]]) -> Report:
+    """Return the report with these sizes among those at which the model as given runs; a few are named."""
+    size = ", ".join("×".join(map(str, shape)) or "a scalar" for shape in shapes)
+    known = next((note for note in report.notes if note.startswith(_GIVEN_AT)), "")
+    if size in known or known.endswith(_MORE):
+        return report
+    named = [*known.removeprefix(_GIVEN_AT).split("; "), size] if known else [size]
+    text = _GIVEN_AT + "; ".join(named[:_MOST_NAMED]) + (_MORE if len(named) > _MOST_NAMED else "")
+    return replace(report, notes=(*(note for note in report.notes if note != known), text))
 
 
 def _other_sizes(model: CompiledModel, subgraph: SubGraph) -> list[int]:
