@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -320,3 +321,29 @@ def test_the_demo_reads_real_pairs_and_ranks_with_ties(tmp_path):
     learn, _ = found_pairs(tmp_path)
     assert learn.score.tolist() == [4.5, 1.0]
     assert _ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_the_demo_claims_no_ratio_of_unsteady_times(monkeypatch, steady):
+    from sparta.demo import encoder
+
+    slow = [2.0, 2.0] if steady else [2.0, 40.0]
+
+    def timed(calls, **_):
+        assert set(calls) == {"sparta", "PyTorch"}
+        times = {"sparta": [1.0] * 40, "PyTorch": slow * 20}
+        return {name: SimpleNamespace(samples=times[name], median=times[name][0]) for name in calls}
+
+    def missing(name, model, given):
+        if name == "eager":
+            return lambda: None
+        raise sparta.errors.MissingPackageError(f"{name} is not here")
+
+    monkeypatch.setattr(encoder, "compare", timed)
+    monkeypatch.setattr(encoder, "rival", missing)
+    said = []
+    rows = encoder._beside(nn.Identity(), nn.Identity(), {}, said.append)
+    assert [row["name"] for row in rows] == ["sparta", "PyTorch"]
+    assert any("without ONNX Runtime" in line for line in said)
+    assert rows[1]["ratio"] == (2.0 if steady else None)
+    assert ("no ratio is claimed" in encoder._text(rows)) is not steady

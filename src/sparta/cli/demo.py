@@ -21,7 +21,7 @@ def show_demo(
         Path | None, typer.Option(help="Folder with sts-train.csv and sts-test.csv; of a package if installed.")
     ] = None,
     sparsity: Annotated[float, typer.Option(help="Share of the weights to prune.")] = 0.5,
-    steps: Annotated[int, typer.Option(min=0, help="Of learning back from the dense model.")] = 100,
+    steps: Annotated[int, typer.Option(min=0, help="Of learning back from the dense model.")] = 60,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the model and the report.")] = Path(
         "sparta-demo"
     ),

@@ -25,6 +25,10 @@ class Pairs:
     second: tuple[str, ...]
     score: Tensor
 
+    def every(self, step: int) -> Pairs:
+        """Return some of the pairs, evenly spread."""
+        return Pairs(self.first[::step], self.second[::step], self.score[::step])
+
     @property
     def sentences(self) -> list[str]:
         """All sentences, the first ones before the second ones."""
