@@ -2,8 +2,9 @@
 
 Run with ``python benchmarks/gpu/fp8.py`` (two minutes). Calls are graphed over rotated weights, so neither the host nor
 the L2 cache flatters anyone. Dense is PyTorch's product in fp8 with fast sums, with one scale for all and with a scale
-for each token and output, on an x that is in fp8 already: the faster of both. Sparse kernels take x in bf16; those that
-round it to fp8 do so inside the time. The bound of a case is the larger of its bytes over the measured bandwidth of a
+for each token and output, on an x that is in fp8 already: the faster of both. Sparse kernels take x in bf16, and those
+that round it to fp8 do so inside the time; their product alone, on an x that is in fp8 as dense has it, is timed beside
+that. The bound of a case is the larger of its bytes over the measured bandwidth of a
 copy and its live operations over the measured rate of a large dense product in fp8.
 """
 
@@ -28,8 +29,10 @@ from record import save
 from sparta.errors import SpartaError
 from sparta.specialize.implement import implement_named
 from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.scaled_linear.inputs import InputRounding
 from sparta.specialize.scaled_linear.spec import (
     FP8,
+    FP8_IMPLEMENTS,
     OP,
     codes_of,
     fp8_rows,
@@ -126,8 +129,11 @@ def ceilings() -> dict[str, float]:
     return {"bytes": 2 * big.numel() / (copy * 1e3), "operations": 2 * 8192**3 / (product * 1e3)}
 
 
-def quickest(case: Case, spec: KernelSpec, weight: Tensor, x: Tensor) -> tuple[str, float, int] | None:
-    """Return the fastest implement with its time and the bytes of its packed weight; all that is timed is right."""
+def quickest(case: Case, spec: KernelSpec, weight: Tensor, x: Tensor) -> tuple[str, float, int, float] | None:
+    """Return the fastest implement, its time, the bytes of its packed weight, and the time of the product alone.
+
+    All that is timed is right.
+    """
     expected = reference(spec, weight, x[:_CHECKED])
     built = []
     for name in case.implements:
@@ -151,7 +157,15 @@ def quickest(case: Case, spec: KernelSpec, weight: Tensor, x: Tensor) -> tuple[s
     for (name, kernel), packed in zip(built, packs, strict=True):
         if packed is not None:
             took = microseconds(lambda *p, kernel=kernel: kernel.run(p, x, None, None), packed, x.shape[0])
-            found.append((name, took, sum(each.numel() * each.element_size() for each in packed)))
+            product = took
+            if name in FP8_IMPLEMENTS:
+                rounded = InputRounding(None)(x)
+                product = microseconds(
+                    lambda *p, kernel=kernel, rounded=rounded: kernel.run_rounded(p, rounded, None, None),
+                    packed,
+                    x.shape[0],
+                )
+            found.append((name, took, sum(each.numel() * each.element_size() for each in packed), product))
     return min(found, key=lambda each: each[1]) if found else None
 
 
@@ -178,21 +192,21 @@ def main() -> None:
                 torch.cuda.empty_cache()
                 if best is None:
                     continue
-                name, took, size = best
+                name, took, size, product = best
                 moved, work = size + 2 * tokens * (n + k), 2 * tokens * tesa.count("live")
                 bound = max(moved / limits["bytes"], work / limits["operations"])
                 records.append(
                     {"pattern": case.pattern, "format": case.format, "shape": shape, "tokens": tokens, "best": name,
-                     "us": took, "dense_us": rival, "ratio": rival / took, "over_bf16": times["bf16"] / took,
-                     "aim": case.aim, "bound": rival / bound}
+                     "us": took, "dense_us": rival, "ratio": rival / took, "product": rival / product,
+                     "over_bf16": times["bf16"] / took, "aim": case.aim, "bound": rival / bound}
                 )  # fmt: skip
                 print(case.pattern, case.format, shape, tokens, name, f"{took:.1f} us {rival / took:.2f}x", flush=True)
     rows = [
         [r["pattern"], r["format"], f"{r['shape'][0]}x{r['shape'][1]}", r["tokens"], r["best"], f"{r['us']:.1f}",
-         f"{r['ratio']:.2f}", r["aim"], f"{r['bound']:.2f}"]
+         f"{r['ratio']:.2f}", f"{r['product']:.2f}", r["aim"], f"{r['bound']:.2f}"]
         for r in records
     ]  # fmt: skip
-    print(table(["pattern", "format", "N x K", "M", "best", "us", "x dense", "aim", "bound"], rows))
+    print(table(["pattern", "format", "N x K", "M", "best", "us", "x dense", "product", "aim", "bound"], rows))
     save("fp8", torch.cuda.get_device_name(), {"ceilings": limits, "linear": records}, options.out)
 
 

@@ -36,7 +36,13 @@ class _Fp8MatrixKernel(MatrixKernel):
         """Return (M, N) for the inputs x (M, K), bias (N,) or None, residual (M, N) or None."""
         x, bias, residual = inputs
         assert x is not None  # noqa: S101 - the operation's convention
-        codes, x_scales = self._round(x)
+        return self.run_rounded(packed, self._round(x), bias, residual)
+
+    def run_rounded(
+        self, packed: Sequence[Tensor], x: tuple[Tensor, Tensor], bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        """Return (M, N) for an x that is rounded already: codes (M, K) and scales (M,)."""
+        codes, x_scales = x
         return self.multiply(packed[0], codes, bias, residual, (x_scales, packed[1]))
 
 

@@ -57,7 +57,13 @@ class _ScaledBlockKernel(LinearKernel):
         assert x is not None  # noqa: S101 - the operation's convention
         if self._round is None:
             return self._launch(packed, x, bias, residual)
-        codes, scales = self._round(x)
+        return self.run_rounded(packed, self._round(x), bias, residual)
+
+    def run_rounded(
+        self, packed: Sequence[Tensor], x: tuple[Tensor, Tensor], bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        """Return (M, N) for an x that is rounded already: codes (M, K) and scales (M,)."""
+        codes, scales = x
         return self._launch(packed, codes, bias, residual, scales)
 
 

@@ -1,0 +1,69 @@
+"""Tables of whole models and of trust on CUDA: what was measured stands beside its aim, the rest is left out."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def tables():
+    folder = str(Path(__file__).parents[1] / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        yield importlib.import_module("renderers.cuda_models")
+    finally:
+        sys.path.remove(folder)
+
+
+def record(results):
+    environment = {"torch": "2.11", "torch_threads": 8, "cpu": {"model": "Some CPU"}}
+    return [
+        {"device": "NVIDIA H200", "date": "2026-01-02T03:04:05+00:00", "environment": environment, "results": results}
+    ]
+
+
+def test_stacks(tables):
+    case = {
+        "case": "llama decode 1, 2:4, 50%", "layers": 4, "ms": {"bf16": 2.0, "fp8": 1.0, "sparta": 0.5},
+        "ratio_fp8": 2.0, "ratio_bf16": 4.0, "over_fp8": 1.3, "over_bf16": None, "implements": {"cuda-24": 28}, "change": 0.025,
+    }  # fmt: skip
+    page = tables.stacks_fp8(record({"cases": [case, {**case, "change": None, "ratio_fp8": None}]}))
+    assert (
+        "| llama decode 1, 2:4, 50% | 4 | 2.000 | 1.000 | 0.500 | 2.00 | 1.3 | 4.00 |  | 28 cuda-24 | 2.5 % |" in page
+    )
+    assert "|  | 1.3 | 4.00 |  | 28 cuda-24 |  |" in page
+
+
+def test_training_of_a_model(tables):
+    numbers = (
+        "ms",
+        "dense_ms",
+        "ratio",
+        "graphed_ms",
+        "graphed_dense_ms",
+        "graphed_ratio",
+        "linear_ms",
+        "bound",
+        "target",
+    )
+    row = {"layers": 12, "batch": 128, "sparsity": 0.9, **dict.fromkeys(numbers, 1.5)}
+    assert "| 12 layers, batch 128 | 90 % | 1.50 |" in tables.training_model(record({"steps": [row]}))
+
+
+def test_layers_that_were_slower_are_counted(tables):
+    layers = [
+        {"pattern": "2:4", "graph": graph, "ratio": ratio} for graph, ratio in ((True, 0.9), (True, 1.5), (False, 1))
+    ]
+    page = tables.never_slower(record({"least": 0.97, "layers": layers}))
+    assert "1 fell below 0.97" in page
+    assert "| 2:4 | graph | 2 | 0.90 | 1.50 | 1 |" in page
+    assert "| 2:4 | eager | 1 | 1.00 | 1.00 | 0 |" in page
+
+
+def test_choices_of_several_processes(tables):
+    layer = {"n": 64, "k": 32, "pattern": "block 64", "sparsity": 0.9, "tokens": 1}
+    layer |= {"choices": 2, "best_us": 7.5, "over_best": [1.0, 1.04]}
+    page = tables.stability(record({"allowed": 1.05, "layers": [layer]}))
+    assert "| 64×32, block 64, 90 % | 1 | 2 | 2 | 7.5 | 1.040 |" in page
