@@ -27,7 +27,8 @@ def record(results):
 def test_stacks(tables):
     case = {
         "case": "llama decode 1, 2:4, 50%", "layers": 4, "ms": {"bf16": 2.0, "fp8": 1.0, "sparta": 0.5},
-        "ratio_fp8": 2.0, "ratio_bf16": 4.0, "over_fp8": 1.3, "over_bf16": None, "implements": {"cuda-24": 28}, "change": 0.025,
+        "ratio_fp8": 2.0, "ratio_bf16": 4.0, "over_fp8": 1.3, "over_bf16": None,
+        "implements": {"cuda-24": 28}, "change": 0.025,
     }  # fmt: skip
     page = tables.stacks_fp8(record({"cases": [case, {**case, "change": None, "ratio_fp8": None}]}))
     assert (
