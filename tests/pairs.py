@@ -1,4 +1,4 @@
-"""Two processes that train together, for the tests of distributed training.
+"""Processes that train together, for the tests of distributed training.
 
 The scripts are modules of their own, run by :func:`run` in a fresh interpreter, since processes are spawned from them.
 """
@@ -23,15 +23,15 @@ def run(module, *arguments):
     return result.stdout
 
 
-def spawn(work, *arguments):
-    """Call ``work(rank, *arguments)`` in two processes of one gloo group; an exception in either ends both."""
+def spawn(work, *arguments, processes=2):
+    """Call ``work(rank, *arguments)`` in processes of one gloo group; an exception in one of them ends all."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_one_of_two, (f"{folder}/store", work, arguments), nprocs=2)
+        mp.spawn(_one_of_them, (f"{folder}/store", processes, work, arguments), nprocs=processes)
 
 
-def _one_of_two(rank, store, work, arguments):
+def _one_of_them(rank, store, processes, work, arguments):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
     work(rank, *arguments)
     dist.barrier()
     dist.destroy_process_group()

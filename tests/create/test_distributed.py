@@ -3,6 +3,7 @@
 import pytest
 
 import pairs
+from create.four_processes import KINDS
 from create.two_processes import RUNS
 
 
@@ -14,3 +15,19 @@ def test_two_processes_make_the_masks_of_one(tmp_path):
     assert found == [
         f"{wrap} {kind} names=True ranks=True agree=True" for wrap, kinds in RUNS.items() for kind in kinds
     ]
+
+
+def compared_in_four_processes(tmp_path, kinds):
+    report = tmp_path / "report"
+    pairs.run("create.four_processes", report, *kinds)
+    found = report.read_text().splitlines()
+    assert found == [f"{kind} names=True ranks=True counts=True agree=True" for kind in kinds]
+
+
+def test_four_processes_make_the_masks_of_one(tmp_path):
+    compared_in_four_processes(tmp_path, ("magnitude", "rigl", "structured", "obs"))
+
+
+@pytest.mark.slow
+def test_four_processes_make_the_masks_of_one_for_every_kind(tmp_path):
+    compared_in_four_processes(tmp_path, KINDS)

@@ -15,14 +15,13 @@ from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
 from sparta.create.modifiers.base import Run, modifier
-from sparta.create.modifiers.parameters import fresh_gradients, gradient_of, refuse_shards
+from sparta.create.modifiers.parameters import fresh_gradients, gradient_of
 from sparta.create.modifiers.spread import AllocationName, SpreadModifier
 from sparta.errors import ValueRangeError, message
 from sparta.sparsify import ERK, Layer, Magnitude, make_masks
 from sparta.sparsify.masks import OptimizerState, Pruned, zero_moments
-from sparta.sparsify.shards import local
+from sparta.sparsify.shards import local, lowest_of, shards_of, summed
 from sparta.tesa.formats.mask_bits import pack_bits, unpack_bits
-from sparta.tesa.select import lowest
 
 __all__ = ["RigLPruningModifier", "TopKASTPruningModifier"]
 
@@ -78,7 +77,6 @@ class RigLPruningModifier(SpreadModifier):
                 )
             )
         super().initialize(run)
-        refuse_shards(self._layers, self.name)
 
     def fraction_at(self, epoch: float) -> float:
         """Return the share of weights that an update at `epoch` moves."""
@@ -114,10 +112,11 @@ class RigLPruningModifier(SpreadModifier):
         made = {}
         for layer in self._layers:
             kept, weight = self.masks[layer.name], local(layer.parameter)
-            count = round(fraction * int(kept.sum()))
-            count = min(count, kept.numel() - int(kept.sum()))
-            stay = kept & ~lowest(weight.abs(), count, among=kept)
-            grown = lowest(-gradients[layer.name].abs(), count, among=~stay)
+            shards = shards_of(layer.parameter)
+            live = int(summed(torch.count_nonzero(kept), shards))
+            count = min(round(fraction * live), layer.parameter.numel() - live)
+            stay = kept & ~lowest_of([weight.abs()], count, shards, [kept])[0]
+            grown = lowest_of([-gradients[layer.name].abs()], count, shards, [~stay])[0]
             made[layer.name] = stay | grown
         return made
 
@@ -125,7 +124,7 @@ class RigLPruningModifier(SpreadModifier):
         if self.num_grads == 1:
             found = {layer.name: gradient_of(layer.parameter, run.optimizer) for layer in self._layers}
             return {
-                layer.name: torch.zeros_like(local(layer.parameter)) if gradient is None else gradient.detach()
+                layer.name: torch.zeros_like(local(layer.parameter)) if gradient is None else local(gradient)
                 for layer, gradient in zip(self._layers, found.values(), strict=True)
             }
         sums = {layer.name: torch.zeros_like(local(layer.parameter)) for layer in self._layers}

@@ -18,6 +18,7 @@ from sparta.create.modifiers.base import Run
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.sparsify import Layer, find_layers
 from sparta.sparsify.layers import along_inputs, without_frozen, without_misfits
+from sparta.sparsify.shards import local
 from sparta.tesa import names
 from sparta.tesa.patterns import Pattern
 
@@ -101,7 +102,7 @@ def gradient_of(parameter: Tensor, optimizer: Optimizer) -> Tensor | None:
 
 
 def fresh_gradients(run: Run, layers: Sequence[Layer], count: int) -> Iterator[list[Tensor]]:
-    """Yield the gradients of `layers` on `count` fresh batches, from ``run.loss_closure`` or ``run.data``.
+    """Yield what is here of the gradients of `layers` on fresh batches, from ``run.loss_closure`` or ``run.data``.
 
     The model is in evaluation mode meanwhile, and neither its gradients nor its buffers are touched. The batches of
     ``run.data`` start over when they are used up. A batch is ``(inputs, targets)`` (the loss is the cross entropy of
@@ -109,9 +110,13 @@ def fresh_gradients(run: Run, layers: Sequence[Layer], count: int) -> Iterator[l
     """
     weights = [layer.parameter for layer in layers]
     losses = _losses(run)
+    is_sharded = any(hasattr(weight, "placements") for weight in weights)
     with _evaluating(run.model), torch.enable_grad():
         for _ in range(count):
             loss = next(losses)
+            if is_sharded:  # shards get their gradients from hooks of a backward pass, averaged
+                yield _backward(run.model, loss, weights)
+                continue
             found = torch.autograd.grad(loss, weights, allow_unused=True)
             gradients = [
                 torch.zeros_like(weight) if gradient is None else gradient.detach()
@@ -122,6 +127,19 @@ def fresh_gradients(run: Run, layers: Sequence[Layer], count: int) -> Iterator[l
                     torch.distributed.all_reduce(gradient)
                     gradient.div_(torch.distributed.get_world_size())
             yield gradients
+
+
+def _backward(model: nn.Module, loss: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return what this process holds of the gradients; those that the parameters have are put back."""
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+        return [torch.zeros_like(local(w)) if w.grad is None else local(w.grad).clone() for w in weights]
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 def mean_fresh_loss(run: Run, count: int) -> float:

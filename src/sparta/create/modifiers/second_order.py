@@ -18,10 +18,11 @@ from torch import Tensor
 from sparta.create.loop.scaler import step_is_skipped
 from sparta.create.modifiers.base import Run, modifier
 from sparta.create.modifiers.fisher import BlockFisher, Curvature, GradientFisher
-from sparta.create.modifiers.parameters import fresh_gradients, gradient_of, refuse_shards
+from sparta.create.modifiers.parameters import fresh_gradients, gradient_of
 from sparta.create.modifiers.pruning import GradualPruning
 from sparta.errors import ValueRangeError, message
-from sparta.sparsify.shards import local
+from sparta.sparsify import Layer
+from sparta.sparsify.shards import local, own_part, shards_of, whole
 
 __all__ = ["MFACPruningModifier", "OBSPruningModifier"]
 
@@ -40,30 +41,33 @@ class _SecondOrder(GradualPruning):
 
     _curvatures: dict[str, Curvature] = PrivateAttr(default_factory=dict)
 
-    def initialize(self, run: Run) -> None:
-        """Refuse sharded weights."""
-        super().initialize(run)
-        refuse_shards(self._layers, self.name)
-
     def estimate(self, run: Run) -> dict[str, Curvature]:
         """Return the curvature of each layer among the weights that are there.
 
-        Gradients of pruned weights count as zero: a weight that is held at zero cannot make up for another.
+        Gradients of pruned weights count as zero: a weight that is held at zero cannot make up for another. Of sharded
+        weights it is that of the whole, which every process makes from gathered gradients.
         """
         raise NotImplementedError
 
     def scores(self, run: Run) -> Mapping[str, Tensor]:
         """Return the rise of the loss that each weight stands for."""
         self._curvatures = self.estimate(run)
-        return {layer.name: self._curvatures[layer.name].saliency(local(layer.parameter)) for layer in self._layers}
+        found = {layer.name: self._curvatures[layer.name].saliency(_whole(layer)) for layer in self._layers}
+        return {layer.name: own_part(found[layer.name], layer.parameter) for layer in self._layers}
 
     @torch.no_grad()
     def adjust(self, made: Mapping[str, Tensor]) -> None:
         """Move the survivors."""
         for layer in self._layers:
-            weight = local(layer.parameter)
-            weight.copy_(self._curvatures[layer.name].compensated(weight, made[layer.name]))
+            kept = whole(made[layer.name], layer.parameter)
+            moved = self._curvatures[layer.name].compensated(_whole(layer), kept)
+            local(layer.parameter).copy_(own_part(moved, layer.parameter))
         self._curvatures = {}
+
+
+def _whole(layer: Layer) -> Tensor:
+    """Return all of a layer's weight, also where this process holds a part of it."""
+    return whole(local(layer.parameter), layer.parameter)
 
 
 @modifier
@@ -100,13 +104,10 @@ class OBSPruningModifier(_SecondOrder):
 
     def estimate(self, run: Run) -> dict[str, Curvature]:
         """Return the blocks of each layer, from fresh gradients."""
-        found = {
-            layer.name: BlockFisher(local(layer.parameter), self.damp, self.fisher_block_size) for layer in self._layers
-        }
-        kept = self.masks.to_dict()
+        found = {layer.name: BlockFisher(_whole(layer), self.damp, self.fisher_block_size) for layer in self._layers}
         for gradients in fresh_gradients(run, self._layers, self.num_grads):
             for layer, gradient in zip(self._layers, gradients, strict=True):
-                found[layer.name].add(gradient * kept[layer.name])
+                found[layer.name].add(whole(gradient * self.masks[layer.name], layer.parameter))
         return dict(found)
 
     def update(self, run: Run) -> None:
@@ -188,7 +189,7 @@ class MFACPruningModifier(_SecondOrder):
         if all(gradient is None for gradient in found):
             return
         flat = [
-            (torch.zeros_like(layer.parameter) if gradient is None else gradient).detach().reshape(-1).float()
+            local(torch.zeros_like(layer.parameter) if gradient is None else gradient).reshape(-1).float()
             for gradient, layer in zip(found, self._layers, strict=True)
         ]
         self._seen_step = run.step
@@ -214,12 +215,20 @@ class MFACPruningModifier(_SecondOrder):
             rows = list(self._kept)[-count:]
         if not rows:
             raise ValueRangeError(message("M-FAC pruning has seen no gradient", "one step or more", _SOURCE))
-        parts = torch.split(torch.stack(rows), [layer.parameter.numel() for layer in self._layers], dim=1)
-        kept = {name: mask.flatten().to(rows[0].device) for name, mask in self.masks.to_dict().items()}
+        sizes = [local(layer.parameter).numel() for layer in self._layers]
+        parts = torch.split(torch.stack(rows), sizes, dim=1)
         return {
-            layer.name: GradientFisher(part * kept[layer.name], self.damp, self.fisher_block_size)
+            layer.name: GradientFisher(self._gathered(layer, part), self.damp, self.fisher_block_size)
             for layer, part in zip(self._layers, parts, strict=True)
         }
+
+    def _gathered(self, layer: Layer, rows: Tensor) -> Tensor:
+        """Return gradients of the weights that are there, one in each row, of the whole weight."""
+        rows = rows * self.masks[layer.name].flatten().to(rows.device)
+        if shards_of(layer.parameter).is_whole:
+            return rows
+        weight = local(layer.parameter)
+        return torch.stack([whole(row.view_as(weight).to(weight.device), layer.parameter).flatten() for row in rows])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks and the kept gradients."""

@@ -15,7 +15,7 @@ from pydantic import PrivateAttr
 from torch import Tensor, nn
 
 from sparta.create.modifiers.base import Modifier, Run, modifier
-from sparta.create.modifiers.parameters import layers_for, refuse_shards
+from sparta.create.modifiers.parameters import layers_for
 from sparta.create.modifiers.pruning import GradualPruning
 from sparta.errors import ShapeError, ValueRangeError, did_you_mean, message
 from sparta.sparsify import Layer
@@ -64,7 +64,6 @@ class StructuredPruningModifier(GradualPruning):
     def initialize(self, run: Run) -> None:
         """Find the layers and the groups among them."""
         super().initialize(run)
-        refuse_shards(self._layers, self.name)
         if self.param_groups and self.spread_by != "uniform":
             given = f"param_groups with allocation {self.spread_by!r}"
             raise ValueRangeError(message(given, "uniform", "the layers of a group lose the same channels"))
@@ -90,7 +89,9 @@ class StructuredPruningModifier(GradualPruning):
             total = sum((_squared_norms(layer, axis) for layer in group), torch.zeros(()))
             for layer in group:
                 shape = [-1 if dim == axis else 1 for dim in range(len(layer.shape))]
-                found[layer.name] = total.to(local(layer.parameter).device).view(shape).expand(layer.shape)
+                found[layer.name] = (
+                    total.to(local(layer.parameter).device).view(shape).expand(local(layer.parameter).shape)
+                )
         return found
 
 
