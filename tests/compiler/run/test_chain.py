@@ -364,6 +364,30 @@ def test_convolutions_are_steps(forced):
         torch.testing.assert_close(chain(cut)[0], model(cut), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("width", [12, 10])
+def test_int8_convolutions_hand_over_bytes(monkeypatch, width):
+    model = nn.Sequential(
+        *(nn.Conv2d(8, width, 1), nn.ReLU(), nn.Conv2d(width, 16, 3, padding=1), nn.SiLU(), nn.Conv2d(16, 8, 3, 2)),
+        *(nn.ReLU(), nn.Conv2d(8, 8, 1)),
+    ).eval()
+    batches = [torch.randn(2, 8, 9, 11) for _ in range(3)]
+    spec = sparta.Spec.from_pattern(model, sparta.Unstructured(), 0.5)
+    spec.apply(model)
+
+    def choose(spec):
+        tile = {"tile": str(Tile(block=4, mv=2)), "image": "flat"}
+        return Choice("cpu-int8", tile, "forced", chosen(spec).entry)
+
+    choosing(monkeypatch, choose)
+    fast = sparta.compile(model, batches[0], spec, precision="int8", calibration=batches, tune="off")
+    chain = Chained(fast.graph)
+    program = chain.program(batches[0])
+    assert (program.calls, program.handed) == (0, 3)
+    with torch.no_grad():
+        for batch in batches:
+            assert torch.equal(chain(batch)[0], with_fast_paths(fast.graph)(batch)[0])
+
+
 def test_a_chain_is_a_host_that_competes_is_saved_and_loaded(monkeypatch, own_stores, tmp_path):
     from compiler.clocks import Clock, compiled
 

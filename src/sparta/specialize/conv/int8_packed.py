@@ -30,6 +30,7 @@ __all__ = ["UNIT", "PackedInt8Conv"]
 UNIT = 4
 _LEAST_WEIGHT = -128
 _KEPT_SIZES = 8
+_REAL_ENDS = (0, 0, 0.0, 0, 0, 0)  # neither the image nor the result is in places
 
 
 class _Ready(NamedTuple):
@@ -40,12 +41,14 @@ class _Ready(NamedTuple):
     address: int
     rest: tuple[int, ...]
     alive: tuple[Any, ...]
+    direct: int
 
 
 class _End(NamedTuple):
     """The last numbers of a call, and what keeps their addresses alive."""
 
     numbers: tuple[float, ...]
+    rounding: tuple[float, ...]  # of the image: the inverse scale, whether it is unsigned, the zero point
     alive: tuple[Any, ...]
 
 
@@ -128,7 +131,7 @@ class PackedInt8Conv(PackedConv):
         added = None if residual is None else self._checked(residual, "residual", tuple(y.shape)).contiguous()
         ends = (places.data_ptr(), y.data_ptr(), 0, 0 if added is None else added.data_ptr())
         self.library.multiply_int8_conv(
-            ready.address, INT8_CONV_CALL.pack(*ends, *ready.rest, real.data_ptr(), *end.numbers)
+            ready.address, INT8_CONV_CALL.pack(*ends, *ready.rest, real.data_ptr(), *end.numbers, *_REAL_ENDS)
         )
         return y
 
@@ -166,7 +169,7 @@ class PackedInt8Conv(PackedConv):
                 added = residual.data_ptr()
             places, y = empty(found.places), empty(found.shape)
             ends = (places.data_ptr(), y.data_ptr(), 0, added)
-            failed = multiply(found.address, pack(*ends, *found.rest, x.data_ptr(), *end.numbers))
+            failed = multiply(found.address, pack(*ends, *found.rest, x.data_ptr(), *end.numbers, *_REAL_ENDS))
             if failed:
                 raise_for(failed)
             return y
@@ -191,9 +194,15 @@ class PackedInt8Conv(PackedConv):
             if len(shape) != len(self.weight_shape) or shape[1] != channels or 0 in shape:
                 return None
             found = self._ready_for(shape, threads, packed[0], code)
-            call = INT8_CONV_CALL.pack(0, 0, 0, 0, *found.rest, 0, *end.numbers)
-            step = Step(StepKind.INT8_CONV, call, found.address, (found, end))
-            return ImageProduct(step, tuple(found.shape), 4 * math.prod(found.places))
+            rounding = (*end.rounding, bool(found.direct))
+
+            def step(places: bool, to: tuple[Any, ...] | None) -> Step:  # noqa: FBT001 - as the item asks for it
+                ends = (places, to is not None, *((0.0, 0, 0, 0) if to is None else to))
+                call = INT8_CONV_CALL.pack(0, 0, 0, 0, *found.rest, 0, *end.numbers, *ends)
+                return Step(StepKind.INT8_CONV, call, found.address, (found, end))
+
+            room = 4 * math.prod(found.places)
+            return ImageProduct(step(places=False, to=None), tuple(found.shape), room, rounding, step)
 
         return made
 
@@ -208,7 +217,7 @@ class PackedInt8Conv(PackedConv):
         matrix.values = values.data_ptr()
         images = 0 if 0 in result else result[0]
         rest = (*plan.addresses, images, *strides, *plan.numbers.values(), activation, threads)
-        return _Ready(places, result, addressof(matrix), rest, (plan, matrix, values))
+        return _Ready(places, result, addressof(matrix), rest, (plan, matrix, values), plan.numbers["direct"])
 
     def _sizes(self, flat: Tensor) -> tuple[tuple[int, int], tuple[int, ...]]:
         """Return rows, columns and strides of contiguous places; one row where no pixel needs its neighbours."""
@@ -231,8 +240,9 @@ class PackedInt8Conv(PackedConv):
         kept = [None if s is None else self._checked(s, "a scale", (self.shape[0],)).contiguous() for s in scales]
         addresses = [0 if s is None else s.data_ptr() for s in kept]
         channels = self.weight_shape[1] * self.geometry.groups
-        rounding = (1.0 / grid.scale, grid.format == "uint8", grid.zero_point, self._no_least_weight(values))
-        return _End((*addresses, row_sums.data_ptr(), channels, *rounding), (kept, values, row_sums))
+        rounding = (1.0 / grid.scale, grid.format == "uint8", grid.zero_point)
+        numbers = (*addresses, row_sums.data_ptr(), channels, *rounding, self._no_least_weight(values))
+        return _End(numbers, rounding, (kept, values, row_sums))
 
     def _no_least_weight(self, values: Tensor) -> bool:
         """Tell whether no weight is -128; looked at once for each set of values."""

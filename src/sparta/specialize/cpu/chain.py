@@ -7,6 +7,7 @@ what a kernel of a linear layer tells of itself, so that steps can be made of it
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -170,11 +171,25 @@ class ImageProduct:
         Of the result, contiguous.
     room
         Bytes that it needs beside, while it runs.
+    rounding
+        How it keeps an image in bytes, as values that are equal for kernels that keep it in the same way; None for
+        kernels of real numbers.
+    handing
+        Whether the image comes in bytes, and the rounding of those that the result is handed to in bytes, or None: the
+        step for that.
     """
 
     step: Step
     shape: tuple[int, ...]
     room: int = 0
+    rounding: tuple[Any, ...] | None = None
+    handing: Callable[[bool, tuple[Any, ...] | None], Step] | None = None
+
+    @property
+    def place_bytes(self) -> int:
+        """Bytes of the result in bytes, four channels to a place."""
+        images, channels, *size = self.shape
+        return 4 * images * -(-channels // 4) * math.prod(size)
 
 
 def place(memory: int, offset: int) -> int:

@@ -51,8 +51,9 @@ INT8_CALL = struct.Struct("@PPqqqPPPfiiiiifiiiPqiifi")
 # and `direct`, in the order of native/conv.h; activation, threads.
 CONV_CALL = struct.Struct("@7P17q3i")
 # The same over places; image, multiplier, offset, row sums; channels, inverse scale, whether x is unsigned, its zero,
-# whether no weight is -128.
-INT8_CONV_CALL = struct.Struct("@7P17q3i4Pqfiii")
+# whether no weight is -128; whether x and y are places; of the latter the inverse scale, whether they are unsigned, the
+# zero, whether they are read as they are.
+INT8_CONV_CALL = struct.Struct("@7P17q3i4Pqfiiiiifiii")
 
 
 class PanelMatrix(Structure):

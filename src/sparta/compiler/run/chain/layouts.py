@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from sparta.compiler.run.chain.trace import Item, Linear, Native, PythonCall, Trace
+from sparta.compiler.run.chain.trace import ImageItem, Item, Linear, Native, PythonCall, Trace
 from sparta.compiler.run.chain.values import Made, Value, mapped, rows_of
 from sparta.specialize.cpu.chain import StepKind
 
-__all__ = ["fuse", "hand_over_panels", "reads", "round_early", "share_packed"]
+__all__ = ["fuse", "hand_over_bytes", "hand_over_panels", "reads", "round_early", "share_packed"]
 
 
 def readers_of(trace: Trace) -> dict[int, list[tuple[Item, Value]]]:
@@ -133,6 +133,28 @@ def hand_over_panels(trace: Trace) -> int:
         for other, _ in reading:
             assert isinstance(other, Linear)  # noqa: S101 - looked at above
             other.packed = source
+        count += 1
+    return count
+
+
+def hand_over_bytes(trace: Trace) -> int:
+    """Let int8 convolutions leave their results in bytes where all that reads them would round them in one way."""
+    readers, returned, count = readers_of(trace), _returned(trace), 0
+    for item in trace.items:
+        if not isinstance(item, ImageItem) or item.product.handing is None or item.residual is not None:
+            continue
+        source = item.result.source
+        found = readers[id(source)]
+        reading = [other for other, value in found if isinstance(other, ImageItem) and other.x is value]
+        ways = {other.product.rounding for other in reading}
+        whole = all(other.x.offset == 0 and other.x.meta.shape == item.result.meta.shape for other in reading)
+        alone = len(reading) == len(found) and id(source) not in returned and isinstance(source, Made)
+        if len(ways) != 1 or None in ways or not whole or not alone:
+            continue
+        (item.to_bytes,) = ways
+        source.nbytes = item.product.place_bytes  # type: ignore[union-attr]
+        for other in reading:
+            other.from_bytes, other.room = True, None
         count += 1
     return count
 

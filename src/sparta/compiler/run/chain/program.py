@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparta.compiler.run.chain.layouts import fuse, hand_over_panels, reads, round_early, share_packed
+from sparta.compiler.run.chain.layouts import fuse, hand_over_bytes, hand_over_panels, reads, round_early, share_packed
 from sparta.compiler.run.chain.memory import LINE, planned
 from sparta.compiler.run.chain.native import constant_of
 from sparta.compiler.run.chain.trace import ImageItem, Linear, Native, PythonCall, Trace
@@ -76,7 +76,7 @@ class Program:
         self.slots, self.library = trace.slots, load()
         fuse(trace)
         round_early(trace)
-        self.handed, self.shared = hand_over_panels(trace), share_packed(trace)
+        self.handed, self.shared = hand_over_panels(trace) + hand_over_bytes(trace), share_packed(trace)
         self._new: dict[int, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
         self._show_python(trace)
         self.arena_bytes = planned(trace.items)
@@ -163,7 +163,10 @@ def _steps_of(item: Native | Linear | ImageItem, segment: _Segment) -> list[tupl
         return [(item.call.step, [at(item.call.x), at(item.result), *map(at, item.call.others)])]
     if isinstance(item, ImageItem):
         room = NOWHERE if item.room is None else segment.place_of(item.room, 0)
-        return [(item.product.step, [at(item.x), at(item.result), at(item.residual), room])]
+        step, handing = item.product.step, item.product.handing
+        if handing is not None and (item.from_bytes or item.to_bytes is not None):
+            step = handing(item.from_bytes, item.to_bytes)
+        return [(step, [at(item.x), at(item.result), at(item.residual), room])]
     product, steps = item.product, []
     x = at(item.x)
     if item.packed is not None:

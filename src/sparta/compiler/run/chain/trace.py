@@ -73,13 +73,23 @@ class Linear:
 
 @dataclass(eq=False)
 class ImageItem:
-    """A convolution of contiguous images."""
+    """A convolution of contiguous images.
+
+    Attributes
+    ----------
+    room
+        Memory that it needs while it runs.
+    from_bytes, to_bytes
+        Whether the image comes in bytes, and how the result is handed on in bytes, or None.
+    """
 
     product: ImageProduct
     x: Value
     residual: Value | None
     result: Value
     room: Made | None
+    from_bytes: bool = False
+    to_bytes: tuple[Any, ...] | None = None
 
 
 @dataclass(eq=False)

@@ -148,7 +148,7 @@ class ChainRun {
     call.image = at<std::remove_pointer_t<decltype(call.image)>>(step.places[0]);
     call.conv.y = at<float>(step.places[1]);
     call.conv.residual = at<float>(step.places[2]);
-    call.conv.x = at<float>(step.places[3]);  // room for the image in bytes
+    call.conv.x = at<float>(step.places[call.x_is_places ? 0 : 3]);  // the image in bytes, or room for it
     call.conv.threads = threads_;
     return code(multiply_int8_conv(*matrix<PanelMatrix>(step), call));
   }

@@ -20,6 +20,12 @@ struct Int8ConvCall {
   int32_t x_is_unsigned;
   int32_t x_zero;
   int32_t no_least_weight;
+  int32_t x_is_places;  // conv.x holds the image in bytes already
+  int32_t y_is_places;  // conv.y is [images][ceil(channels / 4)][pixels], bytes as the next convolution reads them
+  float y_inverse_scale;
+  int32_t y_is_unsigned;
+  int32_t y_zero;
+  int32_t y_is_direct;  // whether the next one reads the image itself, and not a padded copy
 };
 
 inline int32_t four_times(int32_t byte) { return static_cast<int32_t>(static_cast<uint32_t>(byte & 255) * 0x01010101u); }
@@ -40,6 +46,34 @@ inline void quantise_place(const Int8ConvCall& call, int64_t image, int64_t plac
     Vec four[4] = {};
     for (int64_t i = 0; i < present; ++i) four[i] = scale * load_some(from + i * pixels + pixel, count);
     store_some(reinterpret_cast<float*>(to + pixel), (Vec)join_rows<false>(four, bytes), count);
+  }
+}
+
+// Bytes as a convolution keeps an image: those of a padded copy are exclusive-or real 0, so that 0 is padding.
+inline Bytes image_bytes(int32_t zero, bool is_unsigned, bool is_direct) {
+  const Bytes bytes = bytes_around(zero, is_unsigned, has_vnni());
+  return {bytes.shift, bytes.least, is_direct ? bytes.flip : bytes.flip ^ zero_place(bytes)};
+}
+
+// Stores results as places: four rows at a time, through the activation and rounded. `y` is at the first row's place and
+// the first pixel of the image.
+template <Activation Act>
+inline void store_places(const float* results, int64_t tile, int64_t rows, int64_t plane, const Segment* segments,
+                         int64_t count, float factor, const Bytes& bytes, int32_t* y) {
+  const Vec scale = splat(factor);
+  for (int64_t row = 0; row < rows; row += 4) {
+    for (const Segment* segment = segments; segment != segments + count; ++segment) {
+      for (int64_t j = 0; j < segment->count; j += kLanes) {
+        const int64_t pixels = segment->count - j;
+        Vec four[4] = {};
+        for (int64_t r = 0; r < std::min<int64_t>(4, rows - row); ++r) {
+          const float* from = results + (row + r) * tile + segment->token + j;
+          four[r] = scale * activate_last<Act>(activate<Act>(load_some(from, pixels)));
+        }
+        float* to = reinterpret_cast<float*>(y + row / 4 * plane + segment->pixel + j);
+        store_some(to, (Vec)join_rows<false>(four, bytes), pixels);
+      }
+    }
   }
 }
 
@@ -83,6 +117,11 @@ inline void multiply_int8_tokens(const Int8BandTask& task, int64_t begin, int64_
                     reinterpret_cast<int32_t*>(task.results), row, tile});
     const float* residual = task.residual ? task.residual + row * plane : nullptr;
     with_activation(call.activation, [&](auto tag) {
+      if (task.call->y_is_places) {
+        return store_places<decltype(tag)::value>(task.results, tile, rows, plane, segments, runs,
+                                                  task.call->y_inverse_scale, task.finish->bytes,
+                                                  reinterpret_cast<int32_t*>(task.y) + row / 4 * plane);
+      }
       store_pixels<decltype(tag)::value>(task.results, tile, rows, plane, segments, runs, nullptr, residual,
                                          task.y + row * plane);
     });
@@ -105,7 +144,8 @@ inline bool multiply_int8_band(const PanelMatrix& matrix, const Int8ConvCall& gi
     pack_slot(call, band, slot, image + slot * call.in_channels * call.plane);
   }
   if (image) finish_copy(call, zero, image);
-  const int64_t pixel = band.image * matrix.channels * call.out_rows * call.out_columns;
+  const int64_t planes = given.y_is_places ? ceil_div(matrix.channels, 4) : matrix.channels;
+  const int64_t pixel = band.image * planes * call.out_rows * call.out_columns;
   const float* x = image ? image - band.first : call.x + band.image * call.x_strides[0];
   const Int8BandTask task{&matrix, &given, &finish, reinterpret_cast<const int32_t*>(x), call.y + pixel,
                           call.residual ? call.residual + pixel : nullptr, results};
@@ -128,8 +168,9 @@ inline bool multiply_int8_conv(const PanelMatrix& matrix, const Int8ConvCall& ca
   const ConvCall& conv = call.conv;
   const Bytes bytes = bytes_around(call.x_zero, call.x_is_unsigned != 0, has_vnni());
   const int32_t zero = zero_place(bytes);
-  const Bytes stored{bytes.shift, bytes.least, conv.direct ? bytes.flip : bytes.flip ^ zero};
-  parallel(conv.threads, [&](int64_t index, int64_t count) {
+  const Bytes stored = image_bytes(call.x_zero, call.x_is_unsigned != 0, conv.direct != 0);
+  parallel(call.x_is_places ? 1 : conv.threads, [&](int64_t index, int64_t count) {
+    if (call.x_is_places) return;
     const int64_t places = conv.images * conv.in_channels;
     for (int64_t i = places * index / count; i < places * (index + 1) / count; ++i) {
       quantise_place(call, i / conv.in_channels, i % conv.in_channels, stored);
@@ -138,7 +179,8 @@ inline bool multiply_int8_conv(const PanelMatrix& matrix, const Int8ConvCall& ca
   const int32_t moved = has_vnni() == (call.x_is_unsigned != 0) ? 0 : has_vnni() ? 128 : -128;
   for (int64_t i = 0; i < matrix.channels; ++i) starts[i] = -(call.x_zero + moved) * call.row_sums[i];
   const Int8Finish finish{call.multiplier, call.offset, starts, -std::numeric_limits<float>::infinity(),
-                          false, false, stored, nullptr};
+                          false, false,
+                          image_bytes(call.y_zero, call.y_is_unsigned != 0, call.y_is_direct != 0), nullptr};
   return share_tiles(matrix, conv.images * bands_of(conv), conv.threads,
                      [&](int64_t band, int64_t begin, int64_t end) {
                        return multiply_int8_band(matrix, call, finish, zero, band, begin, end);
