@@ -12,7 +12,7 @@ from sparta.compiler.graph.sizes import Sizes
 from sparta.compiler.retune import tuned_at
 from sparta.compiler.run.given import GivenModel
 from sparta.compiler.session import Session
-from sparta.errors import FileFormatError, ShapeError
+from sparta.errors import FileFormatError, ShapeError, ValueRangeError
 
 
 def agree(found, expected):
@@ -195,6 +195,38 @@ def test_sizes_of_one_bucket_share_their_packed_weights(forced):
     for kernel in fast.kernels.values():
         assert {4, 130, 131, 140, 150} <= set(kernel.choices)
         assert len({kernel.built(size)[1][0].data_ptr() for size in (130, 131, 140, 150)}) == 1
+
+
+def test_sizes_are_tuned_as_they_come(forced):
+    model = nets.pruned(nets.Mlp())
+    fast = sparta.compile(model, torch.randn(4, 32), tune="off")
+    assert fast.tune_unseen(budget_s=0.05, most=2) is fast
+    for _ in range(2):
+        for size in (9, 64, 100):
+            y = torch.randn(size, 32)
+            agree(fast(y), model(y))
+    fast._unseen.wait()
+    assert [size for size in (9, 64, 100) if fast.decided_at([torch.empty(size, 32)]) is not None] == [9, 64]
+    for size in (4, 9, 64, 100):
+        y = torch.randn(size, 32)
+        agree(fast(y), model(y))
+    fast.tune_unseen(most=0)
+    agree(fast(torch.ones(7, 32)), model(torch.ones(7, 32)))
+
+
+def test_what_goes_wrong_in_the_background_changes_nothing(monkeypatch):
+    def fails(*_arguments):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("sparta.compiler.background.tuned_at", fails)
+    model = nets.pruned(nets.Mlp())
+    fast = sparta.compile(model, torch.randn(4, 32), tune="off").tune_unseen()
+    y = torch.randn(9, 32)
+    agree(fast(y), model(y))
+    fast._unseen.wait()
+    agree(fast(y), model(y))
+    with pytest.raises(ValueRangeError, match="seconds above 0"):
+        fast.tune_unseen(budget_s=0)
 
 
 def test_a_layer_that_was_dense_gets_a_kernel_where_it_wins(tmp_path):

@@ -6,7 +6,7 @@ Every decision is measured, and the dense original is always among what is measu
 """
 
 from sparta.arguments import front_door
-from sparta.compiler import retune as _retune  # noqa: F401 - it gives compiled models their search
+from sparta.compiler import background as _background  # noqa: F401 - it gives compiled models their search
 from sparta.compiler.api import compile_model
 from sparta.compiler.api import compile_model as compile  # noqa: A004 - `sparta.compile` is its public name
 from sparta.compiler.artifact import load

@@ -71,6 +71,8 @@ class CompiledModel(nn.Module):
 
     # What chooses kernels for more sizes. `compiler.retune` puts it here, since what runs knows nothing of searching.
     search: ClassVar[Callable[..., None]]
+    # What tunes sizes beside calls, put here by `compiler.background`.
+    in_background: ClassVar[Callable[..., Any]]
 
     def __init__(  # noqa: PLR0913 - all that a compiled model is
         self,
@@ -101,6 +103,7 @@ class CompiledModel(nn.Module):
         self._decided: OrderedDict[Any, Callable[..., Any]] = OrderedDict()  # by the sizes that were tuned
         self._tuned: dict[Any, Callable[..., Any]] = {}  # the same by sizes and dtypes of positional arguments
         self.packed: dict[Any, Any] = {}  # what chains of all tuned sizes share
+        self._unseen: Any = None  # what tunes sizes as they come
         self._other_sizes = self._by_size()
         super().train(mode=False)
 
@@ -189,19 +192,29 @@ class CompiledModel(nn.Module):
     def _at_other_size(self, leaves: list[Any]) -> Any:
         """Run the graph for any size, or the model as given where that does not take these sizes."""
         shapes = self._shapes_of(leaves)
-        run = self._decided.get(shapes) or self._other_sizes.get(shapes)
+        run = self._decided.get(shapes)
         if run is not None:
             return run(*leaves)
-        if isinstance(self._hosted, GivenModel):
-            return self._hosted(*leaves)
+        run = self._other_sizes.get(shapes)
+        if run is not None:
+            self._tune_later(leaves)
+            return run(*leaves)
         sizes = self.signature.sizes
         problem = "" if sizes is None else sizes.problem(shapes)
+        if not problem:
+            self._tune_later(leaves)
+        if isinstance(self._hosted, GivenModel):
+            return self._hosted(*leaves)
         if self.general is None or problem:
             if self._given is not None:
                 return self._given(*leaves)
             given = f"inputs of {', '.join(str(tuple(shape)) for shape in shapes if shape is not None)} ({problem})"
             raise ShapeError(message(given, "sizes as those the model was compiled for", "compile it for these too"))
         return self._other_sizes.made(shapes)(*leaves)
+
+    def _tune_later(self, leaves: Sequence[Any]) -> None:
+        if self._unseen is not None and self.general is not None:
+            self._unseen.see(leaves)
 
     def _by_size(self) -> BySize:
         module = self.general if self.general is not None else self.graph
@@ -286,6 +299,27 @@ class CompiledModel(nn.Module):
         if sizes is None or not sizes.problem(shapes):
             self.search(self, leaves, tune, budget_s)
         return self.report
+
+    def tune_unseen(self, budget_s: float = 1.0, most: int = 64) -> Self:
+        """Tune sizes that were not tuned as they come, in a thread beside the calls, and return the model.
+
+        A call of a new size runs at once as before; what is found is used by later calls of that size. At most `most`
+        sizes are tuned, for `budget_s` seconds each, and a few wait at a time. Nothing is printed or raised.
+
+        Parameters
+        ----------
+        budget_s
+            For each size.
+        most
+            Sizes in all; 0 stops it.
+        """
+        if not budget_s > 0 or not isinstance(most, int) or most < 0:
+            given = f"budget_s={budget_s!r}, most={most!r}"
+            raise ValueRangeError(message(given, "seconds above 0, and a number of sizes"))
+        if on_cuda(self.graph):
+            raise ValueRangeError(message("a model on CUDA", "one on the CPU", "call tune with the sizes instead"))
+        self._unseen = self.in_background(self, budget_s, most) if most else None
+        return self
 
     def use_general(self, graph: fx.GraphModule) -> None:
         """Run this graph at other sizes than the example's."""
