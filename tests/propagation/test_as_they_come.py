@@ -81,6 +81,26 @@ def test_what_is_written_over_a_tensor_is_a_value(tmp_path):
         same(run, model, torch.randn(5, 4))
 
 
+class Checking(nn.Module):
+    """A model that looks at values before it goes on, as XLM does with lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x, lengths):
+        torch._check(lengths.max().item() <= x.shape[1])
+        return self.b(self.a(x).relu())
+
+
+def test_checks_of_values_are_no_part_of_a_graph(tmp_path):
+    model, x, lengths = Checking().eval(), torch.randn(3, 5, 4), torch.tensor([2, 5, 1])
+    fast = sparta.compile(model, (x, lengths), tune="off")
+    fast.save(tmp_path / "model.sparta")
+    for run in (compact(model, (x, lengths)), fast, sparta.load(tmp_path / "model.sparta")):
+        same(run, model, x, lengths)
+
+
 class Heads(nn.Module):
     """Attention whose result is viewed as attention lays it out; something is written in place, as in SAM."""
 

@@ -352,12 +352,12 @@ def _make_functional(graph: fx.Graph) -> None:
 
 
 def _drop_unused(graph: fx.Graph) -> None:
-    """Erase tensors and pure ops that nothing uses."""
+    """Erase tensors and pure ops that nothing uses, and checks of values, which compute nothing."""
     for node in reversed(list(graph.nodes)):
         target = node.target
-        pure = target is operator.getitem or (
-            isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable and bool(target._schema.returns)
-        )
+        pure = target is _aten._assert_scalar.default or getattr(target, "__module__", "") == "_operator"
+        if isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable:
+            pure |= bool(target._schema.returns)
         if not node.users and (node.op == "get_attr" or (node.op == "call_function" and pure)):
             graph.erase_node(node)
 
