@@ -3,6 +3,7 @@
 import pytest
 
 import pairs
+from create.another_world import KINDS as RESUMED
 from create.four_processes import KINDS
 from create.two_processes import RUNS
 
@@ -31,3 +32,10 @@ def test_four_processes_make_the_masks_of_one(tmp_path):
 @pytest.mark.slow
 def test_four_processes_make_the_masks_of_one_for_every_kind(tmp_path):
     compared_in_four_processes(tmp_path, KINDS)
+
+
+@pytest.mark.slow
+def test_a_run_of_four_processes_goes_on_in_two_and_ends_as_one_does(tmp_path):
+    report = tmp_path / "report"
+    pairs.run("create.another_world", tmp_path, report)
+    assert report.read_text().splitlines() == [f"{kind} agree=True" for kind in RESUMED]

@@ -18,10 +18,9 @@ from torch.optim import Optimizer
 
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_you_mean, message
 from sparta.sparsify.layers import Layer
-from sparta.sparsify.shards import local, shards_of, summed, whole
+from sparta.sparsify.shards import local, packed, shards_of, summed, taken, unpacked, whole
 from sparta.tesa import names
 from sparta.tesa.attribute import TeSA
-from sparta.tesa.formats.mask_bits import pack_bits, unpack_bits
 from sparta.tesa.mask import as_mask
 from sparta.tesa.spec import Spec
 
@@ -268,12 +267,14 @@ class Masks:
     def state_dict(self) -> dict[str, Any]:
         """Return the masks, eight elements to a byte, and the remembered values; tensors and plain values only.
 
-        Of sharded layers it holds what this process does, so each process saves and loads its own.
+        Sharded layers are gathered, one at a time, so all processes call it together; what it returns is the same in
+        each, and can be loaded in another number of processes.
         """
+        parameters = {name: layer.parameter for name, layer in self.layers.items()}
         return {
             "version": _VERSION,
-            "masks": {name: pack_bits(~zeros.reshape(1, -1))[0].cpu() for name, zeros in self._zeros.items()},
-            "hidden": {name: values.clone() for name, values in self._hidden.items()},
+            "masks": {name: packed(~zeros, parameters[name]) for name, zeros in self._zeros.items()},
+            "hidden": {name: whole(values.clone(), parameters[name]) for name, values in self._hidden.items()},
         }
 
     @torch.no_grad()
@@ -284,15 +285,10 @@ class Masks:
         zeros, hidden = {}, {}
         for name, bits in state["masks"].items():
             found = names.resolve(name, self.layers)[0]
-            weight = local(self.layers[found].parameter)
-            if bits.numel() != -(-weight.numel() // 8):
-                given = f"the state's mask of {name!r} has {bits.numel()} bytes"
-                raise ShapeError(message(given, f"{-(-weight.numel() // 8)} bytes for {tuple(weight.shape)}"))
-            kept = unpack_bits(bits.to(weight.device).reshape(1, -1), weight.numel()).reshape(weight.shape)
-            zeros[found] = kept.logical_not()
+            zeros[found] = unpacked(bits, self.layers[found].parameter).logical_not()
         for name, values in state["hidden"].items():
             found = names.resolve(name, self.layers)[0]
-            hidden[found] = values.to(local(self.layers[found].parameter).device).clone()
+            hidden[found] = taken(values, self.layers[found].parameter)
         self._zeros, self._hidden = zeros, hidden
         self.apply()
 

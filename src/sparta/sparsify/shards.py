@@ -15,10 +15,24 @@ import torch
 from torch import Tensor
 
 from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.tesa.formats.mask_bits import pack_bits, unpack_bits
 from sparta.tesa.patterns import Pattern
 from sparta.tesa.select import comparable, lowest
 
-__all__ = ["WHOLE", "Shards", "check_sharding", "local", "lowest_of", "own_part", "shards_of", "summed", "whole"]
+__all__ = [
+    "WHOLE",
+    "Shards",
+    "check_sharding",
+    "local",
+    "lowest_of",
+    "own_part",
+    "packed",
+    "shards_of",
+    "summed",
+    "taken",
+    "unpacked",
+    "whole",
+]
 
 
 @dataclass(frozen=True)
@@ -119,6 +133,39 @@ def own_part(full: Tensor, like: Tensor) -> Tensor:
     as_bytes = full.view(torch.uint8) if full.dtype is torch.bool else full
     part = local(distribute_tensor(as_bytes, spread.device_mesh, spread.placements))
     return part.view(torch.bool) if full.dtype is torch.bool else part
+
+
+def packed(mask: Tensor, like: Tensor) -> Tensor:
+    """Return the whole mask of which `mask` is this process's share, eight elements to a byte, on the CPU.
+
+    >>> packed(torch.tensor([[True, False, True]]), torch.zeros(1, 3))
+    tensor([5], dtype=torch.uint8)
+    """
+    return pack_bits(whole(mask, like).reshape(1, -1))[0].cpu()
+
+
+def unpacked(bits: Tensor, like: Tensor) -> Tensor:
+    """Return what this process holds of a mask that :func:`packed` made, also in another number of processes.
+
+    Bits of this process's part alone, as older states have them, are taken too.
+    """
+    part = local(like)
+    if bits.numel() == -(-like.numel() // 8):
+        full = unpack_bits(bits.to(part.device).reshape(1, -1), like.numel()).reshape(like.shape)
+        return own_part(full, like)
+    if bits.numel() != -(-part.numel() // 8):
+        given = f"a mask of {bits.numel()} bytes"
+        raise ShapeError(message(given, f"{-(-like.numel() // 8)} bytes for {tuple(like.shape)}"))
+    return unpack_bits(bits.to(part.device).reshape(1, -1), part.numel()).reshape(part.shape)
+
+
+def taken(values: Tensor, like: Tensor) -> Tensor:
+    """Return what this process holds of whole values; a part that was saved as such is taken as it is."""
+    part = local(like)
+    found = own_part(values.to(part.device), like) if values.shape == like.shape else values.to(part.device)
+    if found.shape != part.shape:
+        raise ShapeError(message(f"values of shape {tuple(values.shape)}", f"{tuple(like.shape)}"))
+    return found.clone()
 
 
 def summed(value: Tensor, shards: Shards) -> Tensor:

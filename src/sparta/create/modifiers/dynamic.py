@@ -20,8 +20,7 @@ from sparta.create.modifiers.spread import AllocationName, SpreadModifier
 from sparta.errors import ValueRangeError, message
 from sparta.sparsify import ERK, Layer, Magnitude, make_masks
 from sparta.sparsify.masks import OptimizerState, Pruned, zero_moments
-from sparta.sparsify.shards import local, lowest_of, shards_of, summed
-from sparta.tesa.formats.mask_bits import pack_bits, unpack_bits
+from sparta.sparsify.shards import local, lowest_of, packed, shards_of, summed, unpacked
 
 __all__ = ["RigLPruningModifier", "TopKASTPruningModifier"]
 
@@ -227,16 +226,12 @@ class TopKASTPruningModifier(SpreadModifier):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks, and which weights learn."""
-        packed = {name: pack_bits(mask.reshape(1, -1))[0].cpu() for name, mask in self._learning.items()}
-        return super().state_dict() | {"learning": packed}
+        weights = {layer.name: layer.parameter for layer in self._layers}
+        learning = {name: packed(mask, weights[name]) for name, mask in self._learning.items()}
+        return super().state_dict() | {"learning": learning}
 
     def load_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state_dict` returned."""
         super().load_state_dict(run, state)
-        weights = {layer.name: local(layer.parameter) for layer in self._layers}
-        self._learning = {
-            name: unpack_bits(bits.to(weights[name].device).reshape(1, -1), weights[name].numel()).view_as(
-                weights[name]
-            )
-            for name, bits in state["learning"].items()
-        }
+        weights = {layer.name: layer.parameter for layer in self._layers}
+        self._learning = {name: unpacked(bits, weights[name]) for name, bits in state["learning"].items()}

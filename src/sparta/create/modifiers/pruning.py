@@ -20,7 +20,7 @@ from sparta.create.modifiers.spread import SpreadModifier
 from sparta.errors import ValueRangeError, message
 from sparta.sparsify import Layer, Magnitude, Movement, Schedule, Score, Uniform, along_inputs, make_masks
 from sparta.sparsify.masks import OptimizerState, Pruned
-from sparta.sparsify.shards import local, shards_of, summed
+from sparta.sparsify.shards import local, shards_of, summed, taken, whole
 
 __all__ = [
     "FROM_PARAM",
@@ -206,12 +206,15 @@ class GradualPruning(SpreadModifier):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks, what the score has learnt, and the measured start."""
-        return super().state_dict() | {"score": self._score.state_dict(), "measured": dict(self._measured)}
+        weights = {layer.name: layer.parameter for layer in self._layers}
+        score = {name: whole(value, weights[name]) for name, value in self._score.state_dict().items()}
+        return super().state_dict() | {"score": score, "measured": dict(self._measured)}
 
     def load_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state_dict` returned."""
         super().load_state_dict(run, state)
-        self._score.load_state_dict(state["score"])
+        weights = {layer.name: layer.parameter for layer in self._layers}
+        self._score.load_state_dict({name: taken(value, weights[name]) for name, value in state["score"].items()})
         self._measured = dict(state["measured"])
 
 

@@ -22,7 +22,7 @@ from sparta.create.modifiers.parameters import fresh_gradients, gradient_of
 from sparta.create.modifiers.pruning import GradualPruning
 from sparta.errors import ValueRangeError, message
 from sparta.sparsify import Layer
-from sparta.sparsify.shards import local, own_part, shards_of, whole
+from sparta.sparsify.shards import local, own_part, shards_of, taken, whole
 
 __all__ = ["MFACPruningModifier", "OBSPruningModifier"]
 
@@ -232,12 +232,29 @@ class MFACPruningModifier(_SecondOrder):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks and the kept gradients."""
-        kept = {"kept": torch.stack(list(self._kept))} if self._kept else {}
+        kept = {"kept": torch.stack([self._gathered_row(row) for row in self._kept])} if self._kept else {}
         return super().state_dict() | kept | {"seen_step": self._seen_step}
+
+    def _gathered_row(self, row: Tensor) -> Tensor:
+        """Return a kept gradient of whole weights; `row` is this process's part."""
+        weights = [layer.parameter for layer in self._layers]
+        parts = torch.split(row, [local(weight).numel() for weight in weights])
+        made = [whole(p.view_as(local(w)).to(local(w).device), w) for p, w in zip(parts, weights, strict=True)]
+        return torch.cat([part.reshape(-1).to(row.device) for part in made])
+
+    def _own_row(self, row: Tensor) -> Tensor:
+        """Return this process's part of a gradient of whole weights."""
+        weights = [layer.parameter for layer in self._layers]
+        if row.numel() == sum(local(weight).numel() for weight in weights):
+            return row
+        parts = torch.split(row, [weight.numel() for weight in weights])
+        made = [taken(part.view(weight.shape), weight) for part, weight in zip(parts, weights, strict=True)]
+        return torch.cat([part.reshape(-1).to(row.device) for part in made])
 
     def load_state_dict(self, run: Run, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state_dict` returned."""
         super().load_state_dict(run, state)
         device = self.grads_device or local(self._layers[0].parameter).device
-        self._kept = deque(state["kept"].to(device).clone().unbind()) if "kept" in state else deque()
+        rows = state["kept"].to(device).clone().unbind() if "kept" in state else ()
+        self._kept = deque(self._own_row(row) for row in rows)
         self._seen_step = int(state["seen_step"])
