@@ -68,3 +68,13 @@ def test_choices_of_several_processes(tables):
     layer |= {"choices": 2, "best_us": 7.5, "over_best": [1.0, 1.04]}
     page = tables.stability(record({"allowed": 1.05, "layers": [layer]}))
     assert "| 64×32, block 64, 90 % | 1 | 2 | 2 | 7.5 | 1.040 |" in page
+
+
+def test_the_grid_has_a_column_for_every_rival_and_step(tables):
+    cases = [
+        {"model": "bert-base", "pattern": "channels", "ms": {"eager": 2.0, "cut": 1.0}, "ratio": 2.0},
+        {"model": "bert-base", "pattern": "channels + fp8", "ms": {"eager": 2.0, "fewer bits": 0.5}, "ratio": 4.0},
+    ]
+    page = tables.paper_grid(record({"batch": 32, "cases": cases}))
+    assert "| model | pattern | eager | cut | fewer bits | over the best |" in page
+    assert "| bert-base | channels + fp8 | 2.000 |  | 0.500 | 4.00 |" in page

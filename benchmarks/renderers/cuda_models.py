@@ -1,4 +1,4 @@
-"""Tables of whole models and of trust on CUDA: stacks in fp8, training of a model, choices that hold and repeat."""
+"""Tables of whole models and of trust on CUDA: stacks, the paper's grid, training, choices that hold and repeat."""
 
 from __future__ import annotations
 
@@ -99,4 +99,29 @@ def stability(found: Sequence[Record]) -> str:
         )
         heads = ["layer", "tokens", "tunings", "different choices", "best µs", "slowest over best"]
         parts.append(f"{title}\n\n{markdown(heads, rows)}")
+    return "\n\n".join(parts)
+
+
+@renderer("cuda-paper-grid", "paper_grid")
+def paper_grid(found: Sequence[Record]) -> str:
+    """Return the models and patterns of the paper: a row for each, rivals first, then our steps."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        names = list(dict.fromkeys(name for row in results["cases"] for name in row["ms"]))
+        rows = [
+            [
+                row["model"],
+                row["pattern"],
+                *(f"{row['ms'][name]:.3f}" if name in row["ms"] else None for name in names),
+                f"{row['ratio']:.2f}",
+            ]
+            for row in results["cases"]
+        ]
+        title = (
+            f"Milliseconds with a batch of {results['batch']} in bf16, replayed from CUDA graphs: dense models, and "
+            "the pruned one step by step, when what was pruned is cut out, with kernels for the rest, and in fewer bits; "
+            f"times faster than the best dense model. {source(record)}"
+        )
+        parts.append(f"{title}\n\n{markdown(['model', 'pattern', *names, 'over the best'], rows)}")
     return "\n\n".join(parts)
