@@ -11,4 +11,4 @@ from sparta.planning.result import CurvePoint, Goal, SparsityPlan
 
 __all__ = ["CurvePoint", "Goal", "Option", "SparsityPlan", "plan"]
 
-front_door(globals(), ["plan"], ["SparsityPlan.at", "SparsityPlan.apply", "SparsityPlan.save"])
+front_door(globals(), ["plan"], ["SparsityPlan.at", "SparsityPlan.apply", "SparsityPlan.compile", "SparsityPlan.save"])

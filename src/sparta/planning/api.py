@@ -182,29 +182,23 @@ def plan_with(  # noqa: PLR0913 - as above
         if data is None:
             search.notes.append("no data: layers were calibrated on the example inputs alone")
         table = search.filled(batches, method, _megabytes(placed))
-    by_metric = goal.max_loss is not None and metric is not None
-    result = SparsityPlan(
-        goal=goal,
-        assignment={},
-        whole=None,
-        met=False,
-        reason="",
-        table=table,
-        model=model,
-        data=given,
-        method=method,
-        notes=search.notes,
-        example=example,
-    )
-    if by_metric and metric is not None:
-        goal = Goal(max_loss=_loss_by_metric(result, metric))
-    with quiet(placed):
-        result.assignment, result.whole, result.met, result.reason = search.answered(table, goal)
-    result.points, result.loss = search.points, table.loss(result.assignment)
-    if metric is not None and not search.interrupted:
-        _evaluate(result, metric)
+    known: dict[str, Any] = {"table": table, "model": model, "data": given, "method": method, "notes": search.notes}
+    result = SparsityPlan(goal=goal, assignment={}, whole=None, met=False, reason="", example=example, **known)
+    _answer(result, search, metric)
     result.seconds = time.perf_counter() - started
     return result
+
+
+def _answer(result: SparsityPlan, search: Search, metric: Metric | None) -> None:
+    """Find what layers become, and put it into the plan; the metric, where there is one, is evaluated."""
+    goal = result.goal
+    if goal.max_loss is not None and metric is not None:
+        goal = Goal(max_loss=_loss_by_metric(result, metric))
+    with quiet(search.model):
+        result.assignment, result.whole, result.met, result.reason = search.answered(result.table, goal)
+    result.points, result.loss = search.points, result.table.loss(result.assignment)
+    if metric is not None and not search.interrupted:
+        _evaluate(result, metric)
 
 
 def _goal(
