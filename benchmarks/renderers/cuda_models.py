@@ -120,8 +120,8 @@ def paper_grid(found: Sequence[Record]) -> str:
         ]
         title = (
             f"Milliseconds with a batch of {results['batch']} in bf16, replayed from CUDA graphs: dense models, and "
-            "the pruned one step by step, when what was pruned is cut out, with kernels for the rest, and in fewer bits; "
-            f"times faster than the best dense model. {source(record)}"
+            "the pruned one step by step, when what was pruned is cut out, with kernels for the rest, and in fewer "
+            f"bits; times faster than the best dense model. {source(record)}"
         )
         parts.append(f"{title}\n\n{markdown(['model', 'pattern', *names, 'over the best'], rows)}")
     return "\n\n".join(parts)
