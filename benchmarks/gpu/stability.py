@@ -1,8 +1,8 @@
 """Is the same thing chosen every time? A layer is tuned in several fresh processes, and the choices are timed together.
 
-Run with ``python benchmarks/gpu/stability.py`` (four minutes). Each process tunes every layer within a few seconds, as
-a user would, with nothing stored. One more process then times all choices of a layer interleaved, in CUDA graphs over
-rotated weights; how far each is from the fastest of them is what counts.
+Run with ``python benchmarks/gpu/stability.py`` (four minutes; ``--quick`` for a look). Each process tunes every layer
+within a few seconds, as a user would, with nothing stored. One more process then times all choices of a layer
+interleaved, in CUDA graphs over rotated weights; how far each is from the fastest of them is what counts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def timed(layer: dict[str, Any], choices: list[dict[str, Any]], device: str) -> 
             rotated(run, packed, _CALLS) if device == "cuda" else lambda run=run, packed=packed: run(*packed)
         )
     times = compare(calls, warmup=3, iters=100, max_seconds=0.5, device=device)
-    return [times[name].median * 1e3 / _CALLS for name in calls]
+    return [times[name].median * 1e3 / (_CALLS if device == "cuda" else 1) for name in calls]
 
 
 def main() -> int:
@@ -72,6 +72,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3.0, help="for tuning one layer")
     parser.add_argument("--layers", type=int, default=len(LAYERS), help="how many of the layers")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--quick", action="store_true", help="tiny layers, to see that all runs")
     options = parser.parse_args()
     if options.mode == "choose":
         print(json.dumps([chosen(layer, options.device, options.seconds) for layer in json.load(sys.stdin)]))
@@ -79,7 +80,8 @@ def main() -> int:
     if options.mode == "time":
         print(json.dumps([timed(layer, choices, options.device) for layer, choices in json.load(sys.stdin)]))
         return 0
-    layers = LAYERS[: options.layers]
+    tiny = {"n": 256, "k": 256, "tokens": 8} if options.quick else {}
+    layers = [{**layer, **tiny} for layer in LAYERS[: options.layers]]
     rounds = [in_a_process("choose", layers, options) for _ in range(options.times)]
     different = [
         [json.loads(text) for text in dict.fromkeys(json.dumps(found[place]) for found in rounds)]
