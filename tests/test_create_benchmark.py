@@ -101,3 +101,33 @@ def test_the_benchmark_runs_and_every_row_is_as_sparse_as_asked(tables, tmp_path
     assert [row for row in rows if row["exact"] is False] == []
     assert len({row["method"] for row in rows}) == 13  # nine, and four references
     assert all(row["accuracy"] > 30 for row in rows)  # of ten classes; more would be a matter of time
+
+
+def test_the_table_of_an_encoder_has_the_loss_beside_dense_and_the_compiled_metric(tables):
+    _, render = tables.RENDERERS["training-sts"]
+    row = {"sparsity": 0.0, "lowest_density": 1.0, "dev": 88.0, "test": 83.0, "compiled": 83.0, "seconds": 1.0}
+    rows = [
+        {**row, "row": "dense", "test": 82.03, "compiled": None},
+        {**row, "row": "dense, trained"},
+        {**row, "row": "80 % 4x1", "sparsity": 0.8, "lowest_density": 0.05, "test": 82.25, "compiled": 82.25},
+    ]
+    settings = {"steps": 1000, "pairs": 64, "lr": 3e-4, "hardness": 0.9, "unscored": 10}
+    text = render([{**RECORD, "results": {**settings, "rows": rows}}])
+    assert "1000 steps of 64 pairs and 128 other sentences" in text
+    assert "| dense | 0.0 % | 100.0 % | 88.00 | 82.03 |  |  |" in text
+    assert "| 80 % 4x1 | 80.0 % | 5.0 % | 88.00 | 82.25 | -0.75 | 82.25 |" in text
+
+
+def test_the_table_of_recovery_has_perplexity_zeros_and_speed_where_it_was_measured(tables):
+    _, render = tables.RENDERERS["training-recover"]
+    row = {"pattern": "2:4", "zeros": 0.5, "seconds": 9.0, "tokens_per_s": None, "dense_tokens_per_s": None}
+    rows = [
+        {**row, "way": "one-shot", "perplexity": 78.6},
+        {**row, "way": "recover", "perplexity": 45.0, "tokens_per_s": 60.0, "dense_tokens_per_s": 40.0},
+    ]
+    settings = {"steps": 300, "batch": 4, "context": 512, "method": "alps", "rank": 16, "perplexity_dense": 37.83}
+    text = render([{**RECORD, "results": {**settings, "rows": rows, "speed_on": "Some CPU, 2 threads"}}])
+    assert "| dense |  | 37.83 | 0.0 % |  |" in text
+    assert "| 2:4 | one-shot | 78.60 | 50.0 % |  |" in text
+    assert "| 2:4 | recover | 45.00 | 50.0 % | 60.0 (1.50x) |" in text
+    assert "Some CPU, 2 threads" in text
