@@ -1,0 +1,32 @@
+"""On CUDA, a language model keeps its `generate`: greedily, the same tokens as the masked dense model."""
+
+import pytest
+import torch
+
+import sparta
+
+transformers = pytest.importorskip("transformers")
+
+
+def pruned(pattern, sparsity):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).cuda().eval()
+    layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    include = [f"{name}.weight" for name in layers if "lm_head" not in name]
+    sparta.Spec.from_pattern(model, pattern, sparsity, include=include).apply(model)
+    return model
+
+
+@pytest.mark.parametrize(("pattern", "sparsity"), [(sparta.Block(32, 32), 0.8), (sparta.NM(2, 4), 0.5)])
+def test_the_same_tokens_as_the_dense_model(pattern, sparsity):
+    model = pruned(pattern, sparsity)
+    prompt = torch.randint(3, 128, (2, 9), device="cuda")
+    fast = sparta.compile(model, {"input_ids": prompt}, budget_s=30)
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    assert torch.equal(fast.generate(prompt, **options), model.generate(prompt, **options))
+    with torch.no_grad():
+        torch.testing.assert_close(fast(prompt).logits, model(prompt).logits, rtol=1e-3, atol=1e-3)
