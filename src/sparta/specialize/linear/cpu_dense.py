@@ -18,7 +18,7 @@ from sparta.specialize.cpu.library import PANEL_CALL, PanelMatrix, activation_co
 from sparta.specialize.cpu.packing import BLOCK_ROWS, is_float
 from sparta.specialize.cpu.tile import MOST_AHEAD, Tile
 
-__all__ = ["dense_product", "dense_tile"]
+__all__ = ["dense_product", "dense_tile", "dense_values"]
 
 _MANY_INPUTS = 1536  # from here on a tile of activations outgrows the second level of caches
 _CHUNK = 768
@@ -37,31 +37,51 @@ def dense_tile(tokens: int, inputs: int) -> Tile:
     return Tile("panel", height, vectors, k_chunk=_CHUNK if inputs > _MANY_INPUTS else 0)
 
 
-def dense_product(weight: Tensor, bias: Tensor | None, tile: Tile) -> Product | None:
-    """Return a dense layer (N, K) as a step; None where the kernels do not take it as it is.
+def dense_values(weight: Tensor, tile: Tile) -> Tensor:
+    """Return the values of a weight (N, K) as the kernels read them; tiles of one block and chunk share them.
 
-    >>> product = dense_product(torch.ones(4, 3), None, dense_tile(8, 3))
-    >>> product.inputs, product.outputs
-    (3, 4)
+    >>> dense_values(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), Tile("panel", 4))[:8].tolist()
+    [1.0, 3.0, 0.0, 0.0, 2.0, 4.0, 0.0, 0.0]
     """
-    library = load()
     outputs, inputs = weight.shape
-    row_bytes = 4 * tile.mv * library.lanes
-    plain = weight.dtype == torch.float32 and weight.is_cpu and not weight.is_neg()
-    if not plain or not weight.numel() or inputs * row_bytes >= 2**31 or (bias is not None and not is_float(bias)):
-        return None
-    bounds = [*range(0, inputs, tile.k_chunk or inputs), inputs]
     groups = -(-outputs // tile.block)
     missing = groups * tile.block - outputs
     whole = functional.pad(weight.detach(), (0, 0, 0, missing)) if missing else weight.detach()
     blocks = whole.reshape(groups, tile.block, inputs).transpose(1, 2)
-    parts = [blocks[:, begin:end].reshape(-1) for begin, end in pairwise(bounds)]
+    parts = [blocks[:, begin:end].reshape(-1) for begin, end in pairwise(_bounds(inputs, tile))]
+    return torch.cat([*parts, torch.zeros(_PADDING)])
+
+
+def _bounds(inputs: int, tile: Tile) -> list[int]:
+    return [*range(0, inputs, tile.k_chunk or inputs), inputs]
+
+
+def dense_product(weight: Tensor, bias: Tensor | None, tile: Tile, values: Tensor | None = None) -> Product | None:
+    """Return a dense layer (N, K) as a step; None where the kernels do not take it as it is.
+
+    Parameters
+    ----------
+    values
+        What :func:`dense_values` returned for this weight and a tile of the same block and chunk.
+
+    Examples
+    --------
+    >>> product = dense_product(torch.ones(4, 3), None, dense_tile(8, 3))
+    >>> product.inputs, product.outputs
+    (3, 4)
+    """
+    outputs, inputs = weight.shape
+    row_bytes = 4 * tile.mv * load().lanes
+    plain = weight.dtype == torch.float32 and weight.is_cpu and not weight.is_neg()
+    if not plain or not weight.numel() or inputs * row_bytes >= 2**31 or (bias is not None and not is_float(bias)):
+        return None
+    bounds, groups = _bounds(inputs, tile), -(-outputs // tile.block)
     widths = torch.tensor([end - begin for begin, end in pairwise(bounds)])
-    columns = [torch.arange(begin, end) for begin, end in pairwise(bounds)]
-    offsets = torch.cat([each.repeat(groups) for each in columns]) * row_bytes
+    columns = [torch.arange(begin, end, dtype=torch.int32) * row_bytes for begin, end in pairwise(bounds)]
+    padding = torch.zeros(MOST_AHEAD, dtype=torch.int32)
     arrays = {
-        "values": torch.cat([*parts, torch.zeros(_PADDING)]),
-        "offsets": torch.cat([offsets, torch.zeros(MOST_AHEAD, dtype=torch.int64)]).to(torch.int32),
+        "values": dense_values(weight, tile) if values is None else values,
+        "offsets": torch.cat([*(each.repeat(groups) for each in columns), padding]),
         "starts": functional.pad(widths.repeat_interleave(groups).cumsum(0), (1, 0)),
         "rows": torch.arange(groups, dtype=torch.int32) * tile.block,
         "costs": _costs(outputs),

@@ -15,10 +15,8 @@ from torch import Tensor, fx
 from sparta.compiler.run.chain.native import NATIVE
 from sparta.compiler.run.chain.program import Program
 from sparta.compiler.run.chain.trace import Trace
-from sparta.compiler.run.chain.values import NotChained
 from sparta.compiler.run.eager import with_fast_paths
 from sparta.compiler.run.kernel_module import KernelModule
-from sparta.errors import SpartaError
 
 __all__ = ["Chained", "chainable"]
 
@@ -75,7 +73,7 @@ class Chained:
         try:
             with torch.no_grad():
                 return Program(Trace(self._module, leaves, torch.get_num_threads(), self._packed))
-        except (NotChained, SpartaError, NotImplementedError, RuntimeError, TypeError, ValueError, KeyError):
+        except Exception:  # noqa: BLE001 - whatever cannot be followed runs eagerly, and says itself what is wrong
             return None
 
     @property

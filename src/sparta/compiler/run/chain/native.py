@@ -17,7 +17,7 @@ from torch import Tensor
 from sparta.compiler.run.chain.values import Constant, Value, rows_of
 from sparta.specialize.cpu.chain import COPY_DIMS, Step, attention_call, copy_call, gather_call, map_call, norm_call
 
-__all__ = ["NATIVE", "NativeCall", "native_call"]
+__all__ = ["NATIVE", "NativeCall", "constant_of", "native_call", "result_of"]
 
 _aten = torch.ops.aten
 _MOST_TABLE_DIMS = 2
@@ -59,6 +59,25 @@ def native_call(target: object, args: Sequence[Any], kwargs: Mapping[str, Any], 
         return maker(result, *args, **kwargs)
     except TypeError:  # an argument that it does not name
         return None
+
+
+_SAME_SHAPE = (_aten.layer_norm.default, _aten.gelu.default, _aten.relu.default, _aten.silu.default)
+
+
+def result_of(target: object, args: Sequence[Any]) -> Tensor | None:
+    """Return what a common call returns on the device "meta", where PyTorch takes long to tell; None for others."""
+    if not args or not all(_is_real(each) for each in args[:3] if isinstance(each, Value)) or not _is_real(args[0]):
+        return None
+    metas = [each.meta for each in args[:3] if isinstance(each, Value)]
+    shape = metas[0].shape
+    if target in _SAME_SHAPE:
+        return torch.empty(shape, device="meta")
+    if target is _aten.linear.default and metas[1].dim() == 2 and metas[1].shape[1] == shape[-1]:
+        return torch.empty(*shape[:-1], metas[1].shape[0], device="meta")
+    attention = target is _aten.scaled_dot_product_attention.default and all(each.dim() == 4 for each in metas)
+    if attention and len({each.shape[0] for each in metas}) == 1:
+        return torch.empty(*shape[:-1], metas[2].shape[-1], device="meta")
+    return None
 
 
 def _for(*targets: object) -> Callable[[_Maker], _Maker]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from sparta.compiler.run.chain.native import NativeCall, constant_of, native_call
+from sparta.compiler.run.chain.native import NativeCall, constant_of, native_call, result_of
 from sparta.compiler.run.chain.values import (
     Constant,
     Made,
@@ -29,12 +29,12 @@ from sparta.compiler.run.chain.values import (
 from sparta.compiler.run.kernel_module import KernelModule
 from sparta.modules import member
 from sparta.specialize.cpu.chain import ImageProduct, Product
-from sparta.specialize.linear.cpu_dense import dense_product, dense_tile
+from sparta.specialize.linear.cpu_dense import dense_product, dense_tile, dense_values
 
 __all__ = ["ImageItem", "Item", "Linear", "Native", "PythonCall", "Trace"]
 
 _SHORT = (torch.bfloat16, torch.float16)
-_FEWEST_TOKENS = 8  # of a dense layer; with fewer, its weight is read faster as it is
+_FEWEST_TOKENS = 3  # of a dense layer; with fewer, vectors of tokens stay empty
 _LARGEST_CONSTANT = 1 << 24  # bytes that are kept for one size
 
 
@@ -230,7 +230,8 @@ class Trace:
         args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
         if any(isinstance(each, _Several) for each in args):
             return self._part_of(target, args)
-        result = target(*_metas(args), **_metas(kwargs))
+        quick = result_of(target, args)
+        result = target(*_metas(args), **_metas(kwargs)) if quick is None else quick
         if isinstance(result, (list, tuple)):
             views = [self._storages.find(each) if isinstance(each, Tensor) else None for each in result]
             return tuple(views) if all(views) else self._python(target, args, kwargs, result)
@@ -325,7 +326,10 @@ class Trace:
         tile = dense_tile(tokens, fixed.shape[1])
         key = (fixed.data_ptr(), fixed.shape, str(tile))
         if key not in self.packed:
-            self.packed[key] = dense_product(fixed, shift, tile)
+            stored = ("values", *key[:2], tile.block, tile.k_chunk)
+            if stored not in self.packed:
+                self.packed[stored] = dense_values(fixed, tile)
+            self.packed[key] = dense_product(fixed, shift, tile, self.packed[stored])
         product = self.packed[key]
         return None if product is None else self._linear(product, x, None)
 
