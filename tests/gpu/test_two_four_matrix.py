@@ -10,8 +10,10 @@ from sparta.specialize.cuda.device import HOPPER, capability
 from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.linear.cuda_24_matrix import MatrixTile, TwoFourMatrix
 from sparta.specialize.linear.cuda_24_matrix_layout import MatrixLayout
+from sparta.specialize.linear.op import LinearState, run_linear
 from sparta.specialize.linear.spec import linear_spec
 from sparta.specialize.scaled_linear.cuda_24_matrix import Fp8Matrix
+from sparta.specialize.scaled_linear.inputs import InputRounding
 from sparta.specialize.scaled_linear.spec import FP8, reference, rounded_rows, scaled_linear_spec, scaled_weight
 from sparta.tesa.attribute import TeSA
 from sparta.testing import check, linear_reference
@@ -157,3 +159,31 @@ def test_a_layer_trains_and_compiles_with_it():
     check(layer.eval()(x), expected, reduction=512)
     with torch.no_grad():
         check(torch.compile(layer, fullgraph=True)(x), expected, reduction=512)
+
+
+def test_a_mask_that_is_two_four_along_both_axes_has_a_sparse_gradient_too():
+    n, k, m = 256, 512, 300
+    mask = torch.eye(2, dtype=torch.bool).repeat_interleave(2, 0).repeat_interleave(2, 1).repeat(n // 4, k // 4)
+    kernels = []
+    for side in (mask, mask.t()):
+        spec = linear_spec(TeSA.from_mask(side), m, torch.bfloat16, device="cuda")
+        kernels.append(TwoFourMatrix().build(spec, TwoFourMatrix().default(spec)))
+    state = LinearState(TeSA.from_mask(mask), *kernels)
+    x, weight, grad = draw(m, k).requires_grad_(), draw(n, k).requires_grad_(), draw(m, n)
+    run_linear(x, weight, None, state, keep=False).backward(grad)
+    exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    functional.linear(exact_x, torch.where(mask.cuda(), exact_weight, 0.0)).backward(grad.double())
+    check(x.grad, exact_x.grad, reduction=n)
+    check(weight.grad, exact_weight.grad, reduction=m)
+    assert not weight.grad[~mask.cuda()].any()
+
+
+def test_an_input_that_is_rounded_already_gives_the_same_bits():
+    n, k, m = 256, 512, 100
+    weight, x = torch.randn(n, k, device="cuda"), draw(m, k)
+    spec = scaled_linear_spec(scaled_weight(weight, TeSA.from_mask(mask_of(n, k))), m, activations=FP8)
+    kernel = Fp8Matrix().build(spec, Fp8Matrix().default(spec))
+    packed = kernel.pack(weight)
+    assert torch.equal(
+        kernel.run(packed, x, None, None), kernel.run_rounded(packed, InputRounding(None)(x), None, None)
+    )
