@@ -1,16 +1,13 @@
-"""How fast is a 2:4 linear layer on CUDA? Our streaming kernel and cuSPARSELt against the fastest dense layer.
+"""How fast is a 2:4 linear layer on CUDA? Our kernels and cuSPARSELt against the fastest dense layer.
 
 Run with ``python benchmarks/gpu/two_four.py``. Calls are graphed over rotated weights and graphs take turns; for many
 tokens, calls are timed eager too, where PyTorch's own 2:4 tensor pays for its host work. Dense is timed on a random and
 on the pruned weight and compiled; the fastest of them is what ratios refer to.
 
-What was measured on an H200, against the aims 1.6x from 1024 tokens on and 1.4x up to 128: up to 16 tokens the
-streaming kernel reaches 1.6-1.95x (met), reading at 3.2-3.8 of the 4.3 TB/s of a copy; with 32 tokens 1.2-1.7x, with
-64 0.85-1.3x, and at 128 nothing is faster than dense (cuSPARSELt 0.63-0.82x): multiplying takes over from reading,
-and dense has the wide instructions of Hopper, which the streaming kernel does not use. From 1024 tokens on,
-cuSPARSELt with its algorithms searched reaches 1.25-1.6x (1.6x met once, on 4096 x 11008 with 16384 tokens), at
-830-1130 of the 1979 TFLOP/s that sparse tensor cores are rated at, and costs no more eager than in a graph. A kernel
-of our own with sparse `wgmma` was not written.
+The aims are 1.4x up to 512 tokens and 1.6x from 1024 on. Up to about 16 tokens a layer takes as long as its weight takes
+to read, which `cuda-24` does at 3.2-3.8 of the 4.3 TB/s of a copy. Above, the matrix unit takes over, and what counts is
+how fast x comes and how long results take on their way out: `cuda-24-matrix` has the copy engine fetch both operands
+several steps ahead.
 """
 
 from __future__ import annotations
