@@ -4,10 +4,10 @@ Run with ``python benchmarks/gpu/two_four.py``. Calls are graphed over rotated w
 tokens, calls are timed eager too, where PyTorch's own 2:4 tensor pays for its host work. Dense is timed on a random and
 on the pruned weight and compiled; the fastest of them is what ratios refer to.
 
-The aims are 1.4x up to 512 tokens and 1.6x from 1024 on. Up to about 16 tokens a layer takes as long as its weight takes
-to read, which `cuda-24` does at 3.2-3.8 of the 4.3 TB/s of a copy. Above, the matrix unit takes over, and what counts is
-how fast x comes and how long results take on their way out: `cuda-24-matrix` has the copy engine fetch both operands
-several steps ahead.
+The aims are 1.4x up to 512 tokens and 1.6x from 1024 on. Up to about 16 tokens a layer takes as long as its weight
+takes to read, which `cuda-24` does at 3.2-3.8 of the 4.3 TB/s of a copy. Above, the matrix unit takes over, and what
+counts is how fast x comes and how long results take on their way out: `cuda-24-matrix` has the copy engine fetch both
+operands several steps ahead.
 """
 
 from __future__ import annotations
