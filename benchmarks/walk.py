@@ -41,7 +41,8 @@ SOURCES: dict[str, list[str]] = {
     "timm": list(pictures.TIMM),
     "torchvision": list(pictures.TORCHVISION),
 }
-_PRELOADED = ["torch", "sparta.compiler", "sparta.propagation", "transformers.models.llama.modeling_llama", "timm"]
+_PRELOADED = ["torch", "sparta.compiler", "sparta.propagation"]
+_OF_SOURCE = {"transformers": ["transformers.models.llama.modeling_llama"], "timm": ["timm"]}
 _LEFT_OUT = "left out"
 
 
@@ -145,7 +146,8 @@ class Walk:
     def _rows(self, chosen: Sequence[tuple[str, str]], folder: Path, pool: Pool) -> Iterator[Row]:
         """Yield a row for each model, as they are done."""
         # What measures has all packages imported already; what loads comes from this process, which has none of them.
-        multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+        own = [module for source in {source for source, _ in chosen} for module in _OF_SOURCE.get(source, [])]
+        multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOADED, *own])
         for number, (source, name) in enumerate(chosen):
             place = folder / str(number)
             place.mkdir()

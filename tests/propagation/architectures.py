@@ -83,9 +83,9 @@ class Inverted(nn.Module):
 
 
 class MobileNetV2(nn.Module):
-    """MobileNetV2 with all its 17 blocks, at any width."""
+    """MobileNetV2 with all its 17 blocks, or one of each of its 7 kinds, at any width."""
 
-    def __init__(self, scale=1.0, classes=10):
+    def __init__(self, scale=1.0, classes=10, *, repeated=True):
         super().__init__()
         settings = [
             (1, 16, 1, 1),
@@ -100,7 +100,7 @@ class MobileNetV2(nn.Module):
         layers = [nn.Conv2d(3, inputs, 3, 2, 1, bias=False), nn.BatchNorm2d(inputs), nn.ReLU6(inplace=True)]
         for expand, width, count, stride in settings:
             outputs = max(4, int(width * scale))
-            for number in range(count):
+            for number in range(count if repeated else 1):
                 layers.append(Inverted(inputs, outputs, 1 if number else stride, expand))
                 inputs = outputs
         last = max(8, int(1280 * scale))
@@ -226,7 +226,7 @@ def _mixture(implementation):
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24,
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24,
         vocab_size=60, num_local_experts=4, num_experts_per_tok=2, use_cache=False, head_dim=8,
     )  # fmt: skip
     model = MixtralForCausalLM(config)
@@ -243,9 +243,9 @@ def mixtral_grouped():
 
 
 WRITTEN = {
-    "resnet18": lambda: (ResNet((2, 2, 2, 2), basic=True, width=8), torch.randn(2, 3, 48, 48)),
+    "resnet18": lambda: (ResNet((2, 1, 1, 1), basic=True, width=8), torch.randn(2, 3, 48, 48)),
     "resnet50": lambda: (ResNet((3, 4, 6, 3), basic=False, width=4), torch.randn(2, 3, 48, 48)),
-    "mobilenetv2": lambda: (MobileNetV2(0.25), torch.randn(2, 3, 48, 48)),
+    "mobilenetv2": lambda: (MobileNetV2(0.25, repeated=False), torch.randn(2, 3, 48, 48)),
     "unet": lambda: (UNet(), torch.randn(2, 2, 16, 16)),
     "experts": lambda: (Experts(), torch.randn(2, 5, 16)),
 }

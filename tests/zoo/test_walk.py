@@ -47,7 +47,7 @@ def test_what_ends_badly_costs_its_own_answer(pool):
     assert "more than 3 s" in answers["late"].how
 
 
-@pytest.mark.parametrize("script", ["compiler", *(["propagate"] if os.environ.get("SPARTA_LONG") else [])])
+@pytest.mark.parametrize("script", ["propagate", *(["compiler"] if os.environ.get("SPARTA_LONG") else [])])
 def test_a_model_has_a_row(script, tmp_path):
     command = [sys.executable, BENCHMARKS / script / "all_models.py", "--out", tmp_path, "--workers", "1", "--sources"]
     done = subprocess.run([*command, "couplings", "--only", "gated units"], capture_output=True, text=True, check=False)

@@ -18,8 +18,8 @@ from zoo import language, pictures
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 WRITTEN = ("lstm tagger", "fourier operator", "transformer", "deep and cross", "pixel shuffle")
-LONG = ("swin-v2", "convnext-v2", "whisper") if os.environ.get("SPARTA_LONG") else ()
-TRANSFORMERS = ("deberta-v2", "llama", "mamba", "t5", *LONG)
+LONG = ("swin-v2", "convnext-v2", "whisper", "llama") if os.environ.get("SPARTA_LONG") else ()
+TRANSFORMERS = ("deberta-v2", "mamba", "t5", *LONG)
 
 
 def called(model, inputs):
