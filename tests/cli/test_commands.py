@@ -302,6 +302,9 @@ def test_what_plan_refuses(here):
 def test_the_demo_says_what_stands_in_for_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr("sparta.demo.encoder.found_weights", lambda: None)
     monkeypatch.setattr("sparta.demo.encoder.found_pairs", lambda folder: None)
+    monkeypatch.setattr("sparta.demo.encoder._BESIDE", {"eager": "PyTorch"})
+    for name, value in {"_BLOCK_STEPS": 1, "_BUDGET_S": 5.0, "_TIMED_S": 0.2}.items():
+        monkeypatch.setattr(f"sparta.demo.encoder.{name}", value)
     result = run("demo", "--steps", "1", "-o", tmp_path / "demo", "--json")
     assert result.exit_code == 0, result.output
     assert "random weights stands in" in result.stdout

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import tempfile
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +48,24 @@ def _onnx(model: nn.Module, given: Any, folder: str) -> str:
     path = f"{folder}/model.onnx"
     arguments, named = ((), given) if isinstance(given, dict) else (given if isinstance(given, tuple) else (given,), {})
     try:
-        torch.onnx.export(model, arguments, path, kwargs=named, dynamo=True, verbose=False)
+        with _quietly():
+            torch.onnx.export(model, arguments, path, kwargs=named, dynamo=True, verbose=False)
     except ImportError as error:
         raise MissingPackageError(message(f"ONNX needs {error.name}", fix=f"pip install {error.name}")) from error
     return path
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep what an exporter says about itself from people who only want to compare."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _onnxruntime(model: nn.Module, given: Any) -> Callable[[], Any]:
