@@ -1,4 +1,6 @@
-"""Two processes make the masks of one, under DDP and under FSDP2, by the names of the bare model."""
+"""Several processes make the masks of one, under DDP and under FSDP2, by the names of the bare model."""
+
+import os
 
 import pytest
 
@@ -6,6 +8,8 @@ import pairs
 from create.another_world import KINDS as RESUMED
 from create.four_processes import KINDS
 from create.two_processes import RUNS
+
+LONG = pytest.mark.skipif(not os.environ.get("SPARTA_LONG"), reason="takes long: SPARTA_LONG=1")
 
 
 @pytest.mark.slow
@@ -26,15 +30,15 @@ def compared_in_four_processes(tmp_path, kinds):
 
 
 def test_four_processes_make_the_masks_of_one(tmp_path):
-    compared_in_four_processes(tmp_path, ("magnitude", "rigl", "structured", "obs"))
+    compared_in_four_processes(tmp_path, ("magnitude", "rigl", "obs"))
 
 
-@pytest.mark.slow
+@LONG
 def test_four_processes_make_the_masks_of_one_for_every_kind(tmp_path):
     compared_in_four_processes(tmp_path, KINDS)
 
 
-@pytest.mark.slow
+@LONG
 def test_a_run_of_four_processes_goes_on_in_two_and_ends_as_one_does(tmp_path):
     report = tmp_path / "report"
     pairs.run("create.another_world", tmp_path, report)

@@ -14,7 +14,7 @@ from sparta.create import initialize
 STEPS = 2
 RUNS = {
     "ddp": ("magnitude", "movement", "mfac", "obs"),
-    "fsdp": ("magnitude", "acdc", "topkast"),
+    "fsdp": ("acdc", "topkast"),
 }
 
 
