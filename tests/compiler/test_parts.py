@@ -281,6 +281,31 @@ class Remembering(Deciding):
         return {"y": super().forward(x), "memory": Memory(2 * x)}
 
 
+class Config:
+    use_cache = True
+
+
+class Tied(Deciding):
+    """A model with a cache, which reads a layer's weight only without it."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = Config()
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y if self.config.use_cache else y @ self.second.weight
+
+
+def test_parts_are_tried_without_a_cache_too(forced):
+    model, x = nets.pruned(Tied()), torch.randn(4, 32)
+    fast = sparta.compile(model, x, tune="off")
+    assert set(fast.parts) == {"first"}
+    for use_cache in (True, False):
+        model.config.use_cache = fast.model.config.use_cache = use_cache
+        torch.testing.assert_close(fast(x), model(x).detach(), atol=1e-5, rtol=1e-4)
+
+
 def test_objects_inside_results_are_looked_into(forced):
     model, x = nets.pruned(Remembering()), torch.randn(4, 32)
     fast = sparta.compile(model, x, tune="off")
