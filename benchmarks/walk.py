@@ -175,7 +175,8 @@ def _measured(measure: Callable[[Row, Path], None], row: Row, place: Path) -> Ro
         return {**row, _LEFT_OUT: str(missing)}
     except Exception as failed:  # noqa: BLE001 - a zoo reports what it finds
         traceback.print_exc()
-        return {**row, "failed": f"{row.pop('stage', '')}: {told(failed)}"}
+        stage = row.pop("stage", "")
+        return {**row, "failed": f"{stage}: {told(failed)}"}
     return {**row, "seconds": round(time.perf_counter() - start, 1)}
 
 
