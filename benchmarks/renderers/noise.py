@@ -42,8 +42,8 @@ def compiler_claims(found: Sequence[Record]) -> str:
         held = sum(case["holds"] for case in claimed)
         title = (
             f"Models compiled beside {results['processes']} busy processes on {results['cores']} cores, and timed "
-            f"again when it was quiet: {len(claimed)} of {len(cases)} reports claim a ratio, and {held} of those are within "
-            f"20 % of what was measured then. {source(record)}"
+            f"again when it was quiet: {len(claimed)} of {len(cases)} reports claim a ratio, and {held} of those are "
+            f"within 20 % of what was measured then. {source(record)}"
         )
         rows = [
             [
