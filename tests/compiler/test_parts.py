@@ -306,6 +306,36 @@ def test_parts_are_tried_without_a_cache_too(forced):
         torch.testing.assert_close(fast(x), model(x).detach(), atol=1e-5, rtol=1e-4)
 
 
+class Places(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(20, 32)
+
+    def forward(self, count):
+        return self.table(torch.arange(count))
+
+
+class Sized(Deciding):
+    """A module of it is called with a size as a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = Places()
+
+    def forward(self, x):
+        return super().forward(x + self.places(x.shape[0]))
+
+
+def test_a_size_as_a_number_is_not_fixed(forced):
+    model = nets.pruned(Sized())
+    fast = sparta.compile(model, torch.randn(4, 32), tune="off")
+    assert {"first", "second"} <= set(fast.parts)
+    assert "places" not in fast.parts
+    for size in (4, 9):
+        x = torch.randn(size, 32)
+        torch.testing.assert_close(fast(x), model(x).detach(), atol=1e-5, rtol=1e-4)
+
+
 def test_objects_inside_results_are_looked_into(forced):
     model, x = nets.pruned(Remembering()), torch.randn(4, 32)
     fast = sparta.compile(model, x, tune="off")

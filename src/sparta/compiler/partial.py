@@ -25,6 +25,7 @@ from sparta.compiler.run.partial_model import PartialModel
 from sparta.compiler.session import Session, in_words
 from sparta.compiler.variant import Base
 from sparta.compiler.verify import TOLERANCES, agree
+from sparta.errors import ValueRangeError, message
 from sparta.measure.untouched import untouched
 from sparta.modules import replace_module
 from sparta.propagation.caches import without_caches
@@ -110,6 +111,7 @@ class _Parts:
             part = self.whole(child, [_example_of(child, calls[0])], Spec(dict(pruned)))
             for args, kwargs in calls:
                 part.signature.flatten(args, kwargs)
+            self._check_numbers(part)
         except Exception as error:  # noqa: BLE001 - the modules inside it may do
             del self.session.notes[notes:]
             if not list(child.children()):
@@ -125,6 +127,15 @@ class _Parts:
             return False
         self.done[path], self._replaced[path] = part, child
         return True
+
+    def _check_numbers(self, part: CompiledModel) -> None:
+        """Raise for a module that is called with a size as a number, which would be fixed for all calls."""
+        sizes = {size for leaf in pytree.tree_leaves(self.example) if isinstance(leaf, Tensor) for size in leaf.shape}
+        for given in part.signature.inputs:
+            if given.shape is None and type(given.constant) is int and given.constant in sizes:
+                raise ValueRangeError(
+                    message(f"{given.name}={given.constant}, a size", "tensors, from which it follows")
+                )
 
     def _problem(self) -> str:
         """Return why the copy does not compute what the model does; empty where it does."""
