@@ -479,3 +479,17 @@ def test_convolutions_with_a_batch_norm_after_them_are_timed_too():
     bench = CompilerBench(model, torch.randn(1, 3, 12, 12), targets, Session(budget_s=4.0))
     assert bench.dense_ms("0.weight") > 0
     assert 0 < bench.option_ms("3.weight", Option("8x1", 0.9)) <= bench.dense_ms("3.weight")
+
+
+def test_rounding_is_timed_before_the_patterns_spend_the_budget():
+    bench = FakeBench({})
+
+    class Short(Session):
+        @property
+        def left_for_layers(self):
+            return 1.0 if bench.calls["option"] < 4 else 0.0
+
+    plan = planned(speedup=1.15, bench=bench, session=Short(), precisions=["int8"])
+    assert plan.met
+    assert all(Option("dense", precision="int8") in times for times in plan.table.times.values())
+    assert any("budget" in note for note in plan.notes)

@@ -86,6 +86,8 @@ class Search:
             kinds.setdefault(self.bench.kind(name), []).append(name)
         slowest = sorted(kinds.values(), key=lambda names: -sum(times[name][DENSE] for name in names))
         patterns = {pattern: options for pattern, options in self.options.items() if pattern != CHANNELS}
+        for precision in self.precisions:  # one each: they stand even where the budget ends before the patterns do
+            self._time_plain(slowest, precision, times)
         self._time_patterns(slowest, {names[0]: patterns for names in slowest}, times)
         for precision in self.precisions:
             self._time_rounded(slowest, patterns, precision, times)
@@ -104,20 +106,29 @@ class Search:
         precision: str,
         times: Mapping[str, dict[Option, float]],
     ) -> None:
-        """Time layers that are rounded: dense, and in the patterns that beat dense without rounding."""
-        plain, waiting = Option("dense", precision=precision), {}
-        for name in [names[0] for names in kinds]:
-            if not self.room_for_layers():
-                self._note(_SPENT)
-                return
-            alone = self.bench.option_ms(name, plain)
-            if alone <= _GAIN * times[name][DENSE]:
-                times[name][plain] = alone
-            waiting[name] = {
+        """Time layers that are rounded, in the patterns that beat dense without rounding."""
+        waiting = {
+            name: {
                 pattern: [replace(option, precision=precision) for option in options if option in times[name]]
                 for pattern, options in patterns.items()
             }
+            for name, *_ in kinds
+        }
         self._time_patterns(kinds, waiting, times, precision)
+
+    def _time_plain(
+        self, kinds: Sequence[Sequence[str]], precision: str, times: Mapping[str, dict[Option, float]]
+    ) -> None:
+        """Time layers that are rounded and dense."""
+        plain = Option("dense", precision=precision)
+        for number, (name, *_) in enumerate(kinds):
+            if not self.room_for_layers():
+                self._note(_SPENT)
+                return
+            self.show(f"kind of layer {number + 1}/{len(kinds)} in {precision}: {name}")
+            alone = self.bench.option_ms(name, plain)
+            if alone <= _GAIN * times[name][DENSE]:
+                times[name][plain] = alone
 
     def _time_patterns(
         self,
