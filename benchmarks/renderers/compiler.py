@@ -22,8 +22,8 @@ def models(found: Sequence[Record]) -> str:
             line = [_cell(cells.get((model, batch, pattern, sparsity))) for sparsity in wanted]
             rows.append([model, batch, pattern, *line, *[None] * (len(sparsities) - len(line))])
         names = {"inductor": "`torch.compile`", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
-        there = {name for row in record["results"]["cases"] for name in row["median_ms"]}
-        others = [said for name, said in names.items() if name in there]
+        there = {name for row in record["results"]["cases"] for name in row.get("median_ms", ())}
+        others = [said for name, said in names.items() if name in there] or [names["inductor"]]
         title = (
             f"Times faster than the best of PyTorch eager and {' and '.join(others)}; in brackets the bound of "
             f"Amdahl's law: what eager PyTorch would gain if pruned layers took no time. {source(record)}"
