@@ -18,7 +18,7 @@ def drawn(rows: Sequence[dict[str, Any]], where: str) -> str:
     """Return the drawing as SVG, of the rows that have a metric and a latency."""
     whole = [row for row in rows if row["metric"] is not None and row["ms"] is not None]
     tasks = list(dict.fromkeys(row["task"] for row in whole))
-    width, full = LEFT + len(tasks) * (WIDTH + APART), TOP + HEIGHT + 74
+    width, full = LEFT + max(len(tasks) * (WIDTH + APART), 108 * len(COLOURS)), TOP + HEIGHT + 74
     parts = [_legend([name for name in COLOURS if any(row["pattern"] == name for row in whole)])]
     for place, task in enumerate(tasks):
         parts += _panel([row for row in whole if row["task"] == task], task, LEFT + place * (WIDTH + APART))
@@ -34,8 +34,8 @@ def drawn(rows: Sequence[dict[str, Any]], where: str) -> str:
 
 def _legend(names: Sequence[str]) -> str:
     return "\n".join(
-        f'<circle cx="{LEFT + 6 + at * 92}" cy="36" r="5" fill="{COLOURS[name]}"/>'
-        f'<text x="{LEFT + 16 + at * 92}" y="40">{escape(name)}</text>'
+        f'<circle cx="{LEFT + 6 + at * 108}" cy="36" r="5" fill="{COLOURS[name]}"/>'
+        f'<text x="{LEFT + 16 + at * 108}" y="40">{escape(name)}</text>'
         for at, name in enumerate(names)
     )
 
