@@ -43,3 +43,19 @@ def test_the_examples_run(example, tmp_path, monkeypatch, capsys):
     finally:
         torch.set_num_threads(threads)  # some examples set it
     assert capsys.readouterr().out
+
+
+def test_the_support_matrix_names_what_stands_in_the_registries():
+    from sparta.oneshot.methods.base import _METHODS
+    from sparta.specialize.builtin import IMPLEMENTS
+
+    pytest.importorskip("sphinx")
+    tables = runpy.run_path(str(ROOT / "docs" / "support.py"))["TABLES"]
+    page = (ROOT / "docs" / "reference" / "support.md").read_text()
+    for name, make in tables.items():
+        assert f":::{{support}} {name}" in page
+        _, _, *rows = make().splitlines()
+        assert rows
+        assert all(len([cell for cell in row.split(" | ") if cell.strip("| ")]) >= 2 for row in rows), name
+    assert all(f"`{cls.name}`" in tables["kernels"]() for cls in IMPLEMENTS)
+    assert all(f"`{name}`" in tables["methods"]() for name in _METHODS)
