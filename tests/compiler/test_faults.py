@@ -109,7 +109,7 @@ def test_a_layer_that_cannot_be_measured_does_not_end_the_compilation(own_stores
     assert "out of memory" in fast.report.full
 
 
-def test_inductor_that_fails_leaves_eager(own_stores, monkeypatch):
+def test_inductor_that_fails_leaves_the_other_hosts(own_stores, monkeypatch):
     def broken(module, **_options):
         def run(*_args):
             raise RuntimeError("no working compiler")
@@ -120,7 +120,7 @@ def test_inductor_that_fails_leaves_eager(own_stores, monkeypatch):
     model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
     fast = sparta.compile(model, x, inductor=True, budget_s=20)
     agree(fast, model, x)
-    assert fast.report.plan.whole.host == "eager"
+    assert "inductor" not in fast.report.plan.whole.host
     assert "no working compiler" in fast.report.full
 
 
