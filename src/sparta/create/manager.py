@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sparta.create.loop.clock import Clock
+from sparta.create.loop.data import Kept
 from sparta.create.loop.follow import Follower
 from sparta.create.loop.optimizer import StepListener, bare_optimizer
 from sparta.create.modifiers.base import KINDS, Modifier, Run
@@ -320,7 +321,7 @@ class Manager:
         if self._run is not None:
             raise ValueRangeError(message("the manager is attached to a run already", fix="make another manager"))
         if isinstance(extras.get("data"), Iterator):  # several modifiers may read it
-            extras["data"] = list(extras["data"])
+            extras["data"] = Kept(extras["data"])
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # never stepped: somewhere to write rates to
         run = Run(model, optimizer, epoch=math.inf, log=self.log, **extras)
         ordered = [entry for entry in self.iter_modifiers() if entry.kind in _CHANGES_MODEL]

@@ -175,3 +175,18 @@ def test_a_recipe_prunes_inside_a_training_run(data):
     manager.finalize()
     assert manager.spec().density == 0.5
     assert zeros(model, "0.weight") == 0.5
+
+
+def test_a_stream_is_read_once_and_no_further_than_needed(start, data):
+    def stream():
+        for number in range(1000):
+            seen.append(number)
+            yield data[number % 3]
+
+    seen = []
+    entries = read(RUNS["smooth, then gptq"][0]).modifiers()
+    for entry in entries:
+        entry.num_calibration_steps = 2
+    manager = Manager(entries)
+    manager.apply(copy.deepcopy(start), data=stream())
+    assert seen == [0, 1]

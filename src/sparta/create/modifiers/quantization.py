@@ -185,7 +185,7 @@ class QuantizationModifier(Modifier):
         if run.data is not None:
             data = run.data
             if self.rounding == "compensated":
-                data = as_inputs(run.data)  # read once, used twice
+                data = as_inputs(run.data, self.num_calibration_steps)  # read once, used twice
                 compensate(run.model, data, self.num_calibration_steps)
             calibrate(run.model, data, self.num_calibration_steps)
         elif self.num_calibration_steps is not None:

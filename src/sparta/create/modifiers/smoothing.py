@@ -49,7 +49,7 @@ class SmoothQuantModifier(Modifier):
         assert run.data is not None  # noqa: S101 - checked before the run began
         done = smooth(
             run.model,
-            as_inputs(run.data),
+            as_inputs(run.data, self.num_calibration_steps),
             self.smoothing_strength,
             mappings=self.mappings,
             steps=self.num_calibration_steps,

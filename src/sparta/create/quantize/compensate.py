@@ -27,13 +27,16 @@ _COLUMNS = 128  # that are rounded before the rest of the matrix is corrected
 _GRAM_BYTES = 1 << 30  # of Gram matrices that are held at a time
 
 
-def as_inputs(data: Iterable[Any]) -> list[Any]:
-    """Return batches without targets: mappings and tensors as they are, the first item of a pair.
+def as_inputs(data: Iterable[Any], steps: int | None = None) -> list[Any]:
+    """Return the first batches without targets: mappings and tensors as they are, the first item of a pair.
 
     >>> as_inputs([(1, "target"), {"x": 2}])
     [1, {'x': 2}]
     """
-    return [batch[0] if isinstance(batch, Sequence) and not isinstance(batch, str) else batch for batch in data]
+    return [
+        batch[0] if isinstance(batch, Sequence) and not isinstance(batch, str) else batch
+        for batch in itertools.islice(data, steps)
+    ]
 
 
 @torch.no_grad()
