@@ -164,3 +164,26 @@ def test_a_cache_that_fills_up_is_written_once_per_call():
             torch.testing.assert_close(fast(x), plain(x))
     assert int(model.place) == 3
     torch._dynamo.reset()
+
+
+class Hooking(nn.Module):
+    """Puts hooks on its layers at its first call and notes that, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(2, 2), [0]
+
+    def forward(self, x):
+        if not getattr(self, "_capturing_hooks_installed", False):
+            self.layer.register_forward_hook(lambda _module, _args, y: y + 1)
+            self._capturing_hooks_installed = True
+        return self.layer(x)
+
+
+def test_hooks_of_a_first_call_are_taken_off_and_are_no_change():
+    model, x = Hooking(), torch.ones(1, 2)
+    with untouched(model) as trace:
+        expected = model(x)
+        assert trace.changes() == []
+    assert not model.layer._forward_hooks
+    torch.testing.assert_close(model(x), expected)  # once more, and not twice

@@ -21,6 +21,7 @@ __all__ = ["Trace", "untouched"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _OF_PYTORCH = frozenset(nn.Module().__dict__)
+_INSTALLED = "_hooks_installed"  # how models of transformers note that their first call has put hooks; no state
 
 
 class Trace:
@@ -48,6 +49,7 @@ class Trace:
     def __init__(self, model: nn.Module, arguments: Any = ()) -> None:
         self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[str, Any, Any]] = []
+        self._hooks: list[tuple[Any, dict[int, Any]]] = []
         self._tensors: dict[int, tuple[str, Tensor, Tensor]] = {}
         for prefix, module in model.named_modules():
             self._note(f"{prefix}." if prefix else "", module)
@@ -61,6 +63,8 @@ class Trace:
             self._attributes.append((prefix, holder, values))
             for name, value in values.items():
                 self._hold(f"{prefix}{name}", value)
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            self._hooks.append((hooks, dict(hooks)))
 
     def _hold(self, name: str, value: Any) -> None:
         if isinstance(value, (list, dict)):
@@ -79,7 +83,8 @@ class Trace:
         found |= {name for name, now, before in self._containers if _differ(now, before)}
         for prefix, holder, before in self._attributes:
             now = {name: value for name, value in holder.items() if name not in _OF_PYTORCH}
-            found |= {f"{prefix}{name}" for name in now.keys() | before.keys() if _moved(now, before, name)}
+            names = {name for name in now.keys() | before.keys() if not name.endswith(_INSTALLED)}
+            found |= {f"{prefix}{name}" for name in names if _moved(now, before, name)}
         return sorted(found)
 
     def put_back(self) -> None:
@@ -91,6 +96,10 @@ class Trace:
             for name, value in before.items():
                 if holder.get(name) is not value:
                     holder[name] = value
+        for hooks, known in self._hooks:
+            if hooks.keys() != known.keys():
+                hooks.clear()
+                hooks.update(known)
         for _, now, before in self._containers:
             if _differ(now, before):
                 now.clear()
