@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Many tests start processes of their own: what is imported is compiled once and kept.
+export PYTHONDONTWRITEBYTECODE :=
 # Two test workers share the cores: one thread each is faster than two that fight.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Tests on CUDA: compiling takes most of their time, so one GPU serves several workers. Where all packages are installed

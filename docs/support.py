@@ -60,6 +60,8 @@ def rules() -> str:
     overloads: dict[str, set[str]] = {}
     for direction in registry._rules.values():
         for op, function in direction.items():
+            if not str(function.__module__).startswith("sparta."):
+                continue  # a rule of somebody else, in this process only
             family = function.__module__.rpartition(".")[2]
             overloads.setdefault(family, set()).add(str(op))
             families.setdefault(family, set()).add(_packet(op))
