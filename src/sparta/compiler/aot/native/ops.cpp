@@ -123,16 +123,11 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& values, at::TensorList 
   const float* added_data = residual ? added.const_data_ptr<float>() : nullptr;
   const auto activation = static_cast<int32_t>(numbers[kActivation]);
   const auto threads = static_cast<int32_t>(at::get_num_threads());
-  int failed = 0;
-  if (is_panel) {
-    const sparta::PanelCall call{rows.const_data_ptr<float>(), y.mutable_data_ptr<float>(), tokens, numbers[kInputs],
-                                 channels, shift_data, added_data, channels, activation, threads, 0, 0};
-    failed = sparta_multiply_panels(&panel, &call);
-  } else {
-    const sparta::StreamCall call{rows.const_data_ptr<float>(), y.mutable_data_ptr<float>(), tokens, numbers[kInputs],
-                                  channels, shift_data, added_data, channels, activation, threads};
-    failed = sparta_multiply_stream(&stream, &call);
-  }
+  const sparta::StreamCall call{rows.const_data_ptr<float>(), y.mutable_data_ptr<float>(), tokens, numbers[kInputs],
+                                channels, shift_data, added_data, channels, activation, threads};
+  const sparta::PanelCall token_major{call, 0, 0};
+  const int failed =
+      is_panel ? sparta_multiply_panels(&panel, &token_major) : sparta_multiply_stream(&stream, &call);
   TORCH_CHECK(!failed, "sparta_aot::linear: the library was built for another processor than the model was packed for");
   return y;
 }

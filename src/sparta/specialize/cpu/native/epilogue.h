@@ -83,4 +83,18 @@ SPARTA_INLINE void finish_channels(Vec sum, const Epilogue& epilogue, int64_t ch
   store_some(out, activate_last<Act>(sum), count);
 }
 
+// Activations of one call: token-major, rows `x_stride` and `y_stride` apart.
+struct StreamCall {
+  const float* x;
+  float* y;
+  int64_t tokens;
+  int64_t x_stride;
+  int64_t y_stride;
+  const float* bias;
+  const float* residual;
+  int64_t residual_stride;
+  int32_t activation;
+  int32_t threads;
+};
+
 }  // namespace sparta

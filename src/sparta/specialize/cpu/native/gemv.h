@@ -35,20 +35,6 @@ struct StreamMatrix {
   int32_t prefetch;  // bytes ahead; 0 for none
 };
 
-// Activations of one call: token-major, rows `x_stride` and `y_stride` apart.
-struct StreamCall {
-  const float* x;
-  float* y;
-  int64_t tokens;
-  int64_t x_stride;
-  int64_t y_stride;
-  const float* bias;
-  const float* residual;
-  int64_t residual_stride;
-  int32_t activation;
-  int32_t threads;
-};
-
 template <int Height, class Index>
 inline void column_sums(const float* x, const Index* indices, const float* values, int64_t entries, int64_t ahead,
                         float* sums) {

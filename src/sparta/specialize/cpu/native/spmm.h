@@ -37,21 +37,12 @@ struct PanelMatrix {
   int32_t prefetch;  // entries ahead; 0 for none
 };
 
-// Activations of one call. A stride is that of token-major rows; a panel has none.
-struct PanelCall {
-  const float* x;
-  float* y;
-  int64_t tokens;
-  int64_t x_stride;
-  int64_t y_stride;
-  const float* bias;
-  const float* residual;
-  int64_t residual_stride;
-  int32_t activation;
-  int32_t threads;
+// The same for tokens that may lie in panels, which have no stride.
+struct PanelCall : StreamCall {
   int32_t x_is_panel;
   int32_t y_is_panel;
 };
+static_assert(sizeof(PanelCall) == sizeof(StreamCall) + 2 * sizeof(int32_t), "the bytes that Python packs");
 
 // An epilogue that is cheap enough for registers: max(min(max(sum + bias, floor), ceiling) + residual, last_floor).
 struct RowsFinish {
