@@ -42,9 +42,9 @@ demo: $(READY)
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(DEMO_PACKAGES)
 	$(BIN)/sparta demo
 
-# Types, documentation and a minute of serving use one core each, so two run side by side.
+# Types, documentation and a minute of serving leave cores idle one by one, so they run side by side.
 test: $(READY)
-	$(MAKE) --jobs 2 --output-sync lint docs soak
+	$(MAKE) --jobs 3 --output-sync lint docs soak
 	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # The same tests with the floor of coverage that pyproject.toml sets; a fifth slower.

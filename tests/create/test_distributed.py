@@ -30,7 +30,7 @@ def compared_in_four_processes(tmp_path, kinds):
 
 
 def test_four_processes_make_the_masks_of_one(tmp_path):
-    compared_in_four_processes(tmp_path, ("magnitude", "rigl", "obs"))
+    compared_in_four_processes(tmp_path, ("magnitude", "obs"))
 
 
 @LONG

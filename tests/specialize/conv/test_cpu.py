@@ -82,7 +82,7 @@ def expected(x, weight, mask, geometry, bias=None, activation=None, residual=Non
     return y if residual is None else y + residual.double()
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(problems(), ISAS, LAYOUTS, st.sampled_from(IMAGES), st.data())
 def test_the_result_is_that_of_the_masked_dense_convolution(problem, isa, layout, image, data):
     geometry, shape, size = problem
