@@ -100,6 +100,18 @@ class Masked(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask[..., :t, :t])
 
 
+class Deciding(nn.Module):
+    """Its path depends on values, so it is compiled in parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nets.Mlp(outputs=32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.second(y * 2 if y.sum() > 0 else y)
+
+
 def tuned_spec():
     """Return the kernel spec that the tuning entries are for."""
     mask = torch.rand(64, 64, generator=torch.manual_seed(0)) > 0.9
@@ -120,6 +132,9 @@ def make_corpus(folder):
     """Write the good files; returns (kind, path) of each."""
     found = [("artifact", path) for path in _artifacts(folder)]
     found += [("language model", path) for path in _language_models(folder)]
+    with forcing():
+        sparta.compile(nets.pruned(Deciding()), torch.randn(6, 32), tune="off").save(folder / "parts.sparta")
+    found.append(("parts", folder / "parts.sparta"))
     write_exchange(sparta.load(folder / "linear.sparta"), folder / "model.exchange")
     found.append(("exchange", folder / "model.exchange"))
     _spec().save(folder / "a.spec")

@@ -102,6 +102,20 @@ def read_artifact(path):
     return "called"
 
 
+def read_parts(path):
+    """Load the compiled parts of a model into it and call it."""
+    import torch
+
+    import sparta
+    from fuzz.corpus import Deciding
+
+    fast = sparta.load(path, model=Deciding())
+    str(fast.report), repr(fast.spec)
+    with torch.no_grad():
+        fast(torch.ones(4, 32))
+    return "called"
+
+
 def read_language_model(path):
     """Load a compiled language model and generate a few tokens."""
     import torch
@@ -192,6 +206,7 @@ def read_export(path):
 READERS = {
     "artifact": read_artifact,
     "language model": read_language_model,
+    "parts": read_parts,
     "spec": read_spec,
     "state": read_state,
     "exchange": read_exchange,
