@@ -91,11 +91,11 @@ class Tunable:
         return Tuner(search_space_cfg, algo, **(tuner_kw or {}))
 
     def generate_parameters(self, parameter_id: int) -> Sample:
-        """Return a point to try."""
+        """Return a point to try; every tuner has its own way."""
         raise NotImplementedError
 
     def receive_trial_result(self, parameter_id: int, parameters: Sample, value: float) -> None:
-        """Take what came of a point."""
+        """Take what came of a point; every tuner has its own way."""
         raise NotImplementedError
 
 
