@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "compiler"))
 
 from networks import EncoderLayer
+from stacks import rotated
 
 from record import RESULTS, save
 
@@ -102,7 +103,7 @@ class DecoderLayer(nn.Module):
         h = self.first(x)
         q = self.query(h).reshape(b, t, self.heads, -1).transpose(1, 2)
         k, v = (f(h).reshape(b, t, self.key_heads, -1).transpose(1, 2) for f in (self.key, self.value))
-        q, k = turned(q, cosine, sine), turned(k, cosine, sine)
+        q, k = rotated(q, cosine, sine), rotated(k, cosine, sine)
         seen = (self.cached_keys, self.cached_values) if self.decodes else (k, v)
         y = functional.scaled_dot_product_attention(q, *seen, is_causal=not self.decodes, enable_gqa=True)
         x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
@@ -129,12 +130,6 @@ class Decoder(nn.Module):
             x, *new = layer(x, self.cosine, self.sine)
             kept += new
         return x, kept
-
-
-def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Return queries or keys (B, H, T, E) turned by their positions."""
-    left, right = x.chunk(2, -1)
-    return x * cosine + torch.cat([-right, left], -1) * sine
 
 
 class DenseFp8(nn.Module):
