@@ -28,7 +28,8 @@ def test_products_are_those_of_the_dense_weight(isa, form, int8):
             for tokens in (1, 2, 9, 25, 50):
                 x = torch.randn(tokens, inputs)
                 expected = x.double() @ matrix.weight().double().t() + bias
-                torch.testing.assert_close(matrix.multiply(x, library).double(), expected, atol=1e-4, rtol=1e-4)
+                least = 2e-3 if int8 and tokens == 1 else 1e-4  # where x may be rounded to 16 bits
+                torch.testing.assert_close(matrix.multiply(x, library).double(), expected, atol=least, rtol=1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -280,7 +280,7 @@ class _Compilation:
         rounded = cast("GenerativeModel", shared_copy(fast))  # the same packed weights in the model's own code
         rounded._sparta.program = None
         with dense_products(rounded):
-            return certified(partial(outputs, rounded), partial(outputs, fast), self.base, self.example)
+            return certified(partial(outputs, rounded), partial(outputs, fast), self.base, self.example, rounding=True)
 
     # ------------------------------------------------------------------ measuring
 

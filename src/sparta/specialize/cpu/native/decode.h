@@ -182,16 +182,17 @@ class DecodeThread {
   }
 
   // Every thread norms all tokens: that is less than to wait for another one.
-  DecodeTokens normed(const float* weight) {
+  DecodeTokens normed(const float* weight, bool rounds) {
     for (int64_t row = 0; row < rows_; ++row) {
       rms_norm(call_.x + row * program_.hidden, weight, program_.hidden, program_.epsilon,
                normed_ + row * program_.hidden);
     }
-    return packed_tokens(normed_, program_.hidden, rows_, program_.hidden, panel_);
+    return packed_tokens(normed_, program_.hidden, rows_, program_.hidden, panel_, rounds);
   }
 
   void project(const DecodeLayer& layer) {
-    const DecodeTokens input = normed(layer.input_norm);
+    const bool rounds = by_bytes(layer.query) || by_bytes(layer.key) || by_bytes(layer.value);
+    const DecodeTokens input = normed(layer.input_norm, rounds);
     multiply_share(layer.query, input, index_, count_, unpacked_, queries_, layer.query.channels);
     // The other way round, so that what one thread has more of here it has less of there.
     multiply_share(layer.key, input, count_ - 1 - index_, count_, unpacked_, keys_, layer.key.channels);
@@ -232,7 +233,7 @@ class DecodeThread {
 
   // x += input W^T
   void add_product(const DecodeMatrix& matrix, const float* input, int64_t inputs) {
-    const DecodeTokens tokens = packed_tokens(input, inputs, rows_, inputs, panel_);
+    const DecodeTokens tokens = packed_tokens(input, inputs, rows_, inputs, panel_, by_bytes(matrix));
     const ChannelRange own = multiply_share(matrix, tokens, index_, count_, unpacked_, sums_, program_.hidden);
     for (int64_t row = 0; row < rows_; ++row) {
       float* x = call_.x + row * program_.hidden;
@@ -242,7 +243,7 @@ class DecodeThread {
   }
 
   void gated(const DecodeLayer& layer) {
-    const DecodeTokens input = normed(layer.middle_norm);
+    const DecodeTokens input = normed(layer.middle_norm, by_bytes(layer.gate) || by_bytes(layer.up));
     // Both have the costs of both together, so that a thread has the same channels of either.
     const ChannelRange gate = multiply_share(layer.gate, input, index_, count_, unpacked_, gate_, program_.wide);
     multiply_share(layer.up, input, index_, count_, unpacked_, up_, program_.wide);
@@ -267,7 +268,7 @@ class DecodeThread {
       const int64_t from = (row / kept) * call_.tokens + call_.tokens - kept + row % kept;
       rms_norm(call_.x + from * size, program_.final_norm, size, program_.epsilon, normed_ + row * size);
     }
-    const DecodeTokens input = packed_tokens(normed_, size, rows, size, panel_);
+    const DecodeTokens input = packed_tokens(normed_, size, rows, size, panel_, by_bytes(program_.head));
     multiply_share(program_.head, input, index_, count_, unpacked_, call_.logits, outputs);
   }
 

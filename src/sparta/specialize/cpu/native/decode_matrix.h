@@ -3,6 +3,7 @@
 // rows with one index each. One token reads the weights straight through; several tokens are in decode_product.h.
 #pragma once
 
+#include "decode_bytes.h"
 #include "panel.h"
 #include "threads.h"
 
@@ -14,7 +15,7 @@ enum DecodeForm : int32_t { kDecodeDense = 0, kDecodeBitmap = 1, kDecodeColumns 
 struct DecodeMatrix {
   int64_t channels;       // N
   int64_t inputs;         // K
-  const void* values;     // float or int8; 32 bytes may be read beyond the end
+  const void* values;     // float or int8; 64 bytes may be read beyond the end
   const int64_t* starts;  // [groups + 1], the first value of a group (bitmap) or its first entry (columns)
   const void* marks;      // bitmap: [channels][ceil(K / 8)] bytes; columns: [entries] uint16 inputs
   const float* scales;    // [channels] where values are int8
@@ -118,6 +119,27 @@ inline float bitmap_tail(const Value* values, const uint8_t* marks, const float*
   return total;
 }
 
+#if defined(SPARTA_AVX512)
+// Sixteen inputs at a time, whose values one instruction puts in their places.
+inline float bitmap_row(const float* values, const uint8_t* marks, const float* x, int64_t inputs) {
+  const int64_t bytes = ceil_div(inputs, 8), whole = inputs / 32;
+  __m512 parts[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  for (int64_t i = 0; i < whole; ++i) {
+    __builtin_prefetch(reinterpret_cast<const char*>(values) + 1024);
+    uint32_t both;
+    std::memcpy(&both, marks + 4 * i, sizeof both);
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      const unsigned mask = both >> (16 * j) & 0xffffu;
+      const __m512 spread = _mm512_maskz_expand_ps(static_cast<__mmask16>(mask), _mm512_loadu_ps(values));
+      parts[j] = _mm512_fmadd_ps(spread, _mm512_loadu_ps(x + 32 * i + 16 * j), parts[j]);
+      values += __builtin_popcount(mask);
+    }
+  }
+  return _mm512_reduce_add_ps(_mm512_add_ps(parts[0], parts[1])) + bitmap_tail(values, marks, x, 4 * whole, bytes);
+}
+#endif
+
 #if defined(__AVX2__)
 SPARTA_INLINE __m256 expanded(const float* values, unsigned mask, const ExpandTable& table) {
   const __m256i lanes = _mm256_load_si256(reinterpret_cast<const __m256i*>(table.lanes[mask]));
@@ -215,6 +237,26 @@ inline void column_group(const Value* values, const uint16_t* marks, int64_t ent
     for (int r = 0; r < Height; ++r) sums[r] += static_cast<float>(values[Height * i + r]) * x[marks[i]];
   }
 }
+
+// Whether one token's products with a matrix take it rounded to bytes.
+inline bool by_bytes(const DecodeMatrix& matrix) {
+  return matrix.value_bytes == 1 && matrix.form != kDecodeColumns && has_byte_products();
+}
+
+#if defined(SPARTA_DECODE_BYTES)
+// The products of rows [begin, end) of int8 with one token that is rounded.
+inline void multiply_bytes(const DecodeMatrix& matrix, const RoundedToken& token, int64_t begin, int64_t end,
+                           float* y) {
+  const int8_t* values = static_cast<const int8_t*>(matrix.values);
+  const uint8_t* marks = static_cast<const uint8_t*>(matrix.marks);
+  const int64_t k = matrix.inputs, bytes = ceil_div(k, 8);
+  for (int64_t row = begin; row < end; ++row) {
+    y[row] = matrix.form == kDecodeBitmap
+                 ? bitmap_byte_row(values + matrix.starts[row], marks + row * bytes, token, k)
+                 : dense_byte_row(values + row * k, token, k);
+  }
+}
+#endif
 
 // The products of groups [begin, end) with one token; y begins with channel 0.
 template <class Value>

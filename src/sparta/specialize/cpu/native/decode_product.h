@@ -225,24 +225,36 @@ inline void multiply_many(const DecodeMatrix& matrix, const ManyTokens& many, in
   many_by_rows<Value>(matrix, many, begin, end, scratch);
 }
 
-// The tokens of a call as a thread reads them: one as it is, several in panels, which the thread packs for itself.
+// The tokens of a call as a thread reads them: one as it is and rounded, several in panels, which the thread packs for
+// itself.
 struct DecodeTokens {
   const float* x;      // [tokens][inputs]
   const float* panel;  // where there is more than one
   int64_t tokens;
+  RoundedToken rounded;  // where there is one, and a matrix that takes it
 };
 
 inline int64_t panel_floats(int64_t inputs, int64_t tokens) {
-  return tokens > 1 ? ceil_div(tokens, kTokenTile) * kTokenTile * inputs : 0;
+  return tokens > 1 ? ceil_div(tokens, kTokenTile) * kTokenTile * inputs : rounded_floats(inputs);
 }
 
-inline DecodeTokens packed_tokens(const float* x, int64_t stride, int64_t tokens, int64_t inputs, float* panel) {
-  if (tokens <= 1) return {x, nullptr, tokens};
+// `rounds`: whether any of the products to come takes bytes.
+inline DecodeTokens packed_tokens(const float* x, int64_t stride, int64_t tokens, int64_t inputs, float* panel,
+                                  bool rounds) {
+  if (tokens <= 1) {
+    RoundedToken rounded = {};
+#if defined(SPARTA_DECODE_BYTES)
+    if (rounds) rounded = rounded_token(x, inputs, panel);
+#else
+    (void)rounds;
+#endif
+    return {x, nullptr, tokens, rounded};
+  }
   for (int64_t first = 0; first < tokens; first += kTokenTile) {
     const int64_t present = std::min(kTokenTile, tokens - first);
     pack_tile(x + first * stride, stride, present, 0, inputs, kTokenTile, panel + first * inputs);
   }
-  return {x, panel, tokens};
+  return {x, panel, tokens, {}};
 }
 
 // Scales and adds the bias of channels [begin, end) of all tokens, and then adds what was there, for a residual.
@@ -267,6 +279,16 @@ struct ChannelRange {
   int64_t end;
 };
 
+// The products of groups [begin, end) with one token.
+inline void multiply_token(const DecodeMatrix& matrix, const DecodeTokens& input, int64_t begin, int64_t end,
+                           float* y) {
+#if defined(SPARTA_DECODE_BYTES)
+  if (input.rounded.high && by_bytes(matrix)) return multiply_bytes(matrix, input.rounded, begin, end, y);
+#endif
+  if (matrix.value_bytes == 1) return multiply_one<int8_t>(matrix, input.x, begin, end, y);
+  multiply_one<float>(matrix, input.x, begin, end, y);
+}
+
 // Writes share `index` of `count` of y = x W^T + bias, and returns which channels that are.
 inline ChannelRange multiply_share(const DecodeMatrix& matrix, const DecodeTokens& input, int64_t index, int64_t count,
                                    float* scratch, float* y, int64_t y_stride) {
@@ -276,8 +298,7 @@ inline ChannelRange multiply_share(const DecodeMatrix& matrix, const DecodeToken
   const ChannelRange range{std::min(begin * matrix.height, matrix.channels),
                            std::min(end * matrix.height, matrix.channels)};
   if (input.tokens == 1) {
-    if (matrix.value_bytes == 1) multiply_one<int8_t>(matrix, input.x, begin, end, y);
-    else multiply_one<float>(matrix, input.x, begin, end, y);
+    multiply_token(matrix, input, begin, end, y);
   } else {
     const ManyTokens many{input.panel, input.tokens, matrix.inputs, y, y_stride};
     if (matrix.value_bytes == 1) multiply_many<int8_t>(matrix, many, begin, end, scratch);
@@ -300,7 +321,7 @@ inline bool multiply_decoded(const DecodeMatrix& matrix, const float* x, int64_t
       return;
     }
     const DecodeTokens input =
-        packed_tokens(x, x_stride, tokens, matrix.inputs, memory + unpacked_floats(matrix.inputs));
+        packed_tokens(x, x_stride, tokens, matrix.inputs, memory + unpacked_floats(matrix.inputs), by_bytes(matrix));
     multiply_share(matrix, input, index, count, memory, y, y_stride);
   });
   return enough_memory;
