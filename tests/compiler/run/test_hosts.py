@@ -101,6 +101,25 @@ def test_another_host_than_eager_must_win_clearly(inductor, chosen):
     assert judge.fastest(rounds(given=10.0, original=10.0, sparse=11.0, compiled=inductor)) == chosen
 
 
+CHAINED = Variant(Base.REDUCED, frozenset({"fc"}), host=Host.CHAIN)
+DENSE_CHAIN = Variant(Base.ORIGINAL, host=Host.CHAIN)
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ({SPARSE: 8.0, CHAINED: 5.0}, CHAINED),
+        ({SPARSE: 11.0, DENSE_CHAIN: 5.0}, DENSE_CHAIN),
+        ({SPARSE: 8.0, COMPILED: 5.0}, SPARSE),  # Inductor must win beyond doubt
+        ({SPARSE: 11.0, CHAINED: 12.0}, ORIGINAL),
+    ],
+)
+def test_where_timing_is_unstable_a_chain_that_wins_most_rounds_runs(times, chosen):
+    noise = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 90.0, 90.0, 90.0]  # in three rounds of nine, everything but the original
+    samples = {key: [time * factor for factor in noise] for key, time in times.items()}
+    assert judge.surest(Rounds({GIVEN: [10.0] * 9, ORIGINAL: [10.0] * 9} | samples)) == chosen
+
+
 @pytest.mark.parametrize(
     ("given", "can", "chosen"), [(8.0, True, GIVEN), (9.8, True, ORIGINAL), (8.0, False, ORIGINAL)]
 )

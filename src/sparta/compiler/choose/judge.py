@@ -15,12 +15,15 @@ from sparta.specialize.tuning.significance import LEAST_GAIN
 
 __all__ = [
     "LAYERS",
+    "are_few",
     "bound",
     "close_ones",
     "doubt",
+    "doubt_of_few",
     "explained",
     "fastest",
     "gained_elsewhere",
+    "near_ones",
     "rivals",
     "surest",
     "times_of",
@@ -35,6 +38,9 @@ _GAUGE = 1.1  # how far the original graph may be from the model as given before
 _CLAIM = 1.2  # how far the interval of a ratio that is claimed may reach from it
 _BEYOND = 1.05  # above a bound that is an estimate itself
 _MOST_OF = 0.9  # of the rounds must tell
+_FAR = 1.5  # by how much one call of each tells which is faster
+_FEWEST = 3
+_TWO_THIRDS = 2 / 3  # of the rounds, for a chain, where timing is unstable
 
 
 def rivals(rounds: Rounds) -> list[Variant]:
@@ -60,12 +66,20 @@ def fastest(rounds: Rounds, *, given: bool = True) -> Variant:
 def surest(rounds: Rounds) -> Variant:
     """Return what runs where timing is unstable: the fastest that is faster than the original graph beyond doubt.
 
-    Where none is, the sparse graph runs eagerly if most rounds are for it, because its layers have won one by one.
+    Where none is, the sparse graph runs eagerly if its median is for it, because its layers have won one by one; or
+    as a chain if two rounds of three are, because a chain makes fewer calls for the same work.
     """
-    sure = [each for each in rivals(rounds) if rounds.ratio(ORIGINAL, each).sure]
-    likely = [each for each in rivals(rounds) if each.kernels and each.host is Host.EAGER]
+    graphs = rivals(rounds)
+    sure = [each for each in graphs if rounds.ratio(ORIGINAL, each).sure]
+    likely = [each for each in graphs if each.kernels and each.host is Host.EAGER]
+    likely += [each for each in graphs if each.host is Host.CHAIN and _share_won(rounds, each) >= _TWO_THIRDS]
     likely = [each for each in likely if rounds.ratio(ORIGINAL, each).value >= LEAST_GAIN]
     return max(sure or likely, key=lambda each: rounds.ratio(ORIGINAL, each).value, default=ORIGINAL)
+
+
+def _share_won(rounds: Rounds, variant: Variant) -> float:
+    pairs = list(zip(rounds.samples[ORIGINAL], rounds.samples[variant], strict=True))
+    return sum(time < original for original, time in pairs) / max(len(pairs), 1)
 
 
 def close_ones(rounds: Rounds) -> list[Variant]:
@@ -73,6 +87,29 @@ def close_ones(rounds: Rounds) -> list[Variant]:
     graphs = rivals(rounds)
     best = max(graphs, key=lambda each: rounds.ratio(ORIGINAL, each).value)
     return [each for each in graphs if rounds.ratio(each, best).value < _CLOSE]
+
+
+def near_ones(rounds: Rounds) -> list[Variant]:
+    """Return what one call of each cannot tell apart from the fastest.
+
+    >>> near_ones(Rounds({"a": [1.0], "b": [1.4], "c": [2.0]}))
+    ['a', 'b']
+    """
+    best = min(rounds.median(key) for key in rounds.samples)
+    return [key for key in rounds.samples if rounds.median(key) < _FAR * best]
+
+
+def are_few(rounds: Rounds) -> bool:
+    """Whether there are too few rounds to know the spread."""
+    return len(next(iter(rounds.samples.values()))) < _FEWEST
+
+
+def doubt_of_few(rounds: Rounds, best: Variant) -> str:
+    """Return why the ratio of a variant to the model as given cannot be claimed after a few calls, or nothing."""
+    if not are_few(rounds):
+        return doubt(rounds, best)
+    about = rounds.ratio(GIVEN, best).value
+    return f"about {about:.1f}x the model as given, by a call of each: the budget was too small to claim a ratio"
 
 
 def doubt(rounds: Rounds, best: Variant) -> str:
