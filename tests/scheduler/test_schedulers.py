@@ -29,7 +29,6 @@ from sparta.scheduler.fuse import fuse_batch_norms
 from sparta.scheduler.prepared import original_of, plain_state_dict
 from sparta.scheduler.probmask import _lowest_pairs
 from sparta.sparsify import erk_densities
-from sparta.sparsify.shards import Shards
 from sparta.tesa.patterns import NM
 
 
@@ -256,13 +255,6 @@ def test_the_lowest_probabilities_go_and_among_equals_the_smallest_weights():
         for count in range(7)
     ]
     assert chosen == [[], [0], [0, 5], [0, 4, 5], [0, 3, 4, 5], [0, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
-
-
-def test_probabilities_that_are_sharded_in_different_ways_are_refused(monkeypatch):
-    kinds = iter([Shards(), Shards(object(), 0, 2)])
-    monkeypatch.setattr("sparta.scheduler.probmask.shards_of", lambda _: next(kinds))
-    with pytest.raises(ShapeError, match="different ways"):
-        _lowest_pairs([torch.ones(2), torch.ones(2)], [torch.ones(2), torch.ones(2)], 1)
 
 
 def test_the_temperature_starts_where_the_generator_says():

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError
+from sparta.errors import NameNotFoundError, ValueRangeError
 from sparta.sparsify import ERK, Candidate, Energy, Global, Sensitivity, Uniform, erk_densities, lamp
-from sparta.sparsify.shards import Shards
 
 CURVES = {name: [(0.0, 0.1), (0.5, 0.2 + 0.1 * place), (0.9, 1.0 + place)] for place, name in enumerate("abcd")}
 EXACT = [
@@ -161,9 +160,4 @@ def test_bad_input_is_named():
         Global(max_sparsity=0.5).counts([layer], 0.75)
     with pytest.raises(ValueRangeError, match=r"sparsity is 1\.5"):
         Uniform().counts([layer], 1.5)
-    sharded = Candidate("a", (4,), 4, torch.ones(2), Shards(object(), 0, 2))
-    with pytest.raises(ShapeError, match="energy levels over sharded"):
-        Energy().counts([sharded], 0.5)
-    with pytest.raises(ShapeError, match="different ways"):
-        Global().counts([sharded, layer], 0.5)
     assert Uniform().counts([], 0.5) == []

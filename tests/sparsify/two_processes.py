@@ -5,12 +5,16 @@ import sys
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import pairs
-from sparta.sparsify import ERK, Global, Schedule, Sparsifier
-from sparta.sparsify.shards import whole
+from sparta.sparsify import ERK, Global, Magnitude, Schedule, Sparsifier, find_layers, make_masks
+from sparta.sparsify.allocation import Energy, lamp
+from sparta.sparsify.shards import own_part, whole
 
 RUNS = {
     "uniform": {},
@@ -21,6 +25,21 @@ RUNS = {
     "2:4": {"pattern": "2:4"},
     "channel": {"pattern": "channel:0"},
     "block": {"pattern": "block:2x2"},
+}
+PLACED = {
+    "global": ("unstructured", 0.6, Global()),
+    "floor": ("unstructured", 0.9, Global(max_sparsity=0.92, normalize="l1")),
+    "all": ("unstructured", 1.0, Global()),
+    "lamp": ("unstructured", 0.6, lamp()),
+    "energy": ("unstructured", 0.6, Energy()),
+    "2:4": ("2:4", None, None),
+    "2:4 gradual": ("2:4", 0.3, Global()),
+    "3:5": ("3:5", None, None),
+    "rows": ("channel:0", 0.5, None),
+    "columns": ("channel:1", 0.5, Global()),
+    "blocks": ("block:2x3", 0.5, None),
+    "blocks, global": ("block:4x2", 0.5, Global()),
+    "2:2:8": ("2:2:8", None, None),
 }
 SCHEDULE = Schedule.cubic(0.5, begin=1, end=4, every=2)
 
@@ -74,5 +93,31 @@ def work(rank, report):
                     file.write(f"{name} {kind} same={same} zero={zero} density={density:.4f}\n")
 
 
+def placed(rank, report):
+    """Compare masks of weights that are cut by rows, by columns, unevenly, and not at all, in one budget."""
+    mesh = init_device_mesh("cpu", (2,))
+    plain = network()
+    parallel = parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    columns = network()
+    for layer in (columns[0], columns[2]):
+        fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    for name, (pattern, sparsity, allocation) in PLACED.items():
+        expected = make_masks(find_layers(plain), Magnitude(), pattern, sparsity, allocation)
+        for kind, model in (("tensor parallel", parallel), ("columns", columns)):
+            layers = find_layers(model)
+            made = make_masks(layers, Magnitude(), pattern, sparsity, allocation)
+            full = {layer.name: whole(made[layer.name], layer.parameter) for layer in layers}
+            same = full.keys() == expected.keys() and all(torch.equal(full[k], expected[k]) for k in full)
+            back = all(torch.equal(own_part(full[x.name], x.parameter), made[x.name]) for x in layers)
+            if rank == 0:
+                with open(report, "a") as file:  # noqa: PTH123
+                    file.write(f"{name}, {kind} same={same and back}\n")
+
+
+def all_of_it(rank, report):
+    work(rank, report)
+    placed(rank, report)
+
+
 if __name__ == "__main__":
-    pairs.spawn(work, sys.argv[1])
+    pairs.spawn(all_of_it, sys.argv[1])

@@ -20,7 +20,7 @@ from sparta.scheduler.fake_sparse import FakeSparse
 from sparta.scheduler.prepared import PreparedLayer
 from sparta.scheduler.registry import register_scheduler
 from sparta.sparsify import Candidate, Global
-from sparta.sparsify.shards import local, own_part, shards_of, summed, whole
+from sparta.sparsify.shards import gradient_part, local, own_part, shards_of, summed, whole
 from sparta.spelling import also
 from sparta.tesa.select import check_sparsity
 
@@ -205,9 +205,10 @@ class ADMMScheduler(BaseScheduler):
         # a fused optimizer gets gradients that a gradient scaler has not unscaled
         scale = getattr(optimizer, "grad_scale", None)
         for prepared in self._pruned():
-            if prepared.weight.grad is not None:
+            gradient = gradient_part(prepared.weight)
+            if gradient is not None:
                 apart = local(prepared.weight) - self._target[prepared.name] + self._dual[prepared.name]
-                local(prepared.weight.grad).add_(apart if scale is None else apart * scale, alpha=rho)
+                gradient.add_(apart if scale is None else apart * scale, alpha=rho)
 
     @torch.no_grad()
     def _project(self) -> None:

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.errors import ValueRangeError, message
 from sparta.scheduler.base import BaseScheduler, Exported, Setup, check_iteration, take_config
 from sparta.scheduler.fake_sparse import ProbMaskFakeSparse, Subnet
 from sparta.scheduler.prepared import PreparedLayer
 from sparta.scheduler.registry import register_scheduler
 from sparta.sparsify import Schedule
 from sparta.sparsify.logs import RECORDS
-from sparta.sparsify.shards import Shards, local, lowest_of, shards_of, summed, whole
+from sparta.sparsify.ranking import lowest_of
+from sparta.sparsify.shards import Shards, local, shards_of, summed, whole
 from sparta.spelling import also
 from sparta.tesa.select import check_sparsity, pruned_count
 
@@ -43,11 +44,14 @@ def project_scores(scores: Sequence[Tensor], budget: float) -> Tensor:
     >>> round(float(project_scores([scores], 1.5)), 9), [round(s, 9) for s in scores.tolist()]
     (0.3, [0.7, 0.6, 0.2, 0.0])
     """
-    parts: dict[Shards, list[Tensor]] = {}
-    for score in scores:
-        parts.setdefault(shards_of(score), []).append(local(score))
-    device = local(scores[0]).device
-    flat = {shards: torch.cat([s.flatten().to(device) for s in here]) for shards, here in parts.items()}
+    spread = [shards_of(score) for score in scores]
+    parts = [local(score) for score in scores]
+    device = parts[0].device
+    kinds = {shards.groups: shards for shards in spread}
+    flat = {
+        kind: torch.cat([p.flatten().to(device) for p, s in zip(parts, spread, strict=True) if s.groups == groups])
+        for groups, kind in kinds.items()
+    }
 
     def totals(shifts: Tensor) -> Tensor:
         """Return the sum of the probabilities at each of some shifts."""
@@ -60,30 +64,28 @@ def project_scores(scores: Sequence[Tensor], budget: float) -> Tensor:
     # a GPU waits for kernels to start rather than for small sums, so there several halvings are one round
     bits = 4 if device.type == "cuda" and sum(map(len, flat.values())) < _SMALL else 1
     steps = torch.linspace(0, 1, 2**bits + 1, dtype=torch.float64, device=device)
-    low, high = torch.zeros(1, dtype=torch.float64, device=device), _highest(parts, device).view(1)
+    low, high = torch.zeros(1, dtype=torch.float64, device=device), _highest(spread, parts, device).view(1)
     is_within = totals(low) <= budget
     for _ in range(_HALVINGS // bits):
         edges = low + (high - low) * steps
         place = (totals(edges[1:-1]) > budget).sum().view(1)  # sums fall as the shift rises
         low, high = edges.index_select(0, place), edges.index_select(0, place + 1)
     shift = torch.where(is_within, torch.zeros_like(high), high).squeeze(0)
-    for here in parts.values():
-        for s in here:
-            s.sub_(shift.to(s.device, s.dtype)).clamp_(0, 1)
+    for part in parts:
+        part.sub_(shift.to(part.device, part.dtype)).clamp_(0, 1)
     return shift
 
 
-def _highest(parts: Mapping[Shards, Sequence[Tensor]], device: torch.device) -> Tensor:
+def _highest(spread: Sequence[Shards], parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the largest probability of all processes, or 0."""
     found = torch.zeros((), dtype=torch.float64, device=device)
-    for shards, here in parts.items():
-        largest = [s.max().to(device, torch.float64) for s in here if s.numel()]
-        if largest:
-            found = torch.maximum(found, torch.stack(largest).max())
-        if not shards.is_whole:
-            import torch.distributed as dist
+    for part in parts:
+        if part.numel():
+            found = torch.maximum(found, part.max().to(device, torch.float64))
+    import torch.distributed as dist
 
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=shards.group)
+    for group in dict.fromkeys(group for shards in spread for group in shards.groups):
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return found
 
 
@@ -281,20 +283,18 @@ class ProbMaskPruneScheduler(BaseScheduler):
 
 def _lowest_pairs(scores: Sequence[Tensor], magnitudes: Sequence[Tensor], count: int) -> list[Tensor]:
     """Return masks of the `count` lowest by score and, among equal scores, by magnitude, of what is here."""
-    kinds = {shards_of(score) for score in scores}
-    if len(kinds) > 1:
-        raise ShapeError(message("probabilities that are sharded in different ways", "one fully_shard over all"))
-    shards = kinds.pop()
+    spread = [shards_of(score) for score in scores]
     parts = [local(score) for score in scores]
-    chosen = lowest_of(parts, count, shards)
+    chosen = lowest_of(parts, count, spread)
     if count == 0:
         return chosen
     device = parts[0].device
     taken = [torch.where(mask, part, 0.0) for mask, part in zip(chosen, parts, strict=True)]  # scores are never below 0
-    edge = _highest({shards: taken}, device)
+    edge = _highest(spread, taken, device)
     below = [part < edge.to(part) for part in parts]
     tied = [part == edge.to(part) for part in parts]
-    sums = torch.stack([torch.count_nonzero(mask).to(device) for mask in below]).sum()
-    missing = count - int(summed(sums, shards))
-    more = lowest_of(magnitudes, missing, shards, among=tied)
+    missing = count - sum(
+        int(summed(torch.count_nonzero(mask), shards)) for mask, shards in zip(below, spread, strict=True)
+    )
+    more = lowest_of(magnitudes, missing, spread, among=tied)
     return [lower | extra for lower, extra in zip(below, more, strict=True)]

@@ -75,10 +75,10 @@ class ActivationWeighted(Score):
             )
         weight = local(layer.parameter)
         norms = _spread(layer, self._squares[layer.name].sqrt())
-        if norms.shape[0] not in {1, weight.shape[0]} and not shards_of(layer.parameter).is_whole:
-            raise ValueRangeError(
-                message(f"{layer.name!r} is sharded and its input norms differ by row", "plain linear layers and convs")
-            )
+        shards = shards_of(layer.parameter)
+        if not shards.is_whole:  # the norms are those of all channels
+            cuts = zip(shards.slices(), norms.shape, strict=True)
+            norms = norms[tuple(cut if size > 1 else slice(None) for cut, size in cuts)]
         return weight.abs() * norms
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -101,7 +101,8 @@ def _squares_of(layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
     if isinstance(module, nn.Embedding):  # the input of a row is how often it is looked up
         return torch.bincount(x.flatten(), minlength=module.num_embeddings).float()
-    x = x.detach().float()
+    spread: Any = x  # a layer that is cut by columns gets its input cut as well
+    x = (spread.full_tensor() if hasattr(x, "placements") else x).detach().float()
     if isinstance(module, _CONVS + _TRANSPOSED):
         spatial = module.weight.dim() - 2
         if x.dim() == spatial + 1:

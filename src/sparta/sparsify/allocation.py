@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_you_mean, message
-from sparta.sparsify.shards import WHOLE, Shards, lowest_of, summed
+from sparta.sparsify.ranking import lowest_of
+from sparta.sparsify.shards import WHOLE, Shards, gathered, summed
 from sparta.tesa.select import check_sparsity, pruned_count
 
 __all__ = ["ERK", "Allocation", "Candidate", "Energy", "Global", "Sensitivity", "Uniform", "erk_densities", "lamp"]
@@ -37,6 +38,8 @@ class Candidate:
         How many units its pattern has.
     scores
         The score of each unit that this process holds, 1-D.
+    shards
+        How the units are spread over processes.
     limit
         Largest sparsity of this layer; 0 keeps it dense.
     """
@@ -143,19 +146,19 @@ class Global(Allocation):
     def _counts(self, candidates: Sequence[Candidate], sparsity: float, most: list[int]) -> list[int]:
         budget = pruned_count(sum(c.elements for c in candidates), sparsity)
         most = [min(limit, max(0, c.units - self.floor)) for c, limit in zip(candidates, most, strict=True)]
+        has_blocks = any(c.units != c.elements for c in candidates)
+        if has_blocks:  # units of different sizes are taken in order while they fit, and are few
+            candidates = [_gathered(c) for c in candidates]
         scores = [self._comparable(c) for c in candidates]
-        shards = _common_shards(candidates)
+        shards = [c.shards for c in candidates]
         # Within a layer the order is fixed, so a limit on a layer is the same as sparing its highest scores.
-        spared = [lowest_of([s], limit, shards)[0] for s, limit in zip(scores, most, strict=True)]
+        spared = [lowest_of([s], limit, each)[0] for s, limit, each in zip(scores, most, shards, strict=True)]
         available = sum(limit * c.elements / max(1, c.units) for c, limit in zip(candidates, most, strict=True))
         _check_reachable(budget, available, self.max_sparsity)
-        if all(c.units == c.elements for c in candidates):
-            chosen = lowest_of(scores, budget, shards, among=spared)
-            counts = torch.stack([torch.count_nonzero(mask).to(scores[0].device) for mask in chosen])
-            return [int(count) for count in summed(counts, shards)]
-        if not shards.is_whole:
-            raise ShapeError(message("a global budget of blocks or channels over sharded weights", "single elements"))
-        return _lowest_units(candidates, scores, spared, budget)
+        if has_blocks:
+            return _lowest_units(candidates, scores, spared, budget)
+        chosen = lowest_of(scores, budget, shards, among=spared)
+        return [int(summed(torch.count_nonzero(mask), each)) for mask, each in zip(chosen, shards, strict=True)]
 
     def _comparable(self, candidate: Candidate) -> Tensor:
         scores = candidate.scores.double() if self.normalize == "lamp" else candidate.scores.float()
@@ -237,9 +240,8 @@ class Energy(Allocation):
     share: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def _counts(self, candidates: Sequence[Candidate], sparsity: float, most: list[int]) -> list[int]:
-        _refuse_shards(candidates, "energy levels")
         factors = [float(self.share.get(c.name, 1.0)) for c in candidates]
-        cumulated = [_cumulated_energy(c.scores) for c in candidates]
+        cumulated = [_cumulated_energy(_gathered(c).scores) for c in candidates]
         limits = [limit if factor > 0 else 0 for limit, factor in zip(most, factors, strict=True)]
 
         def pruned_at(energy: float) -> list[int]:
@@ -361,7 +363,9 @@ def _lowest_units(
 
 
 def _lamp_scores(scores: Tensor, candidate: Candidate) -> Tensor:
-    _refuse_shards([candidate], "LAMP")
+    """Return LAMP's scores of what is here; those of a sharded layer are gathered for it, one layer at a time."""
+    shards = candidate.shards
+    scores = gathered(scores, shards).flatten()
     if bool((scores < 0).any()):
         raise ValueRangeError(message(f"a negative score of {candidate.name!r} for LAMP", "scores of 0 or more"))
     squares = scores.square()
@@ -369,7 +373,7 @@ def _lamp_scores(scores: Tensor, candidate: Candidate) -> Tensor:
     not_smaller = squares[order].flip(0).cumsum(0).flip(0)
     result = torch.empty_like(squares)
     result[order] = squares[order] / not_smaller.clamp(min=torch.finfo(torch.float64).tiny)
-    return result
+    return result if shards.is_whole else result.reshape(shards.shape)[shards.slices()].flatten()
 
 
 def _cumulated_energy(scores: Tensor) -> Tensor:
@@ -407,23 +411,11 @@ def _inverse(curve: list[tuple[float, float]], loss: float) -> float:
     return reached
 
 
-def _common_shards(candidates: Sequence[Candidate]) -> Shards:
-    kinds = {c.shards for c in candidates}
-    if len(kinds) > 1:
-        raise ShapeError(
-            message(
-                "layers that are sharded in different ways share one budget",
-                "all sharded alike, or a uniform or ERK allocation",
-            )
-        )
-    return kinds.pop()
-
-
-def _refuse_shards(candidates: Sequence[Candidate], what: str) -> None:
-    if any(not c.shards.is_whole for c in candidates):
-        raise ShapeError(
-            message(f"{what} over sharded weights", "whole weights", "use a uniform, ERK or global budget")
-        )
+def _gathered(candidate: Candidate) -> Candidate:
+    """Return a candidate with the scores of all its units, also where processes share them."""
+    if candidate.shards.is_whole:
+        return candidate
+    return replace(candidate, scores=gathered(candidate.scores, candidate.shards).flatten(), shards=WHOLE)
 
 
 def _check_reachable(budget: float, available: float, max_sparsity: float | None) -> None:

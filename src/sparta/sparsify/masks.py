@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_you_mean, message
 from sparta.sparsify.layers import Layer
-from sparta.sparsify.shards import local, packed, shards_of, summed, taken, unpacked, whole
+from sparta.sparsify.shards import gradient_part, local, packed, shards_of, summed, taken, unpacked, whole
 from sparta.tesa import names
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.mask import as_mask
@@ -158,9 +158,9 @@ class Masks:
 
     def _mask_gradients(self) -> None:
         for name, zeros in self._zeros.items():
-            gradient = self.layers[name].parameter.grad
+            gradient = gradient_part(self.layers[name].parameter)
             if gradient is not None:
-                local(gradient).masked_fill_(zeros, 0)
+                gradient.masked_fill_(zeros, 0)
 
     def _with_masked_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of a step with a closure whose gradients are masked each time: LBFGS calls it often."""
@@ -191,7 +191,7 @@ class Masks:
         Parameters
         ----------
         masks
-            By layer name; each of the shape of the weight, or of the rows of it that are here. A name that is not
+            By layer name; each of the shape of the weight, or of what of it is here. A name that is not
             given keeps its mask.
         """
         with self.exposed():

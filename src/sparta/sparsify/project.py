@@ -1,7 +1,8 @@
 """From scores and a budget to masks: the one place where score, pattern and allocation meet.
 
 :func:`make_masks` is what every sparsifier, scheduler and recipe calls at an event. A mask is made from the whole
-weight, also when its rows are spread over processes, and is exact in either case.
+weight, also when it is spread over processes, and is exact in either case. Scores stay where they are, but for
+patterns whose units lie across processes: then those of one layer at a time are gathered.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from torch import Tensor
 from sparta.errors import ValueRangeError, message
 from sparta.sparsify.allocation import Allocation, Candidate, Uniform
 from sparta.sparsify.layers import Layer, along_inputs
-from sparta.sparsify.shards import Shards, check_sharding, lowest_of, shards_of
+from sparta.sparsify.ranking import lowest_of
+from sparta.sparsify.shards import WHOLE, Shards, gathered, shards_of
 from sparta.tesa.patterns import Pattern, as_pattern
 
-__all__ = ["make_masks", "project"]
+__all__ = ["make_masks"]
 
 
 @torch.no_grad()
@@ -35,7 +37,7 @@ def make_masks(
     layers
         What to prune, as :func:`~sparta.sparsify.layers.find_layers` returns it.
     score
-        A score, or the scores by layer name, each of the shape of the weight (of its rows that are here).
+        A score, or the scores by layer name, each of the shape of the weight (of what of it is here).
     pattern
         A pattern, or its text form, such as ``"4x1"`` or ``"2:4"``.
     sparsity
@@ -60,13 +62,11 @@ def make_masks(
     pattern = as_pattern(pattern)
     scores = {layer.name: score[layer.name] if isinstance(score, Mapping) else score(layer) for layer in layers}
     patterns = {layer.name: along_inputs(pattern, layer) for layer in layers}
-    spread = {layer.name: shards_of(layer.parameter) for layer in layers}
-    for layer in layers:
-        check_sharding(patterns[layer.name], layer.shape, len(scores[layer.name]), spread[layer.name])
+    parts = {layer.name: _Part(patterns[layer.name], shards_of(layer.parameter), layer.shape) for layer in layers}
     if sparsity is None:
         if pattern.own_sparsity() is None:
             raise ValueRangeError(message(f"no sparsity for {pattern}", "a number in [0, 1]", "N:M has one of its own"))
-        return {name: patterns[name].project(scores[name]) for name in scores}
+        return {name: parts[name].full_mask(scores[name]) for name in scores}
     allocation = allocation or Uniform()
     limits = {} if isinstance(allocation, Uniform) else _limits(layers, patterns, sparsity)
     candidates = [
@@ -74,17 +74,58 @@ def make_masks(
             layer.name,
             layer.shape,
             patterns[layer.name].unit_count(layer.shape),
-            patterns[layer.name].unit_scores(scores[layer.name]),
-            spread[layer.name],
+            parts[layer.name].unit_scores(scores[layer.name]),
+            parts[layer.name].units or WHOLE,
             limits.get(layer.name, 1.0),
         )
         for layer in layers
     ]
     counts = allocation.counts(candidates, sparsity)
-    return {
-        c.name: project(patterns[c.name], scores[c.name], count, c.shape, c.shards)
-        for c, count in zip(candidates, counts, strict=True)
-    }
+    return {c.name: parts[c.name].mask(scores[c.name], count) for c, count in zip(candidates, counts, strict=True)}
+
+
+class _Part:
+    """What this process holds of one weight, and how the units of its pattern lie in it.
+
+    Parameters
+    ----------
+    shards
+        How the weight of `shape` is spread; `units` is how its units are, None where one lies across processes.
+    """
+
+    def __init__(self, pattern: Pattern, shards: Shards, shape: Sequence[int]) -> None:
+        self.pattern, self.shards, self.shape = pattern, shards, tuple(shape)
+        self.units = shards.of_units(pattern)
+
+    def unit_scores(self, score: Tensor) -> Tensor:
+        """Return the scores of the units that are here; of all of them where they lie across processes."""
+        return self.pattern.unit_scores(score if self.units is not None else gathered(score, self.shards))
+
+    def full_mask(self, score: Tensor) -> Tensor:
+        """Return the mask of the pattern's own sparsity."""
+        if self.units is not None:
+            return self.pattern.project(score)
+        return self._here(self.pattern.project(gathered(score, self.shards)))
+
+    def mask(self, score: Tensor, count: int) -> Tensor:
+        """Return the mask with `count` units pruned, over all processes that hold a part of the weight."""
+        total = self.pattern.unit_count(self.shape)
+        share = count / total if total else 0.0
+        if self.units is None:
+            return self._here(self.pattern.project(gathered(score, self.shards), share))
+        if self.units.is_whole:
+            return self.pattern.project(score, share)
+        if self.pattern.own_sparsity() is not None:
+            full = self.pattern.project(score)
+            pruned_by_full = total - round(self.pattern.capacity(self.shape) * total)
+            if count >= pruned_by_full:
+                return full & ~lowest_of([score], count - pruned_by_full, self.units, [full])[0]
+            return ~lowest_of([score], count, self.units, [~full])[0]
+        pruned = lowest_of([self.pattern.unit_scores(score)], count, self.units)[0]
+        return self.pattern.spread(~pruned, score.shape)
+
+    def _here(self, mask: Tensor) -> Tensor:
+        return mask[self.shards.slices()].contiguous()
 
 
 def _limits(layers: Sequence[Layer], patterns: Mapping[str, Pattern], sparsity: float) -> dict[str, float]:
@@ -97,23 +138,3 @@ def _limits(layers: Sequence[Layer], patterns: Mapping[str, Pattern], sparsity: 
     total = sum(layer.parameter.numel() for layer in layers)
     reach = sum(own.get(layer.name, 1.0) * layer.parameter.numel() for layer in layers)
     return own if sparsity * total <= reach + 0.5 else {}
-
-
-def project(pattern: Pattern, score: Tensor, count: int, shape: Sequence[int], shards: Shards) -> Tensor:
-    """Return the mask of one weight with `count` units pruned, over all processes that hold a part of it.
-
-    Parameters
-    ----------
-    score
-        The scores of what is here; `shape` is that of the whole weight.
-    """
-    units = pattern.unit_count(shape)
-    if shards.is_whole:
-        return pattern.project(score, count / units if units else 0.0)
-    if pattern.own_sparsity() is not None:
-        full = pattern.project(score)
-        pruned_by_full = units - round(pattern.capacity(shape) * units)
-        if count >= pruned_by_full:
-            return full & ~lowest_of([score], count - pruned_by_full, shards, [full])[0]
-        return ~lowest_of([score], count, shards, [~full])[0]
-    return pattern.spread(~lowest_of([pattern.unit_scores(score)], count, shards)[0], score.shape)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
 from sparta.sparsify.layers import Layer
-from sparta.sparsify.shards import local, own_part
+from sparta.sparsify.shards import gradient_part, local, own_part
 
 __all__ = ["Gradient", "Magnitude", "Movement", "Random", "Score", "Taylor", "make_score"]
 
@@ -116,9 +116,9 @@ class _Learnt(Score):
         # A fused optimizer gets scaled gradients, and is itself told to skip a step that overflowed.
         scale, overflow = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         for layer in layers:
-            if layer.parameter.grad is None:
+            weight, gradient = local(layer.parameter), gradient_part(layer.parameter)
+            if gradient is None:
                 continue
-            weight, gradient = local(layer.parameter), local(layer.parameter.grad)
             term = self.term(weight, gradient if scale is None else gradient / scale).float()
             before = self._sums.get(layer.name)
             after = term if before is None else torch.add(term, before, alpha=self.momentum)

@@ -1,30 +1,29 @@
-"""Sharded parameters: what of a tensor is here, and choosing the lowest scores over all shards.
+"""Sharded parameters: which part of a tensor is in this process, and how parts become whole again.
 
-FSDP2 keeps a parameter as a ``DTensor`` of which each process holds some rows. The threshold is found by bisection on
-counts, one integer per round summed over the processes, so that no weight is ever gathered and the mask is bit for bit
-the one that a single process would make.
+FSDP2 and tensor parallelism keep a parameter as a ``DTensor``, cut along any of its axes over one or several dims of a
+mesh. All that matters here is where the part of this process lies in the whole, and over which groups of processes
+counts are summed: the rest of the package works on that part alone, with the masks that a single process would make.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.errors import ShapeError, message
 from sparta.tesa.formats.mask_bits import pack_bits, unpack_bits
-from sparta.tesa.patterns import Pattern
-from sparta.tesa.select import comparable, lowest
+from sparta.tesa.patterns import NM, Pattern
 
 __all__ = [
     "WHOLE",
     "Shards",
-    "check_sharding",
+    "gathered",
+    "gradient_part",
     "local",
-    "lowest_of",
     "own_part",
     "packed",
     "shards_of",
@@ -37,16 +36,82 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Shards:
-    """How a parameter is spread: the process group over which its rows are cut, or None when it is all here."""
+    """How a parameter is spread over processes; :data:`WHOLE` when it is all here.
 
-    group: Any = None  # torch.distributed.ProcessGroup, which must not be imported to import this module
-    rank: int = 0
-    size: int = 1
+    Parameters
+    ----------
+    groups
+        The process groups over which it is cut, one for each dim of the mesh that cuts it.
+    shape
+        Of the whole.
+    offset, part
+        Where the part of this process begins, and its shape.
+    device
+        Where counts lie that the groups sum.
+    """
+
+    groups: tuple[Any, ...] = ()  # torch.distributed.ProcessGroup, which must not be imported to import this module
+    shape: tuple[int, ...] = ()
+    offset: tuple[int, ...] = ()
+    part: tuple[int, ...] = ()
+    device: str = "cpu"
 
     @property
     def is_whole(self) -> bool:
         """Whether every element is in this process."""
-        return self.group is None
+        return not self.groups
+
+    def positions(self, places: Tensor) -> Tensor:
+        """Return the row-major indices in the whole of elements given by their row-major indices in this part."""
+        if self.is_whole:
+            return places
+        found, rest = torch.zeros_like(places), places
+        steps = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        for axis in reversed(range(len(self.shape))):
+            size = max(1, self.part[axis])
+            found += (rest % size + self.offset[axis]) * steps[axis]
+            rest = rest // size
+        return found
+
+    def slices(self) -> tuple[slice, ...]:
+        """Return what cuts the part of this process out of the whole."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.part, strict=True))
+
+    def of_units(self, pattern: Pattern) -> Shards | None:
+        """Return how the units of `pattern` are spread; None where one lies across processes.
+
+        All processes that share the tensor call it together, and have the same answer. Units of single elements are
+        spread as the elements are. Others are counted in rows, so that the tensor must be cut between rows alone.
+        """
+        has_quota = pattern.own_sparsity() is not None
+        if self.is_whole or (not has_quota and pattern.unit_count(self.shape) == math.prod(self.shape)):
+            return self
+        crossing = torch.tensor(int(self._cuts(self._sides(pattern))), device=self.device)
+        if int(summed(crossing, self)):
+            return None
+        if has_quota:
+            return self
+        start, here = (
+            pattern.unit_count((rows, *self.shape[1:])) if rows else 0 for rows in (self.offset[0], self.part[0])
+        )
+        return Shards(self.groups, (pattern.unit_count(self.shape),), (start,), (here,), self.device)
+
+    def _sides(self, pattern: Pattern) -> list[int]:
+        """Return how many indices of each axis stay together in one process."""
+        rows = pattern.rows_per_unit(self.shape)
+        if isinstance(pattern, NM):
+            axis = pattern.axis % len(self.shape)
+            return [pattern.m if place == axis else 1 for place in range(len(self.shape))]
+        return [self.shape[0] if rows is None else rows, *self.shape[1:]]
+
+    def _cuts(self, sides: list[int]) -> bool:
+        """Return whether this part begins or ends within what stays together."""
+        edges = [
+            (edge, size, self.shape[axis])
+            for axis, size in enumerate(sides)
+            for edge in (self.offset[axis], self.offset[axis] + self.part[axis])
+        ]
+        return 0 not in self.part and any(edge % size and edge < end for edge, size, end in edges)
 
 
 WHOLE = Shards()
@@ -62,77 +127,84 @@ def local(tensor: Tensor) -> Tensor:
     return part.detach()
 
 
+def gradient_part(parameter: Tensor) -> Tensor | None:
+    """Return what this process holds of the gradient of a parameter, cut as the parameter is; None without one.
+
+    The result shares the gradient's storage. A gradient that is placed otherwise, such as a sum over processes that is
+    still to be made, is brought to the parameter's placement first, which the optimizer would do in any case.
+    """
+    gradient: Any = parameter.grad
+    if gradient is None:
+        return None
+    placements = getattr(parameter, "placements", None)
+    if placements is not None and gradient.placements != placements:
+        gradient = gradient.redistribute(placements=placements)
+        parameter.grad = gradient
+    return local(gradient)
+
+
 def shards_of(tensor: Tensor) -> Shards:
     """Return how `tensor` is spread over processes.
 
-    Raises :class:`ShapeError` for a ``DTensor`` that is cut along another axis than the first, or along several.
+    Raises :class:`ShapeError` for a ``DTensor`` whose value is a sum that is still to be made, or of which a process
+    holds several pieces.
     """
     if not hasattr(tensor, "placements"):
         return WHOLE
-    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-    cut = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    spread: Any = tensor
+    cut = [dim for dim, placement in enumerate(spread.placements) if not placement.is_replicate()]
     if not cut:
         return WHOLE
-    if len(cut) > 1 or not tensor.placements[cut[0]].is_shard(0):
+    pieces = [] if any(placement.is_partial() for placement in spread.placements) else spread.__create_chunk_list__()
+    if len(pieces) != 1:
         raise ShapeError(
             message(
-                f"a parameter of shape {tuple(tensor.shape)} is placed as {tensor.placements}",
-                "rows cut once (FSDP2's Shard(0)), or replicated",
-                "prune before tensor parallelism is applied",
+                f"a parameter of shape {tuple(tensor.shape)} is placed as {spread.placements}",
+                "one piece for each process (FSDP2, column- or row-wise parallel), or replicated",
+                "prune before it is distributed like this",
             )
         )
-    return Shards(mesh.get_group(cut[0]), mesh.get_local_rank(cut[0]), mesh.size(cut[0]))
+    mesh = spread.device_mesh
+    groups = tuple(mesh.get_group(dim) for dim in cut)
+    offset, part = tuple(pieces[0].offsets), tuple(pieces[0].sizes)
+    return Shards(groups, tuple(tensor.shape), offset, part, str(local(tensor).device))
+
+
+def summed(value: Tensor, shards: Shards) -> Tensor:
+    """Return `value` summed over the processes that share a parameter."""
+    if shards.is_whole:
+        return value
+    import torch.distributed as dist
+
+    total = value.clone()
+    for group in shards.groups:
+        dist.all_reduce(total, group=group)
+    return total
 
 
 def whole(part: Tensor, like: Tensor) -> Tensor:
     """Return the tensor of which `part` is this process's share, cut as `like` is; gathers it if it is cut."""
-    if not hasattr(like, "placements"):
-        return part
-    from torch.distributed.tensor import DTensor
-
-    spread = DTensor.from_local(
-        part.view(torch.uint8) if part.dtype is torch.bool else part,
-        like.device_mesh,  # type: ignore[attr-defined]
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-    gathered: Tensor = spread.full_tensor()
-    return gathered.view(torch.bool) if part.dtype is torch.bool else gathered
+    return gathered(part, shards_of(like))
 
 
-def check_sharding(pattern: Pattern, shape: Sequence[int], rows: int, shards: Shards) -> None:
-    """Raise :class:`ShapeError` when a unit of `pattern` would lie across two processes.
-
-    Parameters
-    ----------
-    rows
-        How many rows of the tensor of `shape` this process holds.
-    """
+def gathered(part: Tensor, shards: Shards) -> Tensor:
+    """Return the whole tensor of which each process holds a part, bit for bit."""
     if shards.is_whole:
-        return
-    together, is_last = pattern.rows_per_unit(shape), shards.rank + 1 == shards.size
-    if together is None or (rows % together and not is_last):
-        raise ShapeError(
-            message(
-                f"{pattern} on a weight of shape {tuple(shape)} whose rows are cut over {shards.size} processes",
-                "units that lie in one process",
-                "use a pattern that does not cross rows, or leave the layer unsharded",
-            )
-        )
+        return part
+    import torch.distributed as dist
+
+    full = torch.zeros(shards.shape, dtype=part.dtype, device=part.device)
+    full[shards.slices()] = part.reshape(shards.part)
+    as_bytes = full.reshape(-1).view(torch.uint8)  # sums of bytes and zeros are exact, and every backend can make them
+    for group in shards.groups:
+        dist.all_reduce(as_bytes, group=group)
+    return full
 
 
 def own_part(full: Tensor, like: Tensor) -> Tensor:
     """Return what this process holds of `full` when it is cut as `like` is: the inverse of :func:`whole`."""
-    if not hasattr(like, "placements"):
-        return full
-    from torch.distributed.tensor import distribute_tensor
-
-    spread: Any = like
-    as_bytes = full.view(torch.uint8) if full.dtype is torch.bool else full
-    part = local(distribute_tensor(as_bytes, spread.device_mesh, spread.placements))
-    return part.view(torch.bool) if full.dtype is torch.bool else part
+    shards = shards_of(like)
+    return full if shards.is_whole else full[shards.slices()].contiguous()
 
 
 def packed(mask: Tensor, like: Tensor) -> Tensor:
@@ -166,114 +238,3 @@ def taken(values: Tensor, like: Tensor) -> Tensor:
     if found.shape != part.shape:
         raise ShapeError(message(f"values of shape {tuple(values.shape)}", f"{tuple(like.shape)}"))
     return found.clone()
-
-
-def summed(value: Tensor, shards: Shards) -> Tensor:
-    """Return `value` summed over the processes that share a parameter."""
-    if shards.is_whole:
-        return value
-    import torch.distributed as dist
-
-    total = value.clone()
-    dist.all_reduce(total, group=shards.group)
-    return total
-
-
-def lowest_of(
-    parts: Sequence[Tensor],
-    count: int,
-    shards: Shards = WHOLE,
-    among: Sequence[Tensor] | None = None,
-) -> list[Tensor]:
-    """Return masks of exactly `count` elements of several tensors together: the first in pruning order.
-
-    Parameters
-    ----------
-    parts
-        Real tensors of any shapes, in order: among equal scores, an earlier tensor's are chosen first. Of sharded
-        tensors, what this process holds.
-    count
-        How many to choose, over all tensors and all processes.
-    among
-        Optional bool tensors of the same shapes: the candidates.
-
-    Returns
-    -------
-    list of Tensor
-        Bool tensors of the shapes of `parts`.
-
-    Examples
-    --------
-    >>> lowest_of([torch.tensor([3.0, 1.0]), torch.tensor([1.0, 2.0])], 2)
-    [tensor([False,  True]), tensor([ True, False])]
-    """
-    if shards.is_whole:
-        device = parts[0].device
-        scores = torch.cat([comparable(part).flatten().to(device) for part in parts])
-        candidates = None if among is None else torch.cat([part.flatten().to(device) for part in among])
-        chosen = torch.split(lowest(scores, count, candidates), [part.numel() for part in parts])
-        return [mask.reshape(part.shape).to(part.device) for mask, part in zip(chosen, parts, strict=True)]
-    keys = [_ordered(part) for part in parts]
-    masks = [torch.ones_like(key, dtype=torch.bool) for key in keys] if among is None else list(among)
-    candidates_here = sum(int(torch.count_nonzero(mask)) for mask in masks)
-    device = parts[0].device
-    available = _total(candidates_here, shards, device)
-    if not 0 <= count <= available:
-        raise ValueRangeError(message(f"count is {count}", f"0 to {available}, the number of candidates"))
-    edge = _edge(keys, masks, count, shards)
-    below = [(key < edge) & mask for key, mask in zip(keys, masks, strict=True)]
-    tied = [(key == edge) & mask for key, mask in zip(keys, masks, strict=True)]
-    missing = count - _total(sum(int(torch.count_nonzero(mask)) for mask in below), shards, device)
-    return _first_of_tied(below, tied, missing, shards)
-
-
-def _total(count: int, shards: Shards, device: torch.device) -> int:
-    """Return `count` summed over the processes; the tensor lies where the process group can reach it."""
-    return int(summed(torch.tensor(count, device=device), shards))
-
-
-def _ordered(score: Tensor) -> Tensor:
-    """Return int64 keys in the order of the scores: a float's bits, read as an integer, order as the float does."""
-    values = comparable(score)
-    if not values.is_floating_point():
-        return values.to(torch.int64)
-    values = values + 0.0  # -0.0 ties with 0.0
-    kind, bits = (torch.int32, 31) if values.dtype == torch.float32 else (torch.int64, 63)
-    raw = values.view(kind)
-    return torch.where(raw < 0, raw ^ ((1 << bits) - 1), raw).to(torch.int64)
-
-
-def _edge(keys: Sequence[Tensor], masks: Sequence[Tensor], count: int, shards: Shards) -> int:
-    """Return the smallest key of which `count` candidates or more are not larger, over all processes."""
-    low, high = -(1 << 63), (1 << 63) - 1
-    if all(int(k.abs().max()) < 1 << 32 for k in keys if k.numel()):
-        low, high = -(1 << 32), 1 << 32
-    bounds = torch.tensor([low, -high], device=keys[0].device)
-    import torch.distributed as dist
-
-    dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=shards.group)
-    low, high = int(bounds[0]), -int(bounds[1])
-    while low < high:
-        middle = (low + high) // 2
-        here = sum(int(torch.count_nonzero((key <= middle) & mask)) for key, mask in zip(keys, masks, strict=True))
-        if _total(here, shards, keys[0].device) >= count:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def _first_of_tied(below: list[Tensor], tied: list[Tensor], missing: int, shards: Shards) -> list[Tensor]:
-    """Add the first `missing` tied elements to `below`: earlier tensors first, then earlier rows of any process."""
-    import torch.distributed as dist
-
-    here = torch.stack([torch.count_nonzero(ties) for ties in tied])
-    gathered = [torch.zeros_like(here) for _ in range(shards.size)]
-    dist.all_gather(gathered, here, group=shards.group)
-    counts = torch.stack(gathered)  # (processes, tensors)
-    for place, (chosen, ties) in enumerate(zip(below, tied, strict=True)):
-        before = int(counts[:, :place].sum()) + int(counts[: shards.rank, place].sum())
-        quota = max(0, min(missing - before, int(here[place])))
-        rank = ties.flatten().cumsum(0).reshape(ties.shape)
-        chosen.logical_or_(ties & (rank <= quota))
-    return below

@@ -20,7 +20,8 @@ from sparta.create.modifiers.spread import AllocationName, SpreadModifier
 from sparta.errors import ValueRangeError, message
 from sparta.sparsify import ERK, Layer, Magnitude, make_masks
 from sparta.sparsify.masks import OptimizerState, Pruned, zero_moments
-from sparta.sparsify.shards import local, lowest_of, packed, shards_of, summed, unpacked
+from sparta.sparsify.ranking import lowest_of
+from sparta.sparsify.shards import gradient_part, local, packed, shards_of, summed, unpacked
 
 __all__ = ["RigLPruningModifier", "TopKASTPruningModifier"]
 
@@ -123,7 +124,7 @@ class RigLPruningModifier(SpreadModifier):
         if self.num_grads == 1:
             found = {layer.name: gradient_of(layer.parameter, run.optimizer) for layer in self._layers}
             return {
-                layer.name: torch.zeros_like(local(layer.parameter)) if gradient is None else local(gradient)
+                layer.name: torch.zeros_like(local(layer.parameter)) if gradient is None else gradient
                 for layer, gradient in zip(self._layers, found.values(), strict=True)
             }
         sums = {layer.name: torch.zeros_like(local(layer.parameter)) for layer in self._layers}
@@ -212,9 +213,9 @@ class TopKASTPruningModifier(SpreadModifier):
         scale = getattr(run.optimizer, "grad_scale", None)
         decay = self.active_weight_decay if scale is None else self.active_weight_decay * scale
         for layer in self._layers:
-            if layer.parameter.grad is None or layer.name not in self._learning:
+            weight, gradient = local(layer.parameter), gradient_part(layer.parameter)
+            if gradient is None or layer.name not in self._learning:
                 continue
-            weight, gradient = local(layer.parameter), local(layer.parameter.grad)
             outside = ~self.masks[layer.name]
             strength = torch.where(outside, 1 / (1 - self.forward_sparsity), 1.0)
             gradient.add_(weight * strength * decay)

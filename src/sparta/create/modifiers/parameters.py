@@ -18,7 +18,7 @@ from sparta.create.modifiers.base import Run
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.sparsify import Layer, find_layers
 from sparta.sparsify.layers import along_inputs, without_frozen, without_misfits
-from sparta.sparsify.shards import local
+from sparta.sparsify.shards import gradient_part, local
 from sparta.tesa import names
 from sparta.tesa.patterns import Pattern
 
@@ -95,9 +95,9 @@ def parameters_for(run: Run, params: Sequence[str] | str) -> dict[str, nn.Parame
 
 
 def gradient_of(parameter: Tensor, optimizer: Optimizer) -> Tensor | None:
-    """Return the gradient of `parameter`, unscaled also where a fused optimizer is to unscale it itself."""
+    """Return what is here of the gradient of `parameter`, unscaled also where a fused optimizer is to unscale it."""
     scale = getattr(optimizer, "grad_scale", None)
-    gradient = parameter.grad
+    gradient = gradient_part(parameter)
     return gradient if gradient is None or scale is None else gradient / scale
 
 
@@ -136,7 +136,8 @@ def _backward(model: nn.Module, loss: Tensor, weights: Sequence[Tensor]) -> list
         parameter.grad = None
     try:
         loss.backward()  # type: ignore[no-untyped-call]
-        return [torch.zeros_like(local(w)) if w.grad is None else local(w.grad).clone() for w in weights]
+        found = [gradient_part(weight) for weight in weights]
+        return [torch.zeros_like(local(w)) if g is None else g.clone() for w, g in zip(weights, found, strict=True)]
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
@@ -147,7 +148,7 @@ def mean_fresh_loss(run: Run, count: int) -> float:
     losses = _losses(run)
     with _evaluating(run.model), torch.no_grad():
         mean = torch.stack([next(losses).detach().float() for _ in range(count)]).mean()
-    if isinstance(run.model, DistributedDataParallel):
+    if isinstance(run.model, DistributedDataParallel) or any(hasattr(p, "placements") for p in run.model.parameters()):
         torch.distributed.all_reduce(mean)
         mean.div_(torch.distributed.get_world_size())
     return float(mean)

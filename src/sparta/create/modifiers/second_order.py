@@ -189,7 +189,7 @@ class MFACPruningModifier(_SecondOrder):
         if all(gradient is None for gradient in found):
             return
         flat = [
-            local(torch.zeros_like(layer.parameter) if gradient is None else gradient).reshape(-1).float()
+            (torch.zeros_like(local(layer.parameter)) if gradient is None else gradient).reshape(-1).float()
             for gradient, layer in zip(found, self._layers, strict=True)
         ]
         self._seen_step = run.step

@@ -19,7 +19,7 @@ from sparta.create.modifiers.parameters import layers_for
 from sparta.create.modifiers.pruning import GradualPruning
 from sparta.errors import ShapeError, ValueRangeError, did_you_mean, message
 from sparta.sparsify import Layer
-from sparta.sparsify.shards import local
+from sparta.sparsify.shards import local, shards_of, summed
 from sparta.tesa import names
 from sparta.tesa.patterns import Channel
 
@@ -88,16 +88,22 @@ class StructuredPruningModifier(GradualPruning):
         for group in [*self._groups, *([layer] for layer in self._layers if layer.name not in grouped)]:
             total = sum((_squared_norms(layer, axis) for layer in group), torch.zeros(()))
             for layer in group:
+                weight, shards = local(layer.parameter), shards_of(layer.parameter)
                 shape = [-1 if dim == axis else 1 for dim in range(len(layer.shape))]
-                found[layer.name] = (
-                    total.to(local(layer.parameter).device).view(shape).expand(local(layer.parameter).shape)
-                )
+                here = total if shards.is_whole else total[shards.slices()[axis]]
+                found[layer.name] = here.to(weight.device).view(shape).expand(weight.shape)
         return found
 
 
 def _squared_norms(layer: Layer, axis: int) -> Tensor:
-    weight = local(layer.parameter).float()
-    return weight.square().sum([dim for dim in range(weight.dim()) if dim != axis])
+    """Return the squared norm of every channel of the whole weight."""
+    weight, shards = local(layer.parameter).float(), shards_of(layer.parameter)
+    here = weight.square().sum([dim for dim in range(weight.dim()) if dim != axis])
+    if shards.is_whole:
+        return here
+    norms = here.new_zeros(shards.shape[axis])
+    norms[shards.slices()[axis]] = here
+    return summed(norms, shards)
 
 
 def _is_depthwise(module: nn.Module) -> bool:
