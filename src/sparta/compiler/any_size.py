@@ -91,7 +91,7 @@ def _general(job: Job, workshop: Workshop, outcome: Outcome) -> tuple[fx.GraphMo
     kernels = workshop.kernels(outcome.plans, outcome.variant.kernels)
     known = {subgraph.name: (subgraph, kernel) for subgraph, kernel in kernels.items()}
     pairs = {}
-    for found in partition(reduced, reduced.values(job.inputs[0])) if known else ():
+    for found in partition(reduced, reduced.shapes(job.inputs[0], computed=not job.session.slow)) if known else ():
         subgraph, kernel = known.get(found.name, (None, None))
         if subgraph is not None and kernel is not None and found.epilogue == subgraph.epilogue:
             pairs[_as_chosen(found, subgraph)] = kernel

@@ -43,6 +43,7 @@ from sparta.tesa.spec import Spec
 
 __all__ = ["compile_in", "compile_model", "evaluating"]
 
+_LONG_SECONDS = 0.05
 _PADDED = "padded positions of encoder layers hold what is computed there, not the zeros of PyTorch's fast path"
 
 
@@ -95,7 +96,8 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
         Seconds for the whole compilation, after calibration where there is a precision (each that ``"auto"`` tries has
         as much); what is not measured by then stays dense. Ctrl-C has the same effect. Every
         step gets its share: trials end with it, and Inductor only begins what should fit. What comes once and cannot
-        be cut short is capture and propagation, one candidate under way, and compiling the kernels for the first time.
+        be cut short is capture and propagation (half of the budget is left for measuring whatever they take), one
+        candidate under way, and compiling the kernels for the first time.
     more_inputs
         Further example inputs of other sizes; kernels are chosen for each.
     activations
@@ -194,7 +196,7 @@ def compile_in(  # noqa: PLR0913 - as above
         Whether the result is compared with the original.
     """
     with untouched(model, tuple(sizes)) as trace, evaluating(model):
-        sizes = [runnable(model, one) for one in sizes]
+        sizes = _made_runnable(session, model, sizes)
         changed = trace.changes()
         trace.put_back()
         whole = partial(
@@ -220,13 +222,27 @@ def compile_in(  # noqa: PLR0913 - as above
 
             def part(module: nn.Module, calls: Sequence[Any], known: Spec) -> CompiledModel:
                 with untouched(module, tuple(calls)) as inner:
-                    calls = [runnable(module, one) for one in calls]
+                    calls = _made_runnable(session, module, calls)
                     changed = inner.changes()
                     inner.put_back()
                     _check_stateless(changed)
                     return whole(module, calls, known, dynamic_shapes=AUTO)
 
             return compiled_in_parts(session, model, sizes, spec, error, part)
+
+
+def _made_runnable(session: Session, model: nn.Module, sizes: Sequence[Any]) -> list[Any]:
+    """Return examples as arguments with which the model runs, and tell the session where the first takes long."""
+    found, session.call_seconds = [], 0.0
+    for number, one in enumerate(sizes):
+        before = session.elapsed
+        found.append(runnable(model, one))
+        taken = session.elapsed - before
+        if number == 0 and taken > _LONG_SECONDS:
+            before = session.elapsed  # once more: the first call of all may load libraries
+            runnable(model, found[0])
+            session.call_seconds = min(taken, session.elapsed - before)
+    return found
 
 
 def _takes_fast_path(model: nn.Module) -> bool:

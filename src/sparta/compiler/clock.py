@@ -29,12 +29,16 @@ _FEWEST_ROUNDS = 3  # below which nothing is known of the spread
 def interleaved(calls: Mapping[Any, Call], seconds: float) -> dict[Any, tuple[float, ...]]:
     """Time calls, one of each per round, without the time in which other processes had the processor.
 
+    With 0 seconds each is called once, and that call counts: for calls that take long and have been made before.
+
     >>> sorted(interleaved({"a": dict, "b": list}, 0.01))
     ['a', 'b']
     """
     places = {str(number): key for number, key in enumerate(calls)}
     by_place = {place: calls[key] for place, key in places.items()}
-    found = compare_own_time(by_place, warmup=2, iters=_MOST_ROUNDS, max_seconds=seconds, device="cpu")
+    once = not seconds
+    how = {"warmup": 0 if once else 2, "iters": 1 if once else _MOST_ROUNDS, "max_seconds": seconds or 1.0}
+    found = compare_own_time(by_place, **how, device="cpu")  # type: ignore[arg-type]
     return {key: found[place].samples for place, key in places.items()}
 
 

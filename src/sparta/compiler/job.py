@@ -105,8 +105,9 @@ class Job:
             reduced = _reduced(result, original, inputs[0], session, cut=derived)
             any_size = original, reduced
             if not more:
-                original = fixed_program(original, inputs[0])
-                reduced = original if any_size[0] is any_size[1] else fixed_program(reduced, inputs[0])
+                quick = {"computed": not session.slow}
+                original = fixed_program(original, inputs[0], **quick)
+                reduced = original if any_size[0] is any_size[1] else fixed_program(reduced, inputs[0], **quick)
                 reduced = _without_masks(reduced, session)
             unchanged: tuple[Program, list[LayerPlan]] = (reduced, [])
             reduced, operators = _tried(
@@ -116,7 +117,9 @@ class Job:
                 unchanged,
             )
             none: _Parts = ((), tuple(SizeSample({}) for _ in inputs))
-            subgraphs, samples = _tried(session, "no layer was looked at", lambda: _parts(reduced, inputs), none)
+            subgraphs, samples = _tried(
+                session, "no layer was looked at", lambda: _parts(reduced, inputs, session), none
+            )
             for line in unlowered(reduced, subgraphs):
                 session.note(line)
         return cls(
@@ -155,13 +158,8 @@ class Job:
             with torch.no_grad():
                 return self.model(*args, **kwargs)
 
-        as_given()  # the first call of all may load libraries
-        before = self.session.elapsed
-        as_given()
-        if any(t.is_cuda for t in self.original.tensors.values()):
-            torch.cuda.synchronize()
-        call_seconds = self.session.elapsed - before
-        self.session.reserve = _CALLS_TO_VERIFY * len(self.inputs) * call_seconds
+        self._time_a_call(as_given)
+        self.session.begin_measuring(_CALLS_TO_VERIFY * len(self.inputs))
         none: tuple[tuple[SubGraph, ...], list[LayerPlan]] = ((), [])
         subgraphs, plans = _tried(
             self.session,
@@ -171,8 +169,19 @@ class Job:
         )
         timed = self._given() if self.session.tune != "off" else None
         workshop = Workshop(self.original, self.reduced, subgraphs, self.samples, timed)
-        timer = Timer(self.session, self.session.measure, call_seconds, cuda=self._cuda)
+        timer = Timer(self.session, self.session.measure, self.session.call_seconds, cuda=self._cuda)
         return Contest(as_given, workshop, tuple(plans), self.inputs, timer, inductor=inductor)
+
+    def _time_a_call(self, as_given: Callable[[], Any]) -> None:
+        """Tell the session what a call of the model takes, unless it knows of a slow one already."""
+        if self.session.slow:
+            return
+        as_given()  # the first call of all may load libraries
+        before = self.session.elapsed
+        as_given()
+        if any(t.is_cuda for t in self.original.tensors.values()):
+            torch.cuda.synchronize()
+        self.session.call_seconds = self.session.elapsed - before
 
     def reference(self) -> Callable[..., Any]:
         """Return the masked dense model as a function of flat inputs."""
@@ -259,9 +268,9 @@ def _propagated(
         return PropagationResult(captured, facts), False
 
 
-def _parts(program: Program, inputs: Sequence[Sequence[Any]]) -> _Parts:
+def _parts(program: Program, inputs: Sequence[Sequence[Any]], session: Session) -> _Parts:
     """Return the sub-graphs that kernels could run, and what they see."""
-    subgraphs = tuple(partition(program, program.values(inputs[0])))
+    subgraphs = tuple(partition(program, program.shapes(inputs[0], computed=not session.slow)))
     return subgraphs, tuple(size_samples(program, subgraphs, inputs))
 
 
@@ -277,14 +286,14 @@ def _reduced(
     """Return the compact and folded program, or as much of it as works."""
 
     def compact() -> Program:
-        program, removed = reduced_program(result)
-        program.values(inputs)
+        program, removed = reduced_program(result, brief=session.slow)
+        program.shapes(inputs, computed=not session.slow)  # raises where it does not run
         if removed:
             session.note(f"{removed} parameters that change nothing were cut out")
         return program
 
     def folded() -> Program:
-        found, norms = fold_batch_norms(program, program.values(inputs))
+        found, norms = fold_batch_norms(program, program.shapes(inputs, computed=not session.slow))
         if norms:
             session.note(f"{norms} BatchNorms were folded into the layers before them")
         return found

@@ -26,8 +26,12 @@ Show = Callable[[str], object]
 EFFORT: Mapping[str, tuple[int, float]] = {"quick": (12, 3.0), "full": (60, 20.0)}
 """How many trials, and how many seconds, the search for one kernel may take."""
 _TUNES = ("quick", "full", "off")
-_FOR_LAYERS = 0.6  # of the budget
+_FOR_LAYERS = 0.6  # of the budget that is left when they begin
+_FOR_CAPTURE = 0.5
+_FOR_CHECKS = 0.25  # of what is left
 _NOTHING = 0.02
+_SLOW_SECONDS = 0.3
+_MANY_CALLS = 150  # about as many as a thorough contest makes
 
 
 @dataclass
@@ -48,6 +52,10 @@ class Session:
         Whether the model may be replayed from a CUDA graph, so that the host's time does not count.
     measure
         What times whole models; a test passes a clock of its own.
+    now
+        Seconds by the clock that the budget goes by.
+    call_seconds
+        What one call of the model as given takes, about.
     """
 
     tune: Tune = "quick"
@@ -57,20 +65,25 @@ class Session:
     store: ForgivingStore = field(default_factory=ForgivingStore)
     interrupted: bool = False
     notes: list[str] = field(default_factory=list)
-    started: float = field(default_factory=time.perf_counter)
     reserve: float = 0.0
     in_graphs: bool = False
     measure: Measure = interleaved
+    now: Callable[[], float] = time.perf_counter
+    call_seconds: float = 0.0
+    started: float = field(init=False)
+    _layers_from: float = 0.0
+    _grace: float | None = None
     _beyond: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.started = self.now()
         checked_tune(self.tune)
         if self.budget_s is not None and not self.budget_s > 0:
             raise ValueRangeError(message(f"budget_s={self.budget_s}", "seconds above 0, or None for no limit"))
 
     def again(self) -> Session:
         """Return a session like this one that starts now, with its whole budget."""
-        return Session(self.tune, self.budget_s, self.show, self.seed, self.store, measure=self.measure)
+        return Session(self.tune, self.budget_s, self.show, self.seed, self.store, measure=self.measure, now=self.now)
 
     @contextmanager
     def showing(self) -> Iterator[None]:
@@ -89,7 +102,13 @@ class Session:
     @property
     def elapsed(self) -> float:
         """Seconds since the start."""
-        return time.perf_counter() - self.started
+        return self.now() - self.started
+
+    @property
+    def slow(self) -> bool:
+        """Whether calls take so long that few of them must do: each counts by itself, or for the budget."""
+        patient = self.budget_s is None or _MANY_CALLS * self.call_seconds <= self.budget_s
+        return self.call_seconds > _SLOW_SECONDS or not patient
 
     @property
     def left(self) -> float:
@@ -100,12 +119,31 @@ class Session:
             return float("inf")
         # The first step may compile the kernels' library, which comes once; the least overrun is what all others have.
         overrun = min(self._beyond[1:], default=0.0)
-        return max(0.0, self.budget_s - self.elapsed - self.reserve - overrun)
+        return max(0.0, self.budget_s + (self._grace or 0.0) - self.elapsed - self.reserve - overrun)
 
     @property
     def left_for_layers(self) -> float:
         """Seconds that measuring layers one by one may still take, so that the whole can be measured after them."""
-        return self.left if self.budget_s is None else min(self.left, _FOR_LAYERS * self.budget_s - self.elapsed)
+        if self.budget_s is None:
+            return self.left
+        whole = self.budget_s + (self._grace or 0.0)
+        return min(self.left, self._layers_from + _FOR_LAYERS * (whole - self._layers_from) - self.elapsed)
+
+    def begin_measuring(self, calls: int) -> None:
+        """Let layers have their share of what is left from now on, with time for so many calls kept for afterwards.
+
+        What came before cannot be cut short. Where it took more than half of the budget, the other half is still there,
+        once: a budget that capture has spent would measure nothing.
+        """
+        wanted = calls * self.call_seconds
+        if self.budget_s is None:
+            self.reserve = wanted
+            return
+        if self._grace is None:
+            self._grace = max(0.0, self.elapsed - _FOR_CAPTURE * self.budget_s)
+        self.reserve = 0.0
+        self.reserve = min(wanted, _FOR_CHECKS * self.left)
+        self._layers_from = self.elapsed
 
     @contextmanager
     def step(self, seconds: float) -> Iterator[None]:

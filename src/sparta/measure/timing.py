@@ -295,7 +295,8 @@ def compare_own_time(
     Parameters
     ----------
     functions, warmup, iters, max_seconds, device
-        As for :func:`compare`; the functions take no arguments.
+        As for :func:`compare`; the functions take no arguments. With a device and a warmup of 0, the first call of
+        each is timed.
     patience
         Go on for so many times `max_seconds` by the wall clock, until the calls themselves have had `max_seconds`.
 
@@ -309,7 +310,8 @@ def compare_own_time(
     _check_counts(functions, warmup, iters, max_seconds)
     if not patience >= 1:
         raise ValueRangeError(message(f"patience={patience}", "1 or more"))
-    where = _device_of(device, [call() for call in functions.values()])
+    cold = device is not None and warmup == 0
+    where = _device_of(device, [] if cold else [call() for call in functions.values()])
     # What waits for a device may do so without a pause: its own time would be that of the waiting.
     cuda = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     return _timed(functions, where, warmup, iters, max_seconds, None if cuda else patience)

@@ -39,7 +39,7 @@ def with_operators(program: Program, inputs: Sequence[Any], session: Session) ->
     inputs
         Flat inputs to measure with.
     """
-    calls = _calls(program, program.values(inputs), session)
+    calls = _calls(program, program.shapes(inputs, computed=not session.slow), session)
     if not calls:
         return program, []
     values = program.values(inputs, {node for call in calls for node in call.activations})

@@ -128,15 +128,18 @@ class Contest:
             return Outcome.untimed(ORIGINAL, made_dense(self.plans, sparse_names(self.plans), why), why)
 
     def _decided(self) -> Outcome:
-        if not self.timer.affords(2):
+        if not self._can_time():
             why = "interrupted" if self.session.interrupted else "the budget was spent"
             # Without a kernel there is nothing to gain.
             variant = self._sparse(self.plans) if sparse_names(self.plans) else ORIGINAL
             return Outcome.untimed(variant, self.plans, f"not timed end to end: {why}")
-        host = Host.GRAPH if self.session.in_graphs else Host.EAGER
-        working = self._working(self.plans)
-        plans = Trim(self.timer, host, self._call, self.workshop.forget).trimmed(working)
-        result = self._questioned(self._settled(plans), plans)
+        plans = self._working(self.plans)
+        if self.timer.slow:
+            result = self._settled_briefly(plans)
+        else:
+            host = Host.GRAPH if self.session.in_graphs else Host.EAGER
+            plans = Trim(self.timer, host, self._call, self.workshop.forget).trimmed(plans)
+            result = self._questioned(self._settled(plans), plans)
         if result.best.host is Host.PANELS:
             plans = self.workshop.aligned(plans)
         whole = self._whole(result)
@@ -148,6 +151,14 @@ class Contest:
         variant = replace(result.best, kernels=result.best.kernels & sparse_names(plans))
         self.workshop.keep(variant, plans)
         return Outcome(variant, plans, whole, given, lasting)
+
+    def _can_time(self) -> bool:
+        """Whether there is time to compare anything; of slow calls, those of kernels are the short ones."""
+        session = self.session
+        if not self.timer.slow:
+            return self.timer.affords(2)
+        fits = session.budget_s is None or self.timer.call_seconds <= session.budget_s
+        return not session.interrupted and fits and (session.left > 0 or bool(sparse_names(self.plans)))
 
     def again(self, decision: Decision) -> Outcome | None:
         """Take a stored decision, after a look at whether it still holds; None where it does not.
@@ -172,7 +183,9 @@ class Contest:
         full = self._sparse(self.plans)
         if full.kernels != variant.kernels and full.kernels:
             calls[full] = self._call(full, self.plans)
-        rounds = self.timer.rounds(calls, ROUNDS)
+        if self.timer.slow:
+            calls[variant]()  # which makes it
+        rounds = self.timer.few(calls) if self.timer.slow else self.timer.rounds(calls, ROUNDS)
         given = rounds.median(GIVEN)
         better = any(rounds.ratio(variant, each).sure for each in calls if each != variant)
         if not _agree(given, decision.given_milliseconds) or better:
@@ -213,6 +226,31 @@ class Contest:
             best = judge.surest(rounds[-1])
         return _Result(tuple(rounds), best, doubt, bound)
 
+    def _settled_briefly(self, plans: Plans) -> _Result:
+        """Time few calls, where each takes long: what should be fast first, then the fastest of it and the original.
+
+        One call of each is enough to choose by where they are far apart; three are needed to claim a ratio.
+        """
+        fast = self._promising(plans)
+        rounds = [self.timer.few(fast, 1)] if fast else []
+        near = judge.near_ones(rounds[0]) if fast else []
+        if len(near) > 1 and self.session.affords(1e-3 * sum(rounds[0].median(key) for key in near)):
+            rounds.append(self.timer.few({key: fast[key] for key in near}))
+        best = min(rounds[-1].samples, key=rounds[-1].median) if fast else ORIGINAL
+        known = 1e3 * self.timer.call_seconds
+        ours = rounds[-1].median(best) if fast else known
+        if self.session.affords(1e-3 * (2 * known + ours)):
+            rivals = {GIVEN: self.given, ORIGINAL: self._call(ORIGINAL, plans), best: self._call_of(best, plans)}
+            rounds.append(self.timer.few(rivals))
+        else:
+            self.timer.hurried = True
+            rounds.append(Rounds({GIVEN: [known], ORIGINAL: [known], best: [ours]}))
+        chosen = judge.fastest(rounds[-1], given=self.workshop.given is not None)
+        doubt = judge.doubt_of_few(rounds[-1], chosen)
+        if doubt and not judge.are_few(rounds[-1]):
+            chosen = judge.surest(rounds[-1])
+        return _Result(tuple(rounds), chosen, doubt)
+
     def _verdict(self, rounds: Rounds) -> tuple[Variant, str]:
         """Return what is fastest, and why that cannot be claimed, if so."""
         best = judge.fastest(rounds, given=self.workshop.given is not None)
@@ -229,9 +267,8 @@ class Contest:
                 result, beyond=judge.gained_elsewhere(result.last, result.best, reduced=reduced, all_of_it=False)
             )
         dense = self._dense_graph(result.rounds[0])
-        used = self.workshop.aligned(plans) if result.best.host is Host.PANELS else plans
         calls = {GIVEN: self.given, ORIGINAL: self._call(ORIGINAL, plans), dense: self._call(dense, plans)}
-        calls[result.best] = self._call(result.best, used)
+        calls[result.best] = self._call_of(result.best, plans)
         alone = self.workshop.layers_alone(plans)
         rounds = self.timer.rounds({**calls, LAYERS: alone} if alone is not None else calls, 2 * ROUNDS)
         bound, doubt = judge.bound(rounds, dense), judge.doubt(rounds, result.best)
@@ -276,13 +313,30 @@ class Contest:
                 variant = replace(base, host=host)
                 if variant != ORIGINAL and (host is Host.EAGER or self._affords_preparing(variant, plans)):
                     self._add(calls, variant, plans)
-        self._add_chain(calls, bases[-1], plans)
+        if self.session.left > 0:
+            self._add_chain(calls, bases[-1], plans)
         self._add_panels(calls, plans)
+        return calls
+
+    def _promising(self, plans: Plans) -> dict[Variant, Call]:
+        """Return what should be faster than the model as given, the likeliest first, as far as there is time."""
+        calls: dict[Variant, Call] = {}
+        base = self._sparse(plans) if sparse_names(plans) else Variant(Base.REDUCED)
+        self._add_chain(calls, base, plans)
+        other = base.kernels or self.workshop.reduced is not self.workshop.original
+        if other and (not calls or self.session.left > 0):
+            self._add(calls, base, plans)
+        self._add_panels(calls, plans)
+        for graph in (base, ORIGINAL):
+            for host in self._hosts(graph):
+                variant = replace(graph, host=host)
+                if host is not Host.EAGER and self.session.left > 0 and self._affords_preparing(variant, plans):
+                    self._add(calls, variant, plans)
         return calls
 
     def _add_chain(self, calls: dict[Variant, Call], base: Variant, plans: Plans) -> None:
         """Add a graph as a chain, where enough of it can be part of one."""
-        if not self.session.in_graphs and self.session.left > 0 and chainable(self.workshop.graph(base, plans)):
+        if not self.session.in_graphs and chainable(self.workshop.graph(base, plans)):
             self._add(calls, replace(base, host=Host.CHAIN), plans)
 
     def _hosts(self, base: Variant) -> list[Host]:
@@ -364,6 +418,10 @@ class Contest:
             else plan
             for plan in plans
         )
+
+    def _call_of(self, variant: Variant, plans: Plans) -> Call:
+        """Return a call of a variant with the tiles that its host wants."""
+        return self._call(variant, self.workshop.aligned(plans) if variant.host is Host.PANELS else plans)
 
     def _call(self, variant: Variant, plans: Plans, inputs: Sequence[Any] | None = None) -> Call:
         if variant == GIVEN:

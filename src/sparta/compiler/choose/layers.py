@@ -1,28 +1,35 @@
 """Choose, layer by layer: every sub-graph's candidates are timed, dense among them; the fastest that is right stays.
 
 The specialiser's tuner does the measuring, on the activations that the layer really gets. Layers of one kernel-spec
-bucket cost alike, so they are measured once and share the result.
+bucket cost alike, so they are measured once and share the result; a layer that the budget does not reach runs what won
+for the most similar one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from sparta.common.tuning import includes
+from sparta.compiler.choose.light import lighter
 from sparta.compiler.lower.samples import SizeSample
 from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.plan import LayerPlan
 from sparta.compiler.session import EFFORT, Session, in_words
+from sparta.specialize.implement import implement_named
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.tuning.select import DENSE, Choice, Problem, choose, tune_kernel
+from sparta.specialize.tuning.shipped import CLEAR_WIN
 from sparta.specialize.tuning.store import key_of
 
 __all__ = ["TOO_DENSE", "best_ratio", "choice_for", "choose_layers"]
 
 TOO_DENSE = 0.98
+_ALIKE = 2.0  # the factor within which densities of similar layers lie
 
 
 def choose_layers(subgraphs: Sequence[SubGraph], samples: Sequence[SizeSample], session: Session) -> list[LayerPlan]:
@@ -67,10 +74,13 @@ def _chosen(
         x, attributes = samples[at].values[subgraph][0], subgraph.anchor.attributes
         costs[kind] += subgraph.lowering.flops(subgraph.tesa, x, attributes, live=False)
     known: dict[str, Choice] = {}
+    late: set[str] = set()
 
     def measure(kind: str, number: int) -> None:
         subgraph, at = first[kind]
         x, residual = samples[at].values[subgraph]
+        if session.left_for_layers <= 0 and not session.interrupted:
+            late.add(kind)
         size = subgraph.lowering.size(x)
         pattern = subgraph.tesa.describe_pattern()
         session.show(f"kind of layer {number + 1}/{len(first)}: {subgraph.name} ({pattern}), size {size}")
@@ -83,6 +93,10 @@ def _chosen(
         if _hurried(known[kind]) and session.left_for_layers > 0:
             del known[kind]
             measure(kind, number)
+    specs = {kind: subgraph.spec(samples[at].values[subgraph][0]) for kind, (subgraph, at) in first.items()}
+    for kind in slowest:
+        if kind in late or _hurried(known[kind]):
+            known[kind] = _as_its_like(kind, specs, known)
 
     chosen: dict[SubGraph, dict[int, Choice]] = {subgraph: {} for subgraph in subgraphs}
     for subgraph in subgraphs:
@@ -96,6 +110,32 @@ def _chosen(
 def _hurried(choice: Choice) -> bool:
     """Whether a layer stays dense only because its time was up."""
     return choice.implement == DENSE and choice.entry is None and choice.result is not None
+
+
+def _as_its_like(kind: str, specs: Mapping[str, KernelSpec], known: Mapping[str, Choice]) -> Choice:
+    """Return for a layer that nobody had time for what won clearly for the most similar one; what it has, if none did.
+
+    The whole model is timed with it in any case, and what it computes is checked.
+    """
+    now, spec = known[kind], specs[kind]
+    if now.implement != DENSE or now.entry is not None:
+        return now
+    weight = spec["weight"]
+    likes: list[tuple[float, Choice]] = []
+    for other, choice in known.items():
+        its = specs[other]["weight"]
+        clear = choice.implement != DENSE and choice.entry is not None and choice.entry.speedup >= CLEAR_WIN
+        alike = specs[other].op == spec.op and its.describe_pattern() == weight.describe_pattern()
+        if clear and alike and its.density <= _ALIKE * weight.density and weight.density <= _ALIKE * its.density:
+            likes.append((abs(math.log(its.numel / weight.numel)), choice))
+    for _, choice in sorted(likes, key=lambda pair: pair[0]):
+        implement = implement_named(choice.implement, spec.op)
+        if not implement.answer(spec):
+            continue
+        inside = includes(dict(implement.space(spec)), dict(choice.params))
+        params = choice.params if inside else implement.default(spec)
+        return Choice(choice.implement, params, "as the most similar layer: the time was up", None, now.refused)
+    return now
 
 
 def _kinds(subgraphs: Sequence[SubGraph], samples: Sequence[SizeSample]) -> dict[tuple[SubGraph, int], str]:
@@ -129,11 +169,19 @@ def _choice(
     subgraph: SubGraph, x: Tensor, residual: Tensor | None, known: dict[str, Choice], session: Session, *, share: float
 ) -> Choice:
     spec = subgraph.spec(x)
+    stored = session.tune != "quick" or choose(spec, session.store).entry is not None
+    light = None if stored else lighter(subgraph, x, residual)
 
     def problem() -> Problem:
-        return subgraph.lowering.problem(spec, subgraph.weight, x, subgraph.bias, residual)
+        if light is None:
+            return subgraph.lowering.problem(spec, subgraph.weight, x, subgraph.bias, residual)
+        part = subgraph.spec(light.x)
+        return subgraph.lowering.problem(part, subgraph.weight, light.x, subgraph.bias, light.residual)
 
-    return choice_for(spec, problem, known, session, share=share)
+    choice = choice_for(spec, problem, known, session, share=share)
+    if light is not None:
+        choice = known[key_of(spec)] = light.scaled(choice)
+    return choice
 
 
 def choice_for(
@@ -189,11 +237,11 @@ def _unmeasured(stored: Choice, session: Session) -> Choice:
     """Return what runs where nothing is measured: what is stored or comes with the package, else dense."""
     if stored.entry is not None:
         return _told(stored)
+    if stored.implement != DENSE and not session.interrupted:
+        return stored  # of the table that comes with the package
     if session.tune != "off":
         why = "interrupted" if session.interrupted else "the budget was spent before this layer"
         return Choice(DENSE, {}, f"dense: {why}", None, stored.refused)
-    if stored.implement != DENSE:
-        return stored  # of the table that comes with the package
     return Choice(DENSE, {}, "dense: not tuned, and no stored result", None, stored.refused)
 
 

@@ -145,16 +145,16 @@ class Calibration:
             raise ValueRangeError(message(f"an int8 weight in {where}", "float32 on cpu"))
         if not bool(known.scale.cells.isfinite().all()) or bool((known.zero_point.cells != 0).any()):
             raise ValueRangeError(message("an int8 weight without a scale, or with a zero point", "a symmetric grid"))
-        scales = _taken(program, subgraph, known.scale.dense()).flatten(1)
+        scales = _taken(program, subgraph, known.scale.dense(subgraph.weight.device)).flatten(1)
         if len(scales) != len(subgraph.weight) or bool((scales != scales[:, :1]).any()):
             raise ValueRangeError(message("an int8 weight with several scales in a row", "one scale per row, or one"))
         if subgraph.anchor.weight == _unfolded(subgraph.anchor.weight):
-            return scales[:, 0].contiguous()
+            return scales[:, 0].cpu()
         before = _taken(program, subgraph, self.tensors[_source(program, subgraph)].detach()).flatten(1).double()
         largest = before.abs().argmax(1, keepdim=True)
         factor = subgraph.weight.flatten(1).double().gather(1, largest) / before.gather(1, largest)
         factor = factor.abs().nan_to_num(1.0, 1.0, 1.0)
-        return (scales[:, :1] * factor.where(factor > 0, 1.0)).squeeze(1).contiguous()
+        return (scales[:, :1] * factor.where(factor > 0, 1.0)).squeeze(1).cpu()
 
 
 def _unfolded(name: str) -> str:

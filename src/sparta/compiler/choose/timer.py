@@ -17,6 +17,7 @@ ROUNDS = 9  # of the contest that decides, where the budget allows
 
 _SECONDS = {"quick": 1.5, "full": 6.0, "off": 1.0}
 _LEAST_CALLS = 3  # of each variant: two to warm up and one that counts
+_FEW = 3  # rounds, of calls that take long: the least that can be claimed
 
 
 @dataclass
@@ -58,6 +59,22 @@ class Timer:
         # By the clock, until the device is done: callers that wait for a result wait for the host as well.
         waiting = {key: until_done(call) if self.cuda else call for key, call in calls.items()}
         return Rounds(self.measure(waiting, seconds))
+
+    @property
+    def slow(self) -> bool:
+        """Whether calls take so long that few of each must do."""
+        return self.session.slow
+
+    def few(self, calls: Mapping[Any, Call], most: int = _FEW) -> Rounds:
+        """Time calls that take long and have been made before: one of each, and up to `most` if the budget allows."""
+        waiting = {key: until_done(call) if self.cuda else call for key, call in calls.items()}
+        found = Rounds(self.measure(waiting, 0.0))
+        for _ in range(most - 1):
+            if not self.session.affords(1e-3 * sum(found.median(key) for key in calls)):
+                self.hurried = True
+                break
+            found = found.joined(Rounds(self.measure(waiting, 0.0)))
+        return found
 
 
 def until_done(call: Call) -> Call:

@@ -12,18 +12,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from sparta.compiler.graph.program import Program, copied, drop_unused
+from sparta.compiler.graph.program import Program, copied, drop_unused, run_without_values
 
 __all__ = ["fixed_module", "fixed_program"]
 
 _DEPENDS_ON_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-def fixed_program(program: Program, inputs: Sequence[Any]) -> Program:
-    """Return a program for the sizes of these flat inputs; the same one where it has no other."""
+def fixed_program(program: Program, inputs: Sequence[Any], *, computed: bool = True) -> Program:
+    """Return a program for the sizes of these flat inputs; the same one where it has no other.
+
+    Parameters
+    ----------
+    computed
+        Whether the program is run to find its numbers; see :meth:`Program.shapes`.
+    """
     if not asks_for_sizes(program.graph):
         return program
-    graph = _fixed(program.module(), program.graph, inputs)
+    graph = _fixed(program.module(), program.graph, inputs, computed=computed)
     used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
     return Program(graph, {name: t for name, t in program.tensors.items() if name in used}, program.origins)
 
@@ -42,10 +48,12 @@ def _asks(node: fx.Node) -> bool:
     return str(node.target).startswith(("aten.sym_size", "aten.sym_numel", "aten.sym_stride"))
 
 
-def _fixed(module: fx.GraphModule, graph: fx.Graph, inputs: Sequence[Any]) -> fx.Graph:
+def _fixed(module: fx.GraphModule, graph: fx.Graph, inputs: Sequence[Any], *, computed: bool = True) -> fx.Graph:
     numbers = _Numbers(module)
-    with torch.no_grad():
-        numbers.run(*inputs)
+    if computed or not run_without_values(numbers, inputs):
+        numbers = _Numbers(module)
+        with torch.no_grad():
+            numbers.run(*inputs)
     fresh, copies = copied(graph)
     for node in graph.nodes:
         copy = copies.get(node)

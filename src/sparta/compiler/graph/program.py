@@ -7,19 +7,21 @@ tensors with what the spec prunes at zero, so that neither side sees the other's
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparta.modules import member, set_member
+from sparta.propagation.checking import check_equal
 from sparta.propagation.compact import Origin, masked_tensors
 from sparta.propagation.result import PropagationResult
 from sparta.tesa.attribute import DEAD, TeSA
 
-__all__ = ["Program", "assemble", "original_program", "reduced_program"]
+__all__ = ["Program", "assemble", "original_program", "reduced_program", "run_without_values"]
 
 _aten = torch.ops.aten
 _CHECKS = frozenset(
@@ -74,6 +76,26 @@ class Program:
             observer.run(*inputs)
         return {node: observer.seen[node.name] for node in self.graph.nodes if node.name in observer.seen}
 
+    def shapes(self, inputs: Sequence[Any], *, computed: bool = True) -> dict[fx.Node, Tensor]:
+        """Return a ``meta`` tensor of the shape and dtype of every tensor that the program makes.
+
+        Parameters
+        ----------
+        computed
+            Whether the program is run for that; else shapes are derived without computing anything, which is worth it
+            where a call takes long, and it runs only where they cannot be derived.
+        """
+        if computed:
+            return self.values(inputs)
+        observer = _Observer(self.module(), None)
+        if not run_without_values(observer, inputs):
+            return self.values(inputs)
+        seen = {node: observer.seen[node.name] for node in self.graph.nodes if node.name in observer.seen}
+        return {
+            node: torch.empty_like(torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device="meta"))
+            for node, found in seen.items()
+        }
+
     def copy(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
         """Return a copy of the graph to edit, and the copy of each node."""
         return copied(self.graph)
@@ -94,6 +116,17 @@ class _Observer(fx.Interpreter):
         return result
 
 
+def run_without_values(interpreter: fx.Interpreter, inputs: Sequence[Any]) -> bool:
+    """Run a graph on tensors that have a shape and no values; False where that is not enough to run it."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with torch.no_grad(), mode:
+            interpreter.run(*(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in inputs))
+    except Exception:  # noqa: BLE001 - whatever an op raises that has no rule for shapes, or that asks for a value
+        return False
+    return True
+
+
 def original_program(result: PropagationResult) -> Program:
     """Return the captured model with the constants of its spec in place, nothing cut."""
     captured = result.captured
@@ -102,20 +135,28 @@ def original_program(result: PropagationResult) -> Program:
     return Program(graph, _owned(graph, {**captured.literals, **tensors}, captured.module))
 
 
-def reduced_program(result: PropagationResult) -> tuple[Program, int]:
+def reduced_program(result: PropagationResult, *, brief: bool = False) -> tuple[Program, int]:
     """Return the model with what nothing observes cut out, or at zero, and how many parameters were cut.
 
     A cut shifts the channels after it, so pruned weights are cut by whole blocks, except along channels of which a
     large share goes. Raises what :meth:`PropagationResult.compact` raises.
+
+    Parameters
+    ----------
+    brief
+        Whether calls take long: what was cut is then compared on the example alone, and a model from which nothing was
+        cut is not compared at all.
     """
-    small = result.compact(allow_empty=True, keep_blocks=_WORTH_A_PATTERN)
-    before = sum(t.numel() for t in masked_tensors(result.captured, result.facts).values())
-    cut = before - sum(member(small, name).numel() for name in small.mapping)
+    small = result.compact(allow_empty=True, keep_blocks=_WORTH_A_PATTERN, check=not brief)
+    masked = masked_tensors(result.captured, result.facts)
+    cut = sum(t.numel() for t in masked.values()) - sum(member(small, name).numel() for name in small.mapping)
+    graph = _flat(small.graph)
+    if brief and (cut or len(graph.nodes) != len(_flat(result.captured.graph).nodes)):
+        check_equal(result.captured, masked, small, brief=True)
     tensors = {}
     for name, origin in small.mapping.items():
         value = member(small, name)
         tensors[name] = value if origin.name is None else _zeroed(result, origin.name, value, origin)
-    graph = _flat(small.graph)
     return Program(graph, _owned(graph, tensors, small), dict(small.mapping)), cut
 
 
