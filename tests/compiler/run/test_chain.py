@@ -123,14 +123,17 @@ def test_attention_is_pytorchs(data):
     near(y, truth)
 
 
-def test_numbers_that_are_none_spread_as_in_pytorch():
+def test_numbers_that_are_none_spread_as_ieee_says():
     q, k, v = (torch.randn(1, 2, 9, 16) for _ in range(3))
     q[0, 0, 3, 2], k[0, 1, 4, 0], v[0, 1, 0, 5] = torch.nan, torch.inf, torch.nan
 
     def attend(call, *qkv):
         return call(aten.scaled_dot_product_attention.default, qkv)
 
-    y, truth, _ = ran(graph_of(attend, q, k, v), q, k, v)
+    y, _, _ = ran(graph_of(attend, q, k, v), q, k, v)
+    # PyTorch's own attention has a quick exponential on some processors, which makes numbers of what is none.
+    wide = [each.double() for each in (q, k, v)]
+    truth = torch.softmax(wide[0] @ wide[1].mT / 4, -1) @ wide[2]
     assert torch.equal(y.isnan(), truth.isnan())
     x = torch.randn(4, 19)
     x[1, 3], x[2, 0] = torch.nan, torch.inf

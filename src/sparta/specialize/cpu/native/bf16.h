@@ -1,0 +1,332 @@
+// y = x W^T in bf16 for many tokens, summed in fp32. Two neighbouring channels of a token are the halves of one 32-bit
+// place, [tiles][places][T], and a product takes two channels at once. Two forms: lists of pairs, one even and one odd
+// channel each, for groups of 1 or 4 rows (vdpbf16ps), whose halves are put together while they are loaded; and blocks of
+// 16 rows by 32 channels (AMX). Results stand as in spmm.h and go through the same epilogue.
+#pragma once
+
+#include "matrix_tiles.h"
+#include "spmm.h"
+
+#if defined(SPARTA_AVX512)
+#include <cpuid.h>
+#endif
+
+namespace sparta {
+
+typedef uint32_t BitVec __attribute__((vector_size(4 * kLanes)));
+
+constexpr BitVec kUpperHalf = BitVec{} + 0xffff0000u;
+// Places of a panel are a multiple of those of a tile register; what is beyond the channels is 0.
+inline int64_t bf16_places(int64_t channels) { return ceil_div(channels, kTileInputs) * kTileRows; }
+
+inline bool has_bf16() {
+#if defined(SPARTA_AVX512)
+  static const bool found = [] {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a >> 5 & 1) != 0;
+  }();
+  return found;
+#else
+  return false;
+#endif
+}
+
+// The nearest bf16 in the upper half of each lane, ties to even; NaN stays NaN.
+SPARTA_INLINE BitVec nearest_bf16(Vec v) {
+  const BitVec bits = (BitVec)v;
+  const BitVec rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+  return v == v ? rounded : (bits | 0x400000u);
+}
+
+SPARTA_INLINE IntVec joined_halves(Vec low, Vec high) {
+  return (IntVec)(nearest_bf16(low) >> 16 | (nearest_bf16(high) & kUpperHalf));
+}
+
+template <int... Lane>
+SPARTA_INLINE Vec neighbours(Vec first, Vec second, std::integer_sequence<int, Lane...>) {
+  return (Vec)joined_halves(SPARTA_SHUFFLE(first, second, (2 * Lane)...), SPARTA_SHUFFLE(first, second, (2 * Lane + 1)...));
+}
+
+// 2 * kLanes channels of kLanes tokens become kLanes places; `columns` and `rows` say what there is of them.
+template <bool Whole>
+SPARTA_NOINLINE void pack_bf16_square(const float* from, int64_t stride, int64_t rows, int64_t columns, int32_t* to,
+                                      int64_t tile) {
+  constexpr auto kAll = std::make_integer_sequence<int, kLanes>();
+  Vec square[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    const float* row = from + i * stride;
+    if constexpr (Whole) {
+      square[i] = neighbours(load(row), load(row + kLanes), kAll);
+    } else {
+      const Vec first = i < rows && columns > 0 ? load_some(row, columns) : Vec{};
+      const Vec second = i < rows && columns > kLanes ? load_some(row + kLanes, columns - kLanes) : Vec{};
+      square[i] = neighbours(first, second, kAll);
+    }
+  }
+  transpose(square);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) std::memcpy(to + i * tile, &square[i], sizeof square[i]);
+}
+
+// Rounds `tokens` token-major rows into one tile of a panel.
+inline void pack_bf16_tile(const float* x, int64_t stride, int64_t tokens, int64_t channels, int64_t tile,
+                           int32_t* panel) {
+  const int64_t places = bf16_places(channels);
+  for (int64_t place = 0; place < places; place += kLanes) {
+    const int64_t columns = channels - 2 * place;
+    for (int64_t first = 0; first < tokens; first += kLanes) {
+      const int64_t rows = std::min<int64_t>(tokens - first, kLanes);
+      const bool whole = rows == kLanes && columns >= 2 * kLanes;
+      (whole ? pack_bf16_square<true> : pack_bf16_square<false>)(x + first * stride + 2 * place, stride, rows, columns,
+                                                                 panel + place * tile + first, tile);
+    }
+  }
+}
+
+inline void pack_bf16_panels(const float* x, int64_t stride, int64_t tokens, int64_t channels, int64_t mv,
+                             int32_t* panel, int32_t threads) {
+  const int64_t tile = mv * kLanes, tiles = ceil_div(tokens, tile), places = bf16_places(channels);
+  parallel(threads, [&](int64_t index, int64_t count) {
+    for (int64_t i = tiles * index / count; i < tiles * (index + 1) / count; ++i) {
+      pack_bf16_tile(x + i * tile * stride, stride, std::min(tile, tokens - i * tile), channels, tile,
+                     panel + i * places * tile);
+    }
+  });
+}
+
+// Some groups of rows for some vectors of tokens of one tile.
+struct Bf16Task {
+  const PanelMatrix* matrix;  // two offsets for each pair, or one for each block; values are bf16
+  int64_t group_begin;
+  int64_t group_end;
+  const int32_t* x;   // the tile of the panel, at the first of the tokens
+  float* y;           // results, at row `first_row` and the same token
+  int64_t first_row;
+  int64_t tile;
+};
+
+// The even channel of one place and the odd one of another.
+SPARTA_INLINE IntVec load_halves(const int32_t* even, const int32_t* odd) {
+#if defined(SPARTA_AVX512)
+  return (IntVec)_mm512_mask_loadu_epi16(_mm512_loadu_si512(even), 0xAAAAAAAAu, odd);
+#else
+  BitVec low, high;
+  std::memcpy(&low, even, sizeof low);
+  std::memcpy(&high, odd, sizeof high);
+  return (IntVec)((low & ~kUpperHalf) | (high & kUpperHalf));
+#endif
+}
+
+// Products of pairs by the units for fp32.
+struct PlainPairs {
+  struct Inputs { Vec low, high; };
+  using Weight = Inputs;
+  static SPARTA_INLINE Inputs split(IntVec v) { return {(Vec)((BitVec)v << 16), (Vec)((BitVec)v & kUpperHalf)}; }
+  static SPARTA_INLINE Weight spread(const int32_t* weight) { return split(IntVec{} + *weight); }
+  static SPARTA_INLINE void add(Vec& sum, const Inputs& x, const Weight& w) {
+    sum += x.low * w.low;
+    sum += x.high * w.high;
+  }
+};
+
+#if defined(SPARTA_AVX512)
+// By one instruction; as assembly for the reasons of VnniUnit.
+struct NativePairs {
+  using Inputs = IntVec;
+  using Weight = IntVec;
+  static SPARTA_INLINE Inputs split(IntVec v) { return v; }
+  static SPARTA_INLINE Weight spread(const int32_t* weight) { return (IntVec)_mm512_set1_epi32(*weight); }
+  static SPARTA_INLINE void add(Vec& sum, const Inputs& x, const Weight& w) {
+    Vec result = sum;
+    asm("vdpbf16ps %2, %1, %0" : "+v"(result) : "v"(x), "v"(w));
+    sum = result;
+  }
+};
+#endif
+
+SPARTA_INLINE const int32_t* place_at(const int32_t* x, uint32_t offset) {
+  return reinterpret_cast<const int32_t*>(reinterpret_cast<const char*>(x) + offset);
+}
+
+template <class Unit, int BN, int MV>
+void multiply_bf16_pairs(const Bf16Task& given) {
+  const Bf16Task task = given;  // copies, which no store can change
+  const PanelMatrix matrix = *task.matrix;
+  const int32_t* all_values = reinterpret_cast<const int32_t*>(matrix.values);
+  for (int64_t group = task.group_begin; group < task.group_end; ++group) {
+    const int64_t begin = matrix.starts[group], end = matrix.starts[group + 1];
+    float* y = task.y + (matrix.rows[group] - task.first_row) * task.tile;
+    Vec sums[BN][MV] = {};
+    for (int64_t i = begin; i < end; ++i) {
+      const int32_t* even = place_at(task.x, matrix.offsets[2 * i]);
+      const int32_t* odd = place_at(task.x, matrix.offsets[2 * i + 1]);
+      typename Unit::Inputs inputs[MV];
+#pragma GCC unroll 4
+      for (int j = 0; j < MV; ++j) inputs[j] = Unit::split(load_halves(even + j * kLanes, odd + j * kLanes));
+#pragma GCC unroll 4
+      for (int r = 0; r < BN; ++r) {
+        const typename Unit::Weight weight = Unit::spread(all_values + i * BN + r);
+#pragma GCC unroll 4
+        for (int j = 0; j < MV; ++j) Unit::add(sums[r][j], inputs[j], weight);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < BN; ++r) {  // rows beyond the last channel have room in the results
+#pragma GCC unroll 4
+      for (int j = 0; j < MV; ++j) store(y + r * task.tile + j * kLanes, sums[r][j]);
+    }
+  }
+}
+
+using Bf16Kernel = void (*)(const Bf16Task&);
+
+template <class Unit, int BN>
+Bf16Kernel bf16_pairs_for(int64_t vectors) {
+  switch (vectors) {
+    case 1: return multiply_bf16_pairs<Unit, BN, 1>;
+    case 2: return multiply_bf16_pairs<Unit, BN, 2>;
+    case 3: return multiply_bf16_pairs<Unit, BN, 3>;
+    default: return multiply_bf16_pairs<Unit, BN, 4>;
+  }
+}
+
+inline Bf16Kernel bf16_pairs(int32_t bn, int64_t vectors) {
+#if defined(SPARTA_AVX512)
+  if (has_bf16()) return bn == 1 ? bf16_pairs_for<NativePairs, 1>(vectors) : bf16_pairs_for<NativePairs, 4>(vectors);
+#endif
+  return bn == 1 ? bf16_pairs_for<PlainPairs, 1>(vectors) : bf16_pairs_for<PlainPairs, 4>(vectors);
+}
+
+// One group of 16 rows and `Count` tiles of 16 tokens.
+template <int Count, class Tiles>
+SPARTA_INLINE void multiply_bf16_block_group(Tiles& tiles, const PanelMatrix& matrix, int64_t group, const int32_t* x,
+                                             int64_t tile, float* y) {
+  const uint16_t* values = reinterpret_cast<const uint16_t*>(matrix.values);
+  tiles.template clear<0>();
+  if constexpr (Count > 1) tiles.template clear<1>();
+  if constexpr (Count > 2) tiles.template clear<2>();
+  if constexpr (Count > 3) tiles.template clear<3>();
+  for (int64_t i = matrix.starts[group]; i < matrix.starts[group + 1]; ++i) {
+    const int32_t* from = place_at(x, matrix.offsets[i]);
+    tiles.load_weights(values + i * kTileValues);
+    tiles.template multiply<0>(from, tile);
+    if constexpr (Count > 1) tiles.template multiply<1>(from + kTileTokens, tile);
+    if constexpr (Count > 2) tiles.template multiply<2>(from + 2 * kTileTokens, tile);
+    if constexpr (Count > 3) tiles.template multiply<3>(from + 3 * kTileTokens, tile);
+  }
+  tiles.template store<0>(y, tile);
+  if constexpr (Count > 1) tiles.template store<1>(y + kTileTokens, tile);
+  if constexpr (Count > 2) tiles.template store<2>(y + 2 * kTileTokens, tile);
+  if constexpr (Count > 3) tiles.template store<3>(y + 3 * kTileTokens, tile);
+}
+
+template <class Tiles>
+void multiply_bf16_blocks(const Bf16Task& task, int64_t tokens) {
+  Tiles tiles;
+  const PanelMatrix& matrix = *task.matrix;
+  const int64_t tile = task.tile, count = ceil_div(tokens, kTileTokens);
+  for (int64_t group = task.group_begin; group < task.group_end; ++group) {
+    float* y = task.y + (matrix.rows[group] - task.first_row) * tile;
+    // All tokens of a group before the next one: its weights are read once from afar.
+    for (int64_t at = 0; at < count; at += 4) {
+      const int32_t* x = task.x + at * kTileTokens;
+      float* to = y + at * kTileTokens;
+      switch (std::min<int64_t>(count - at, 4)) {
+        case 1: multiply_bf16_block_group<1>(tiles, matrix, group, x, tile, to); break;
+        case 2: multiply_bf16_block_group<2>(tiles, matrix, group, x, tile, to); break;
+        case 3: multiply_bf16_block_group<3>(tiles, matrix, group, x, tile, to); break;
+        default: multiply_bf16_block_group<4>(tiles, matrix, group, x, tile, to);
+      }
+    }
+  }
+}
+
+inline bool knows_bf16(const PanelMatrix& matrix) {
+  if (matrix.mv < 1 || matrix.chunks != 1) return false;
+  if (matrix.bn == kTileRows) return matrix.mv * kLanes % kTileTokens == 0;
+  return matrix.bn == 1 || matrix.bn == 4;
+}
+
+inline void multiply_bf16_rows(const Bf16Task& task, int64_t tokens) {
+  if (task.matrix->bn == kTileRows) {
+#if defined(SPARTA_AMX)
+    if (has_tiles()) return multiply_bf16_blocks<NativeTiles>(task, tokens);
+#endif
+    return multiply_bf16_blocks<PlainTiles>(task, tokens);
+  }
+  const int64_t vectors = ceil_div(tokens, kLanes);
+  for (int64_t at = 0; at < vectors; at += 4) {
+    Bf16Task part = task;
+    part.x += at * kLanes;
+    part.y += at * kLanes;
+    bf16_pairs(task.matrix->bn, std::min<int64_t>(vectors - at, 4))(part);
+  }
+}
+
+// Finishes rows of results as places of a panel. `channel` is even, and so is the place that it starts.
+template <Activation Act>
+inline void finish_bf16_rows(const float* results, int64_t tile, int64_t channel, int64_t rows, int64_t vectors,
+                             const float* bias, int32_t* to) {
+  for (int64_t row = 0; row < rows; row += 2) {
+    const bool both = row + 1 < rows;
+    const Vec first = splat(bias ? bias[channel + row] : -0.0f), second = splat(bias && both ? bias[channel + row + 1] : -0.0f);
+    for (int64_t j = 0; j < vectors * kLanes; j += kLanes) {
+      const Vec low = activate<Act>(load(results + row * tile + j) + first);
+      const Vec high = both ? activate<Act>(load(results + (row + 1) * tile + j) + second) : Vec{};
+      const IntVec pair = joined_halves(activate_last<Act>(low), activate_last<Act>(high));
+      std::memcpy(to + row / 2 * tile + j, &pair, sizeof pair);
+    }
+  }
+}
+
+// The blocks of rows [begin, end) of one tile of tokens; false when memory ran out.
+inline bool multiply_bf16_tile(const PanelMatrix& matrix, const PanelCall& call, int64_t index, int64_t begin,
+                               int64_t end) {
+  static thread_local Scratch input_scratch, results_scratch;
+  const int64_t tile = matrix.mv * kLanes, tokens = std::min(tile, call.tokens - index * tile);
+  const int64_t places = bf16_places(matrix.inputs), out_places = bf16_places(matrix.channels);
+  const int32_t* x = reinterpret_cast<const int32_t*>(call.x) + index * places * tile;
+  float* results = results_scratch.get(kBlocksTogether * kBlockRows * tile);
+  if (!results) return false;
+  if (!call.x_is_panel) {
+    int32_t* packed = reinterpret_cast<int32_t*>(input_scratch.get(std::max<int64_t>(places, 1) * tile));
+    if (!packed) return false;
+    pack_bf16_tile(call.x + index * tile * call.x_stride, call.x_stride, tokens, matrix.inputs, tile, packed);
+    x = packed;
+  }
+  int32_t* panel = call.y_is_panel ? reinterpret_cast<int32_t*>(call.y) + index * out_places * tile : nullptr;
+  Epilogue epilogue{call.bias, call.residual, call.residual_stride, call.activation};
+  if (call.residual) epilogue.residual += index * tile * call.residual_stride;
+  const int64_t groups_each = kBlockRows / matrix.bn;
+  for (int64_t block = begin; block < end; block += kBlocksTogether) {
+    const int64_t blocks = std::min(kBlocksTogether, end - block), row = block * kBlockRows;
+    const int64_t rows = std::min(blocks * kBlockRows, matrix.channels - row);
+    multiply_bf16_rows({&matrix, block * groups_each, std::min((block + blocks) * groups_each, matrix.groups), x,
+                        results, row, tile}, tokens);
+    with_activation(call.activation, [&](auto tag) {
+      constexpr Activation act = decltype(tag)::value;
+      if (panel) {
+        finish_bf16_rows<act>(results, tile, row, rows, ceil_div(tokens, kLanes), call.bias, panel + row / 2 * tile);
+      } else {
+        unpack_rows<act>(results, tile, row, rows, tokens, epilogue, call.y + index * tile * call.y_stride,
+                         call.y_stride);
+      }
+    });
+  }
+  if (panel && end == ceil_div(matrix.channels, kBlockRows)) {
+    const int64_t used = ceil_div(matrix.channels, 2);
+    std::fill(panel + used * tile, panel + out_places * tile, 0);
+  }
+  return true;
+}
+
+// x and y are fp32, token-major, or panels of bf16; a panel of results takes no residual.
+inline bool multiply_bf16(const PanelMatrix& matrix, const PanelCall& call) {
+  const int64_t tiles = ceil_div(call.tokens, matrix.mv * kLanes);
+  return share_tiles(matrix, tiles, call.threads, [&](int64_t tile, int64_t begin, int64_t end) {
+    return multiply_bf16_tile(matrix, call, tile, begin, end);
+  });
+}
+
+}  // namespace sparta
