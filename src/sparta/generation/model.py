@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from sparta.compiler.report import Report
 from sparta.errors import ValueRangeError, message
+from sparta.generation.greedy import greedy_sequences
 from sparta.generation.program import DecodeProgram
 from sparta.signing import SigningKey
 from sparta.tesa.spec import Spec
@@ -140,7 +141,17 @@ def compiled_class(original: type[nn.Module]) -> type[nn.Module]:
             found = _stepped(self, signature, args, kwargs)
             return forward(self, *args, **kwargs) if found is None else found
 
-    made = type(original.__name__, (GenerativeModel, original), {"forward": run, "__module__": original.__module__})
+    members: dict[str, Any] = {"forward": run, "__module__": original.__module__}
+    sample = getattr(original, "_sample", None)  # what transformers decodes with, greedily or by sampling
+    if callable(sample):
+
+        @functools.wraps(sample)
+        def decode(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found = greedy_sequences(self, sample, args, kwargs)
+            return sample(self, *args, **kwargs) if found is None else found
+
+        members["_sample"] = decode
+    made = type(original.__name__, (GenerativeModel, original), members)
     made.__qualname__ = original.__qualname__
     return made
 

@@ -12,6 +12,7 @@ import struct
 import threading
 from collections.abc import Mapping
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -22,11 +23,14 @@ from sparta.generation.decoder import Decoder
 from sparta.generation.matrices import MatrixStruct, PackedMatrix
 from sparta.specialize.cpu.library import ACTIVATIONS, load, raise_for
 
-__all__ = ["DecodeProgram"]
+__all__ = ["DecodeProgram", "Steps"]
 
 _ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # x, cos, sin, keys, values, mask, logits, buffer; batch, tokens, past, kept, strides of cache and mask; threads.
 _CALL = struct.Struct("@8P8q2i")
+# The same, then embeddings, tokens, ends, ended, largest; steps, how many ends, padding, steps taken.
+_GREEDY = struct.Struct("@8P8q2i5P4q")
+_TAKEN_AT = _GREEDY.size - 8
 _ROWS = 96  # tokens of one call: weights are unpacked once for all of them
 _TAKEN = frozenset(
     {"input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "logits_to_keep"}
@@ -55,6 +59,25 @@ class _ProgramStruct(Structure):
         ("activation", c_int32),
         ("unused", c_int32),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """Tokens to decode greedily.
+
+    Attributes
+    ----------
+    first
+        (batch,): the tokens to go on from.
+    positions
+        (batch, steps).
+    mask
+        (batch, keys) with as many keys as there are after the last step, not 0 where one is seen; None for all.
+    """
+
+    first: Tensor
+    positions: Tensor
+    mask: Tensor | None
 
 
 class DecodeProgram:
@@ -187,6 +210,58 @@ class DecodeProgram:
                 begin = first + count - here - (tokens - kept)
                 logits[:, begin : begin + here] = out
         return logits
+
+    def follow(
+        self, model: Any, cache: Any, steps: Steps, ends: list[int], padding: int, ended: Tensor
+    ) -> Tensor | None:
+        """Return the tokens (batch, steps or fewer) that follow greedily; None where the call does not fit.
+
+        Parameters
+        ----------
+        ends, padding
+            Tokens after which a sequence has ended, and what it gets from then on. With all ended, no more follow.
+        ended
+            (batch,) in uint8, not 0 where a sequence has; it is updated.
+        """
+        batch, count = steps.positions.shape
+        base = getattr(model, model.base_model_prefix)
+        table: Tensor = base.embed_tokens.weight
+        plain = table.dtype == torch.float32 and table.is_contiguous() and len(table) >= self.vocabulary
+        if not plain or batch > _ROWS or not self.caches.fits(cache):
+            return None
+        past = self.caches.past(cache)
+        mask = _mask(steps.mask, batch, count, past)
+        if isinstance(mask, str) or (self.decoder.window is not None and past + count > self.decoder.window):
+            return None
+        places = self.caches.open(cache, batch, count)
+        if places is None:
+            return None
+        angles = base.rotary_emb(table[:1, None], position_ids=steps.positions)
+        cos, sin = (t.expand(batch, count, -1).transpose(0, 1).to(torch.float32).contiguous() for t in angles)
+        x, logits = torch.empty(batch, table.shape[1]), torch.empty(batch, self.vocabulary)
+        tokens = torch.empty(count + 1, batch, dtype=torch.int64)
+        tokens[0] = steps.first
+        stops = torch.tensor(ends, dtype=torch.int64)
+        threads = torch.get_num_threads()
+        largest = torch.empty(threads, batch, dtype=torch.int64)
+        keys, values = ((c_void_p * len(all_))(*all_) for all_ in (places.keys, places.values))
+        room = self._room(batch)
+        call = _GREEDY.pack(
+            *(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), ctypes.addressof(keys), ctypes.addressof(values)),
+            *(0 if mask is None else mask.data_ptr(), logits.data_ptr(), room.data_ptr()),
+            *(batch, 1, places.past, 1, places.batch_stride, places.head_stride),
+            *(0 if mask is None else mask.stride(0), 0, threads, 0),
+            *(table.data_ptr(), tokens.data_ptr(), stops.data_ptr(), ended.data_ptr(), largest.data_ptr()),
+            *(count, len(ends), padding, 0),
+        )
+        memory = ctypes.create_string_buffer(call, len(call))
+        code = self.library.handle.sparta_decode_greedy(ctypes.byref(self._struct), memory)
+        if code:
+            raise_for(code)
+        taken = int(struct.unpack_from("@q", memory, _TAKEN_AT)[0])
+        if taken < count:
+            cache.crop(taken - count)
+        return tokens[1 : taken + 1].t()
 
     def _room(self, rows: int) -> Tensor:
         """Return memory that the threads of a call share."""

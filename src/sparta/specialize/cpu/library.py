@@ -225,6 +225,7 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.sparta_decode_buffer.argtypes = (c_void_p, c_int64)
     handle.sparta_decode_buffer.restype = c_int64
     handle.sparta_decode.argtypes = (c_void_p, c_char_p)
+    handle.sparta_decode_greedy.argtypes = (c_void_p, c_void_p)
     handle.sparta_run_chain.argtypes = (c_void_p, c_int64, c_char_p, c_int)
     handle.sparta_pack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int)
     handle.sparta_unpack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int)

@@ -2,7 +2,7 @@
 // does not hold. It is compiled once for each instruction set; the caller loads the one that fits the machine.
 #include "chain.h"
 #include "conv.h"
-#include "decode.h"
+#include "decode_greedy.h"
 #include "gemv.h"
 #include "generated.h"
 #include "int8.h"
@@ -94,6 +94,11 @@ SPARTA_EXPORT int64_t sparta_decode_buffer(const sparta::DecodeProgram* program,
 SPARTA_EXPORT int sparta_decode(const sparta::DecodeProgram* program, const sparta::DecodeCall* call) {
   if (call->batch <= 0 || call->tokens <= 0) return kDone;
   return sparta::decode_step(*program, *call) ? kDone : kNoMemory;
+}
+
+SPARTA_EXPORT int sparta_decode_greedy(const sparta::DecodeProgram* program, sparta::GreedyCall* call) {
+  if (call->step.batch <= 0 || call->steps <= 0) return kDone;
+  return sparta::decode_greedy(*program, *call) ? kDone : kNoMemory;
 }
 
 // Steps with everything filled in but the addresses of activations, one after the other; see chain.h.

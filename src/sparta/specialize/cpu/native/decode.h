@@ -126,6 +126,17 @@ inline void attend(const float* query, const float* keys, const float* values, i
   }
 }
 
+// Waits for the other threads of a step.
+inline void barrier(int64_t threads) {
+#ifdef _OPENMP
+  if (threads > 1) {
+#pragma omp barrier
+  }
+#else
+  (void)threads;
+#endif
+}
+
 // One thread of a step.
 class DecodeThread {
  public:
@@ -172,14 +183,11 @@ class DecodeThread {
     logits();
   }
 
+  // The logits that this thread has computed.
+  ChannelRange computed() const { return computed_; }
+
  private:
-  void barrier() const {
-#ifdef _OPENMP
-    if (count_ > 1) {
-#pragma omp barrier
-    }
-#endif
-  }
+  void barrier() const { sparta::barrier(count_); }
 
   // Every thread norms all tokens: that is less than to wait for another one.
   DecodeTokens normed(const float* weight, bool rounds) {
@@ -269,7 +277,7 @@ class DecodeThread {
       rms_norm(call_.x + from * size, program_.final_norm, size, program_.epsilon, normed_ + row * size);
     }
     const DecodeTokens input = packed_tokens(normed_, size, rows, size, panel_, by_bytes(program_.head));
-    multiply_share(program_.head, input, index_, count_, unpacked_, call_.logits, outputs);
+    computed_ = multiply_share(program_.head, input, index_, count_, unpacked_, call_.logits, outputs);
   }
 
   const DecodeProgram& program_;
@@ -277,10 +285,12 @@ class DecodeThread {
   const int64_t index_, count_, rows_;
   float *queries_, *keys_, *values_, *attended_, *gate_, *up_;
   float *normed_, *sums_, *unpacked_, *scores_, *panel_;
+  ChannelRange computed_ = {};
 };
 
-// False when memory ran out, in which case nothing was computed.
-inline bool decode_step(const DecodeProgram& program, const DecodeCall& call) {
+// Calls f(index, count, memory) on each thread, with memory for a call; false when it ran out, before any f.
+template <class F>
+inline bool with_decode_memory(const DecodeProgram& program, const DecodeCall& call, F f) {
   bool enough_memory = true;
   parallel(call.threads, [&](int64_t index, int64_t count) {
     static thread_local Scratch scratch;
@@ -289,12 +299,17 @@ inline bool decode_step(const DecodeProgram& program, const DecodeCall& call) {
 #pragma omp atomic write
       enough_memory = false;
     }
-    if (count > 1) {
-#pragma omp barrier
-    }
-    if (enough_memory) DecodeThread(program, call, index, count, memory).run();
+    barrier(count);
+    if (enough_memory) f(index, count, memory);
   });
   return enough_memory;
+}
+
+// False when memory ran out, in which case nothing was computed.
+inline bool decode_step(const DecodeProgram& program, const DecodeCall& call) {
+  return with_decode_memory(program, call, [&](int64_t index, int64_t count, float* memory) {
+    DecodeThread(program, call, index, count, memory).run();
+  });
 }
 
 }  // namespace sparta
