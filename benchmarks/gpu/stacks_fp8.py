@@ -15,6 +15,7 @@ import json
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -203,9 +204,11 @@ def measure(case: Case, device: torch.device, seconds: float) -> dict[str, Any]:
     calls = {name: _waiting(run, x) for name, run in rivals.items()}
     times = compare(calls, warmup=5, iters=200, max_seconds=1.5, device="cpu").timings
     medians = {name: found.median for name, found in times.items()}
-    implements: dict[str, int] = {}
-    for layer in fast.report.plan.layers:
-        implements[layer.first.implement] = implements.get(layer.first.implement, 0) + 1
+    layers = fast.report.plan.layers
+    implements = dict(Counter(layer.first.implement for layer in layers))
+    for text, count in Counter(f"{_last(layer.name)}: {layer.first}" for layer in layers).items():
+        print(f"{count} x {text}")
+    print(", ".join(f"{name} {ms:.3f} ms" for name, ms in fast.report.plan.whole.milliseconds.items()))
     change = None if fast.report.precision is None else fast.report.precision.change
     return {
         **asdict(case), "case": str(case), "ms": medians, "implements": implements, "compile_seconds": took,
@@ -213,6 +216,10 @@ def measure(case: Case, device: torch.device, seconds: float) -> dict[str, Any]:
         "ratio_fp8": medians["fp8"] / medians["sparta"] if fp8 else None,
         "ratio_bf16": medians["bf16"] / medians["sparta"],
     }  # fmt: skip
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _waiting(run: Callable[[Tensor], Any], x: Tensor) -> Callable[[], Any]:

@@ -1,9 +1,9 @@
 """Run small cases of every CUDA kernel under NVIDIA's compute-sanitizer: ``python tests/gpu/sanitize.py``.
 
-Arguments go to the sanitizer, such as ``--tool racecheck``; without any it checks memory accesses. Each group of cases
-runs in a process of its own, several at a time, and is reported when it ends. A checker that is not really at work
-would pass everything, so a kernel that writes out of bounds is tried first and must be caught, and a group whose choice
-fits no test is a failure.
+Arguments go to the sanitizer, such as ``--tool racecheck``; without any it checks memory accesses. ``--only TEXT``
+before them runs the groups whose names have that text. Each group runs in a process of its own, several at a time, and
+is reported when it ends. A checker that is not really at work would pass everything, so a kernel that writes out of
+bounds is tried first and must be caught, and a group whose choice fits no test is a failure.
 """
 
 from __future__ import annotations
@@ -78,12 +78,16 @@ def main() -> int:
     if "Invalid __global__ write" not in tried.stdout:
         raise SystemExit(f"a write out of bounds was not caught:\n{tried.stdout}\n{tried.stderr}")
     print("a write out of bounds is caught", flush=True)
+    given, wanted = sys.argv[1:], ""
+    if given[:1] == ["--only"]:
+        wanted, given = given[1], given[2:]
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     begin, failed = time.monotonic(), 0
     with ThreadPoolExecutor(AT_ONCE) as pool:
         groups = {
-            pool.submit(run, [*command, *sys.argv[1:], *pytest, "-k", cases, str(Path("tests", "gpu", test))]): test
+            pool.submit(run, [*command, *given, *pytest, "-k", cases, str(Path("tests", "gpu", test))]): test
             for test, cases in GROUPS.items()
+            if wanted in test
         }
         for done in as_completed(groups):
             found = done.result()

@@ -38,6 +38,29 @@ def test_a_model_in_fp8(pattern, sparsity, rows, tmp_path):
     torch.testing.assert_close(sparta.load(tmp_path / "model.sparta")(data[1]), fast(data[1]), rtol=0.02, atol=0.02)
 
 
+def test_norms_that_are_folded_in_keep_the_scales():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Linear(512, 256)).cuda().eval()
+    model[1].running_var.uniform_(0.5, 2.0)
+    model[1].running_mean.normal_()
+    spec = sparta.Spec.from_pattern(model, sparta.Block(64, 64), 0.75)
+    spec.apply(model)
+    data = [torch.randn(64, 256, device="cuda") for _ in range(2)]
+    fast = sparta.compile(model, data[0], spec, precision="fp8", calibration=data, budget_s=20)
+    assert {layer.op for layer in fast.report.plan.layers} == {OP}
+
+
+def test_large_layers_run_sparse_in_fp8_within_a_budget():
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = nn.Sequential(nn.Linear(4096, 8192, bias=False), nn.SiLU(), nn.Linear(8192, 4096, bias=False))
+        x = torch.randn(2048, 4096).bfloat16()
+    model = model.bfloat16().eval()
+    sparta.Spec.from_pattern(model, sparta.Block(64, 64), 0.9).apply(model)
+    fast = sparta.compile(model, x, precision="fp8", calibration=[x], budget_s=30, dynamic_shapes=None)
+    assert {layer.first.implement for layer in fast.report.plan.layers} == {"triton-block-fp8"}
+
+
 def test_int8_is_refused_with_advice():
     model, spec = pruned(sparta.Block(64, 64), 0.8)
     with pytest.raises(ValueRangeError, match="precision='fp8'"):

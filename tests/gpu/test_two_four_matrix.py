@@ -22,12 +22,6 @@ if capability() != HOPPER:
     pytest.skip("these kernels are for Hopper GPUs", allow_module_level=True)
 
 
-@pytest.fixture(autouse=True)
-def _tried(monkeypatch):
-    """Let searches take the kernel, which needs to be asked for until this file has run clean under the sanitizer."""
-    monkeypatch.setenv("SPARTA_TRY_KERNELS", "1")
-
-
 ACTIVATIONS = {None: lambda y: y, "relu": functional.relu, "gelu": functional.gelu, "silu": functional.silu}
 TILES = [
     MatrixTile(256, 2, 2, 4), MatrixTile(256, 2, 1, 4), MatrixTile(256, 1, 1, 5), MatrixTile(128, 2, 2, 6),

@@ -72,6 +72,7 @@ class Facts:
     probe: bool | frozenset[str] = False
     steps: int = 0
     _frozen: dict[fx.Node, Tensor | None] = field(default_factory=dict)
+    _obeying: dict[str, int] = field(default_factory=dict)
 
     def known_of(self, node: fx.Node) -> Known:
         """Return what is known of a node's value."""
@@ -100,9 +101,17 @@ class Facts:
         return tensor is not None and not tensor.is_meta and not self.is_written(node)
 
     def masked(self, name: str) -> Tensor:
-        """Return a tensor of the model with the constants of its given TeSA in their places."""
+        """Return a tensor of the model with the constants of its given TeSA in their places; itself if it has them."""
         tensor, given = self.tensors[name].detach(), self.given.get(name)
-        return tensor if given is None or self.as_read or tensor.is_meta else given.apply(tensor)
+        if given is None or self.as_read or tensor.is_meta:
+            return tensor
+        version = -1 if tensor.is_inference() else tensor._version
+        if self._obeying.get(name, -1) == version >= 0:
+            return tensor  # looked at before, and not changed since
+        masked = given.apply(tensor)
+        if torch.equal(masked, tensor):
+            self._obeying[name] = version
+        return masked
 
     def format_of(self, node: fx.Node) -> BitFormat:
         """Return the bit format of a node's elements: derived, given, or that of its dtype."""

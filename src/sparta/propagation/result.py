@@ -111,7 +111,7 @@ class PropagationResult:
                 continue
             # A weight that was rounded to zero is live where the spec says so, and keeps its block whole.
             given = None if self.facts.as_read else self.facts.given.get(name)
-            known = TeSA.from_zeros(value) if given is None else TeSA.from_mask(given.mask())
+            known = TeSA.from_zeros(value) if given is None else TeSA.from_mask(given.mask(value.device))
             sizes = zip(known.state.block, shape_of(node), strict=True)
             block = tuple(1 if size >= extent else size for size, extent in sizes)
             if max(block) > 1:

@@ -313,7 +313,8 @@ class TeSA(GridBundle):
 
     def mask(self, device: torch.device | str | None = None) -> Tensor:
         """Return the bool tensor of live elements, a fresh one of the full shape."""
-        return self._where(LIVE).dense(device)
+        cells = self.state.cells if device is None else self.state.cells.to(device)  # compared where it is wanted
+        return Grid(self.shape, self.state.block, cells == LIVE).dense()
 
     def picture(self, cells: int = 24) -> tuple[tuple[float, ...], ...]:
         """Return the density in each cell of a coarse grid over the first axis and all others, for people to look at.

@@ -21,6 +21,8 @@ from sparta.errors import ShapeError, ValueRangeError, message
 
 __all__ = ["Grid", "cells_shape", "reshape_groups", "solved_shape"]
 
+_MANY, _LINES = 1 << 16, 8  # cells that take time to look at, and how many lines of them are looked at first
+
 
 @dataclass(frozen=True, eq=False)
 class Grid:
@@ -329,14 +331,31 @@ def _coarsened(cells: Tensor, dim: int, block: int, size: int) -> tuple[Tensor, 
     count = cells.shape[dim]
     if count <= 1:
         return cells, max(1, size)
-    changed = _differs(cells.narrow(dim, 1, count - 1), cells.narrow(dim, 0, count - 1))
-    others = [d for d in range(cells.dim()) if d != dim]
-    changes = (changed.any(dim=others) if others else changed).nonzero().flatten() + 1
-    if changes.numel() == 0:
+    if cells.numel() > _MANY and math.gcd(*_changes(_first_lines(cells, dim), dim)) == 1:
+        return cells, block  # whatever the others are
+    changes = _changes(cells, dim)
+    if not changes:
         return cells.narrow(dim, 0, 1).clone(), size  # a view would keep all cells in memory
-    step = math.gcd(*changes.tolist())
+    step = math.gcd(*changes)
     index = torch.arange(0, count, step, device=cells.device)
     return (cells if step == 1 else cells.index_select(dim, index)), block * step
+
+
+def _changes(cells: Tensor, dim: int) -> list[int]:
+    """Return the places along `dim` at which some cell differs from the one before it."""
+    count = cells.shape[dim]
+    changed = _differs(cells.narrow(dim, 1, count - 1), cells.narrow(dim, 0, count - 1))
+    others = [d for d in range(cells.dim()) if d != dim]
+    places: list[int] = ((changed.any(dim=others) if others else changed).nonzero().flatten() + 1).tolist()
+    return places
+
+
+def _first_lines(cells: Tensor, dim: int) -> Tensor:
+    """Return a part of the cells that is whole along `dim`: a few lines of them."""
+    for other in range(cells.dim()):
+        if other != dim:
+            cells = cells.narrow(other, 0, min(_LINES, cells.shape[other]))
+    return cells
 
 
 def _common_block(grids: Sequence[Grid]) -> tuple[int, ...]:

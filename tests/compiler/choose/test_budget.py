@@ -11,6 +11,7 @@ from compiler import nets
 from compiler.clocks import Clock, plain_cost
 from sparta.compiler.job import Job
 from sparta.compiler.run.host import Host
+from sparta.compiler.run.kernel_module import KernelModule
 from sparta.compiler.session import Session
 from sparta.specialize.tuning.select import Choice
 from sparta.specialize.tuning.significance import confirm
@@ -79,6 +80,20 @@ def test_inductor_does_not_begin_what_the_budget_cannot_pay(forced, own_stores, 
     assert outcome.variant.host in (Host.EAGER, Host.CHAIN, Host.PANELS)
     assert any("was not tried: compiling takes about" in note for note in session.notes)
     assert not outcome.lasting
+
+
+def test_inductor_begins_with_the_graph_that_has_kernels(forced, own_stores, monkeypatch):
+    compiled = []
+
+    def compile_nothing(module, **_options):
+        compiled.append(any(isinstance(child, KernelModule) for child in module.modules()))
+        return module
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    session = Session(measure=Clock(plain_cost()), budget_s=1000)
+    job = Job.started(nets.pruned(nets.Mlp()), torch.randn(6, 32), None, None, (), session)
+    job.contest(inductor=True).decide()
+    assert compiled == [True, False]
 
 
 def test_a_confirmation_ends_with_its_time_and_two_pairs_must_be_far_above():

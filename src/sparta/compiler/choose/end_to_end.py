@@ -308,7 +308,7 @@ class Contest:
             bases.append(Variant(Base.REDUCED))
         if sparse_names(plans):
             bases.append(self._sparse(plans))
-        for base in bases:
+        for base in reversed(bases):  # where the budget pays for compiling once, it is the graph with kernels
             for host in self._hosts(base):
                 variant = replace(base, host=host)
                 if variant != ORIGINAL and (host is Host.EAGER or self._affords_preparing(variant, plans)):

@@ -140,6 +140,13 @@ def is_two_four(weight: TeSA) -> bool:
     >>> is_two_four(TeSA.from_mask(torch.tensor([[True, False, True, False, True]])))
     True
     """
+    known: dict[str, bool] = weight.__dict__.setdefault("_two_four", {})  # a TeSA does not change
+    if not known:
+        known["is"] = _is_two_four(weight)
+    return known["is"]
+
+
+def _is_two_four(weight: TeSA) -> bool:
     if weight.count("live") > -(-weight.shape[1] // 4) * 2 * weight.shape[0]:
         return False
     padded = functional.pad(weight.mask(), (0, -weight.shape[1] % 4)).contiguous()

@@ -8,7 +8,6 @@ neighbouring blocks of threads fetch it for each other.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Sequence
 from ctypes import c_int, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -245,9 +244,6 @@ def matrix_fits(spec: KernelSpec, itemsize: int) -> Support:
     answer = nvrtc_here(HOPPER)
     if answer and capability() != HOPPER:
         return Support.no("it is written for the matrix unit of Hopper GPUs", Cause.CAPABILITY)
-    if answer and os.environ.get("SPARTA_TRY_KERNELS") != "1":
-        # A search holds only what ran clean under the sanitizer, which this kernel's last form has not done yet.
-        return Support.no("not proven on a GPU yet; SPARTA_TRY_KERNELS=1 takes it", Cause.CAPABILITY)
     return answer and Support.yes("the sparse matrix instructions of warpgroups")
 
 

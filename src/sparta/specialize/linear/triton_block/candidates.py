@@ -50,7 +50,10 @@ def coverage(weight: TeSA, blocks: list[tuple[int, int]]) -> Covered:
     >>> coverage(TeSA.from_mask(mask), [(16, 16), (32, 64)])
     {(16, 16): 0.0625, (32, 64): 0.5}
     """
-    finest = kept_grid(weight, (_FINEST, _FINEST)).float()
+    known: dict[int, Tensor] = weight.__dict__.setdefault("_kept_blocks", {})  # a TeSA does not change
+    if _FINEST not in known:
+        known[_FINEST] = kept_grid(weight, (_FINEST, _FINEST)).float()
+    finest = known[_FINEST]
     return {(h, w): _covered(finest, h // _FINEST, w // _FINEST) for h, w in blocks}
 
 
