@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import yaml
@@ -49,3 +50,15 @@ def test_hooks_run_the_linters_of_make():
 def test_coverage_has_a_floor_and_make_measures_it():
     assert PROJECT["tool"]["coverage"]["report"]["fail_under"] >= 90
     assert re.search(r"pytest .*--cov\b", (ROOT / "Makefile").read_text())
+
+
+def test_a_source_distribution_has_all_that_the_tests_read():
+    """Those who package it run the tests from it: whatever stands at the top and is not made here is in it."""
+    lines = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
+    taken = {name for verb, *names in lines if verb in {"include", "graft"} for name in names}
+    by_itself = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py", "src"}
+    made = {line.strip("/\n") for line in (ROOT / ".gitignore").read_text().splitlines()}
+    files = {".pre-commit-config.yaml", ".gitignore", ".ci", ".github"}
+    files |= {path.name for path in ROOT.iterdir() if not path.name.startswith(".")}
+    kept = {name for name in files if not any(fnmatch(name, pattern) for pattern in made)}
+    assert kept - by_itself - {"PKG-INFO", "setup.cfg"} <= taken
