@@ -80,7 +80,7 @@ def verified(job: Job, contest: Contest, outcome: Outcome, *, check: bool) -> tu
             rounding = rounding_kernels(kernels)
             reference = simulated(job.reduced, rounding) if rounding else original
             compiled = workshop.run(outcome.variant, outcome.plans)
-            certificate = verify(reference, compiled, job.inputs, rounding=bool(rounding))
+            certificate = verify(reference, compiled, job.inputs, rounding=bool(rounding), brief=job.session.slow)
             if rounding:
                 loss = relative_error(original, compiled, job.inputs[0])
                 layers = f"{len(rounding)} layers round their inputs to 8 bits"
