@@ -2,7 +2,8 @@
 
 Reading the weight is all the work there, so what counts is bytes: the values in one or two bytes, and beside them a bit
 for every weight (``bitmap``) or a byte for every column of a block (``delta``, the way from the column before).
-Activations stay in float32, so nothing is rounded but the weight.
+Activations stay in float32, or in 16 bits with a scale for every 256 of them where the processor multiplies bytes: what
+is rounded is the weight.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["PackedShort", "ShortTile", "short_layout", "short_tiles"]
 FORMS = {"bitmap": (1,), "delta": (1, 4, 8, 16)}
 _FORM_CODES = {"bitmap": 0, "delta": 1}
 _VALUE_CODES = {torch.int8: 0, torch.bfloat16: 1}
-_PADDING = 32  # values that a kernel may load beyond the last one
+_PADDING = 64  # values that a kernel may load beyond the last one
 _FARTHEST = 255
 _WORD = 32
 _AHEAD = 2048

@@ -1,7 +1,7 @@
 """Weights in int8, activations in fp32: the implement ``cpu-weight8`` for one token or a few.
 
 With so few tokens a layer's time is that of reading its weight, so a byte per live weight and an index of a bit or a
-byte beat anything that is computed faster. Nothing but the weight is rounded.
+byte beat anything that is computed faster. Nothing but the weight is rounded to 8 bits; activations keep 16 at least.
 """
 
 from __future__ import annotations

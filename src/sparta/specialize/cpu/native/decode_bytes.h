@@ -88,6 +88,9 @@ SPARTA_INLINE ByteTotals add_group(ByteTotals totals, ByteSums high, ByteSums lo
 }
 
 inline float sum_of_totals(ByteTotals totals) {
+#if defined(SPARTA_AVX512)
+  return _mm512_reduce_add_ps((__m512)totals);
+#endif
   float sum = 0;
   for (int64_t lane = 0; lane < kByteLanes; ++lane) sum += totals[lane];
   return sum;

@@ -1,14 +1,18 @@
 // y = x W^T for one token or a few with weights in a short format, int8 or bf16: reading them is all the work, so the
 // fewest bytes win, and x stays in fp32. Two forms: a bitmap with a bit for every weight and the live ones after each
 // other; and columns of 1, 4, 8 or 16 output channels with a byte each, the way from the column before.
-// As in gemv.h, every form is one straight stream through memory. Weights become fp32 in registers.
+// As in gemv.h, every form is one straight stream through memory. Weights become fp32 in registers; bitmaps of int8 stay
+// bytes where the processor multiplies these, and tokens are then rounded to 16 bits (decode_bytes.h).
 #pragma once
 
+#include "decode_bytes.h"
 #include "epilogue.h"
 #include "gemv.h"
 #include "threads.h"
 
 namespace sparta {
+
+constexpr int64_t kShortTokens = 4;  // that are multiplied at once
 
 enum ShortForm : int32_t { kShortBitmap = 0, kShortDelta = 1 };
 enum ShortValues : int32_t { kInt8Values = 0, kBf16Values = 1 };
@@ -22,7 +26,7 @@ struct ShortMatrix {
   const int64_t* starts;  // [groups + 1]
   const uint32_t* bits;   // bitmap: [channels][ceil(inputs / 32)]
   const uint8_t* deltas;  // delta: [entries], input channels to go on before an entry
-  const void* values;     // int8 or bf16, with 32 more behind the last that may be loaded
+  const void* values;     // int8 or bf16, with 64 more after the last that may be loaded
   const float* scales;    // [channels], or null
   const int64_t* costs;   // [groups + 1], running sums
   int32_t form;
@@ -261,21 +265,101 @@ inline bool knows_short(const ShortMatrix& matrix) {
   return format && matrix.form == kShortDelta && (height == 1 || height == 4 || height == 8 || height == 16);
 }
 
+#if defined(SPARTA_DECODE_BYTES)
+// The sums of one row of a bitmap of int8 for `Tokens` tokens in two bytes per number: 64 weights are put in their places
+// once for all tokens.
+template <int Tokens>
+inline void bitmap_bytes(const ShortMatrix& matrix, int64_t row, const RoundedToken* tokens, float* sums) {
+  constexpr int64_t kEach = kByteGroup / kByteChunk;
+  const int64_t words = (matrix.inputs + 31) / 32, chunks = ceil_div(matrix.inputs, kByteChunk);
+  const uint32_t* bits = matrix.bits + row * words;
+  const int8_t* values = static_cast<const int8_t*>(matrix.values) + matrix.starts[row];
+  ByteTotals totals[Tokens] = {};
+  for (int64_t chunk = 0, group = 0; chunk < chunks; ++group) {
+    ByteSums high[Tokens] = {}, low[Tokens];
+#pragma GCC unroll 4
+    for (int t = 0; t < Tokens; ++t) low[t] = start_of(tokens[t], group);
+    for (const int64_t end = std::min(chunk + kEach, chunks); chunk < end; ++chunk) {
+      const uint64_t upper = 2 * chunk + 1 < words ? bits[2 * chunk + 1] : 0;
+      const uint64_t mask = upper << 32 | bits[2 * chunk];
+      if (matrix.prefetch) __builtin_prefetch(values + matrix.prefetch);
+      const ByteVec weights = expanded_bytes(values, mask);
+      values += __builtin_popcountll(mask);
+#pragma GCC unroll 4
+      for (int t = 0; t < Tokens; ++t) {
+        high[t] = add_products(high[t], weights, tokens[t].high + chunk * kByteChunk);
+        low[t] = add_products(low[t], weights, tokens[t].low + chunk * kByteChunk);
+      }
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < Tokens; ++t) totals[t] = add_group(totals[t], high[t], low[t], tokens[t].scales[group]);
+  }
+  for (int t = 0; t < Tokens; ++t) sums[t * 16] = sum_of_totals(totals[t]);
+}
+
+using ByteKernel = void (*)(const ShortMatrix&, int64_t, const RoundedToken*, float*);
+
+inline ByteKernel byte_kernel(int64_t tokens) {
+  switch (tokens) {
+    case 1: return bitmap_bytes<1>;
+    case 2: return bitmap_bytes<2>;
+    case 3: return bitmap_bytes<3>;
+    default: return bitmap_bytes<4>;
+  }
+}
+#endif
+
+// All tokens of a call rounded, or null: they are multiplied as they are, which those that are no numbers must be.
+inline const RoundedToken* rounded_tokens(const ShortMatrix& matrix, const StreamCall& call) {
+#if defined(SPARTA_DECODE_BYTES)
+  if (matrix.form != kShortBitmap || matrix.format != kInt8Values || !has_byte_products()) return nullptr;
+  static thread_local Scratch numbers, tokens;
+  const int64_t each = ceil_div(rounded_floats(matrix.inputs), 16) * 16;
+  float* memory = numbers.get(call.tokens * each);
+  RoundedToken* found =
+      reinterpret_cast<RoundedToken*>(tokens.get(call.tokens * static_cast<int64_t>(sizeof(RoundedToken) / sizeof(float))));
+  if (!memory || !found) return nullptr;
+  for (int64_t t = 0; t < call.tokens; ++t) {
+    found[t] = rounded_token(call.x + t * call.x_stride, matrix.inputs, memory + t * each);
+    if (!found[t].high) return nullptr;
+  }
+  return found;
+#else
+  (void)matrix, (void)call;
+  return nullptr;
+#endif
+}
+
+// Sums of groups [begin, end) for up to four tokens: of a group's first token at sums, of the others 16 farther each.
+inline void short_sums(const ShortMatrix& matrix, int64_t begin, int64_t end, const float* x, int64_t x_stride,
+                       const RoundedToken* rounded, int64_t tokens, float* sums) {
+#if defined(SPARTA_DECODE_BYTES)
+  if (rounded) {
+    const ByteKernel kernel = byte_kernel(tokens);
+    for (int64_t row = begin; row < end; ++row) kernel(matrix, row, rounded, sums + (row - begin));
+    return;
+  }
+#endif
+  (void)rounded;
+  const ShortKernel kernel = short_kernel(matrix.format, tokens);
+  for (int64_t group = begin; group < end; ++group) {
+    kernel(matrix, group, x, x_stride, sums + (group - begin) * matrix.height);
+  }
+}
+
 // Groups [begin, end) for tokens [first, first + tokens), at most four of them.
 template <Activation Act>
 inline void multiply_short_groups(const ShortMatrix& matrix, const StreamCall& call, const float* x, int64_t x_stride,
-                                  int64_t first, int64_t tokens, int64_t begin, int64_t end) {
+                                  const RoundedToken* rounded, int64_t first, int64_t tokens, int64_t begin,
+                                  int64_t end) {
   constexpr int64_t kTogether = 16;
   const Epilogue epilogue{call.bias, call.residual, call.residual_stride, call.activation};
-  const ShortKernel kernel = short_kernel(matrix.format, tokens);
   const int64_t groups_together = kTogether / matrix.height;
   for (int64_t group = begin; group < end; group += groups_together) {
     const int64_t last = std::min(group + groups_together, end), channel = group * matrix.height;
     const int64_t channels = std::min(last * matrix.height, matrix.channels) - channel;
-    alignas(64) float sums[4 * kTogether];
-    for (int64_t each = group; each < last; ++each) {
-      kernel(matrix, each, x + first * x_stride, x_stride, sums + (each - group) * matrix.height);
-    }
+    alignas(64) float sums[kShortTokens * kTogether];
+    short_sums(matrix, group, last, x + first * x_stride, x_stride, rounded ? rounded + first : nullptr, tokens, sums);
     for (int64_t t = 0; t < tokens; ++t) {
       for (int64_t at = 0; at < channels; at += kLanes) {
         const int64_t count = std::min<int64_t>(channels - at, kLanes), token = first + t;
@@ -294,13 +378,14 @@ inline bool multiply_short(const ShortMatrix& matrix, const StreamCall& call) {
   static thread_local Scratch scratch;
   const WholeChunks x = whole_chunks(call, matrix.form == kShortBitmap, matrix.inputs, scratch);
   if (!x.x && matrix.inputs > 0) return false;
+  const RoundedToken* rounded = rounded_tokens(matrix, call);
   parallel(call.threads, [&](int64_t index, int64_t count) {
     const int64_t begin = share_begin(matrix.costs, matrix.groups, 1, index, count);
     const int64_t end = share_begin(matrix.costs, matrix.groups, 1, index + 1, count);
     with_activation(call.activation, [&](auto tag) {
-      for (int64_t first = 0; first < call.tokens; first += 4) {
-        const int64_t tokens = std::min<int64_t>(call.tokens - first, 4);
-        multiply_short_groups<decltype(tag)::value>(matrix, call, x.x, x.stride, first, tokens, begin, end);
+      for (int64_t first = 0; first < call.tokens; first += kShortTokens) {
+        const int64_t tokens = std::min(call.tokens - first, kShortTokens);
+        multiply_short_groups<decltype(tag)::value>(matrix, call, x.x, x.stride, rounded, first, tokens, begin, end);
       }
     });
   });
