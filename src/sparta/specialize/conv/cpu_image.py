@@ -3,7 +3,7 @@
 A kernel sees an image as a flat row of tokens, and adds a weight's offset to a token to find what the weight
 multiplies. :func:`plan_image` chooses the copy's layout for one image size. A tap's shift is either part of the offset,
 or done once when the image is copied to a *slot* of its own; slots cost memory and copying, and give aligned loads
-(``'rows'``), or no gaps and panels that hold no more than is computed at once (``'taps'``).
+(``'rows'``), no gaps (``'columns'``), or no gaps and panels that hold no more than is computed at once (``'taps'``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from sparta.specialize.conv.spec import ConvGeometry
 
 __all__ = ["IMAGES", "ImagePlan", "plan_image"]
 
-IMAGES = ("flat", "rows", "taps")
-"""Which shifts of a tap have slots of their own: none but the phases of a stride, those along rows, or all."""
+IMAGES = ("flat", "rows", "columns", "taps")
+"""Which shifts of a tap have slots of their own: none but the phases of a stride, those along rows (where rows are
+aligned, or follow each other without a gap), or all."""
 
 _LINE = 16  # floats in a cache line
 _BAND_FLOATS = 64 * 1024  # a band's copy and the weights share the second level of caches

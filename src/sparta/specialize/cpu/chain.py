@@ -28,10 +28,13 @@ __all__ = [
     "Step",
     "StepKind",
     "attention_call",
+    "bf16_places",
     "copy_call",
     "gather_call",
     "map_call",
+    "mean_call",
     "norm_call",
+    "pack_bf16_call",
     "pack_call",
     "pack_int8_call",
     "place",
@@ -56,6 +59,11 @@ class StepKind(IntEnum):
     ATTENTION = 11
     PACK = 12
     PACK_INT8 = 13
+    BF16 = 14
+    PACK_BF16 = 15
+    DENSE_CONV = 20
+    DEPTHWISE = 21
+    MEAN = 22
 
 
 NOWHERE = -1
@@ -74,6 +82,7 @@ _GATHER = struct.Struct("@3P3q2i")
 _ATTENTION = struct.Struct("@5P23qf3i")
 _PACK = struct.Struct("@2P4q")
 _PACK_INT8 = struct.Struct(f"{INT8_CALL.format}2q")
+_MEAN = struct.Struct("@2P2qi")
 _MASKS = {torch.bool: 1, torch.float32: 2}
 
 
@@ -154,8 +163,14 @@ class Product:
         return Step(self.kind, call, ctypes.addressof(self.matrix), (self.matrix, *self.alive))
 
     def panel_bytes(self, tokens: int, channels: int) -> int:
-        """Return the bytes of a panel of this kernel's tiles: four channels of bytes in a place, and tokens' scales."""
-        places = channels if self.kind is StepKind.PANELS else 1 + -(-channels // 4)
+        """Return the bytes of a panel of this kernel's tiles.
+
+        A place has two channels of bf16, or four of bytes with the tokens' scales after them.
+        """
+        if self.kind is StepKind.BF16:
+            places = bf16_places(channels)
+        else:
+            places = channels if self.kind is StepKind.PANELS else 1 + -(-channels // 4)
         return 4 * -(-tokens // self.tile) * self.tile * places
 
 
@@ -177,6 +192,8 @@ class ImageProduct:
     handing
         Whether the image comes in bytes, and the rounding of those that the result is handed to in bytes, or None: the
         step for that.
+    activated
+        From the name of an activation, the same product with it; None where it has its epilogue already.
     """
 
     step: Step
@@ -184,6 +201,7 @@ class ImageProduct:
     room: int = 0
     rounding: tuple[Any, ...] | None = None
     handing: Callable[[bool, tuple[Any, ...] | None], Step] | None = None
+    activated: Callable[[str], ImageProduct | None] | None = None
 
     @property
     def place_bytes(self) -> int:
@@ -236,6 +254,11 @@ def map_call(
     return Step(StepKind.MAP, _MAP.pack(0, 0, 0, rows, width, *strides, number, *code, 0, 0))
 
 
+def mean_call(planes: int, size: int) -> Step:
+    """Return the mean of each of contiguous planes."""
+    return Step(StepKind.MEAN, _MEAN.pack(0, 0, planes, size, 0))
+
+
 def copy_call(sizes: Sequence[int], strides: Sequence[int], element: int) -> Step:
     """Return a copy of up to six dims with these strides, in elements, to contiguous memory."""
     missing = COPY_DIMS - len(sizes)
@@ -264,6 +287,20 @@ def attention_call(
 def pack_call(tokens: int, channels: int, stride: int, mv: int) -> Step:
     """Return the packing of token-major float32 rows into panels."""
     return Step(StepKind.PACK, _PACK.pack(0, 0, tokens, channels, stride, mv))
+
+
+def pack_bf16_call(tokens: int, channels: int, stride: int, mv: int) -> Step:
+    """Return the packing of token-major float32 rows into panels of bf16."""
+    return Step(StepKind.PACK_BF16, _PACK.pack(0, 0, tokens, channels, stride, mv))
+
+
+def bf16_places(channels: int) -> int:
+    """Return the places of a panel of bf16: two channels each, and a multiple of 16.
+
+    >>> bf16_places(32), bf16_places(33)
+    (16, 32)
+    """
+    return 16 * -(-channels // 32)
 
 
 def pack_int8_call(rows: bytes, places: int, mv: int) -> Step:

@@ -20,6 +20,8 @@ from sparta.specialize.kernel_spec import Epilogue
 __all__ = [
     "ACTIVATIONS",
     "CONV_CALL",
+    "DENSE_CONV_CALL",
+    "DEPTHWISE_CALL",
     "INT8_CALL",
     "INT8_CONV_CALL",
     "PANEL_CALL",
@@ -54,6 +56,13 @@ CONV_CALL = struct.Struct("@7P17q3i")
 # whether no weight is -128; whether x and y are places; of the latter the inverse scale, whether they are unsigned, the
 # zero, whether they are read as they are.
 INT8_CONV_CALL = struct.Struct("@7P17q3i4Pqfiiiiifiii")
+
+
+# The same for a dense weight; values, offsets; groups, outputs, columns, columns of a chunk; rows and vectors of a tile.
+DENSE_CONV_CALL = struct.Struct("@7P17q3i2P4q2i")
+# x, y, bias, residual, values; planes, channels, multiplier, rows and columns of both; kernel, stride, padding, dilation;
+# activation, threads: see native/depthwise.h.
+DEPTHWISE_CALL = struct.Struct("@5P15q2i")
 
 
 class PanelMatrix(Structure):
@@ -154,6 +163,18 @@ class Library:
         if code:
             raise_for(code)
 
+    def multiply_bf16(self, matrix: int, call: bytes) -> None:
+        """Run the kernel for bf16: a :class:`PanelMatrix` as ``native/bf16.h`` has it, and a ``PANEL_CALL``."""
+        code = self.handle.sparta_multiply_bf16(matrix, call)
+        if code:
+            raise_for(code)
+
+    @property
+    def bf16_units(self) -> frozenset[str]:
+        """What the processor computes in bf16 by instructions of its own: ``'pairs'``, ``'blocks'``."""
+        found = int(self.handle.sparta_bf16_units())
+        return frozenset(name for bit, name in ((1, "pairs"), (2, "blocks")) if found & bit)
+
     def multiply_short(self, matrix: int, call: bytes) -> None:
         """Run the kernel for short formats: the address of a :class:`ShortMatrix`, and a ``STREAM_CALL``."""
         code = self.handle.sparta_multiply_short(matrix, call)
@@ -212,8 +233,12 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.sparta_has_tile.argtypes = (c_int, c_int, c_int, c_int)
     handle.sparta_multiply_panels.argtypes = (c_void_p, c_char_p)
     handle.sparta_multiply_conv.argtypes = (c_void_p, c_char_p)
+    handle.sparta_dense_conv.argtypes = (c_char_p,)
+    handle.sparta_depthwise.argtypes = (c_char_p,)
     handle.sparta_multiply_int8.argtypes = (c_void_p, c_char_p)
     handle.sparta_multiply_int8_conv.argtypes = (c_void_p, c_char_p)
+    handle.sparta_multiply_bf16.argtypes = (c_void_p, c_char_p)
+    handle.sparta_bf16_units.restype = c_int
     handle.sparta_multiply_short.argtypes = (c_void_p, c_char_p)
     handle.sparta_multiply_generated.argtypes = (
         *(c_void_p, c_int64, c_int64, c_int64, c_void_p),

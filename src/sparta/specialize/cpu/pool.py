@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparta.errors import SpartaError
+from sparta.specialize.cpu.chain import Step, StepKind
 from sparta.specialize.cpu.library import Library, load, raise_for
 from sparta.specialize.cpu.packing import is_float
 
-__all__ = ["max_pool2d"]
+__all__ = ["max_pool2d", "pool_step"]
 
 # x, y, planes, rows and columns of both; kernel, stride, padding, dilation; threads: see native/pool.h.
 _CALL = struct.Struct("@2P13qi")
@@ -52,6 +53,22 @@ def max_pool2d(
     if code:
         raise_for(code)
     return y
+
+
+def pool_step(
+    shape: Sequence[int],
+    out_shape: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Step:
+    """Return the pooling of contiguous images (B, C, H, W) as a step of a chain."""
+    planes = shape[0] * shape[1]
+    return Step(
+        StepKind.POOL,
+        _CALL.pack(0, 0, planes, *shape[2:], *out_shape[2:], *kernel, *stride, *padding, *dilation, 0),
+    )
 
 
 def _loaded() -> Library | None:

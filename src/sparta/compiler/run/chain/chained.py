@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from sparta.compiler.run.chain.images import IMAGE_LAYERS
 from sparta.compiler.run.chain.native import NATIVE
 from sparta.compiler.run.chain.program import Program
 from sparta.compiler.run.chain.trace import Trace
@@ -34,7 +35,9 @@ def chainable(module: fx.GraphModule) -> bool:
             layer = layers.get(str(node.target))
             known += isinstance(layer, KernelModule)
         elif node.op == "call_function":
-            known += node.target in NATIVE or node.target is torch.ops.aten.linear.default
+            known += (
+                node.target in NATIVE or node.target in IMAGE_LAYERS or node.target is torch.ops.aten.linear.default
+            )
     return known >= _FEWEST_STEPS
 
 

@@ -48,6 +48,9 @@ def fuse(trace: Trace) -> None:
     """Let dense products do what follows them: an activation, then a sum with a tensor that is there already."""
     readers, returned = readers_of(trace), _returned(trace)
     for item in list(trace.items):
+        if isinstance(item, ImageItem) and item.product.activated is not None:
+            _fuse_image(trace, item, readers, returned)
+            readers = readers_of(trace)
         if not isinstance(item, Linear) or item.product.activated is None:
             continue
         after = _only_reader(item, readers, returned)
@@ -64,7 +67,39 @@ def fuse(trace: Trace) -> None:
                 readers = readers_of(trace)
 
 
-def _only_reader(item: Linear, readers: dict[int, list[tuple[Item, Value]]], returned: set[int]) -> Native | None:
+def _fuse_image(
+    trace: Trace, item: ImageItem, readers: dict[int, list[tuple[Item, Value]]], returned: set[int]
+) -> None:
+    """Let a dense layer of images do what follows it; of a ReLU after a sum, both."""
+    after = _only_reader(item, readers, returned)
+    if after is not None and _activated(item, after.call.activation):
+        _take_over(trace, item, after)
+        after = _only_reader(item, readers, returned)
+    if after is None or not after.call.adds:
+        return
+    both = (after.call.x, *after.call.others)
+    added = next((each for each in both if each is not None and each.source is not item.result.source), None)
+    if added is None or not added.meta.is_contiguous() or tuple(added.meta.shape) != item.product.shape:
+        return
+    item.residual = added
+    _take_over(trace, item, after)
+    last = _only_reader(item, readers, returned)
+    if last is not None and last.call.activation == "relu" and _activated(item, "relu_last"):
+        _take_over(trace, item, last)
+
+
+def _activated(item: ImageItem, activation: str | None) -> bool:
+    """Give a layer of images an activation; False where it has one, or there is none."""
+    make = item.product.activated
+    made = None if activation is None or make is None else make(activation)
+    if made is not None:
+        item.product = made
+    return made is not None
+
+
+def _only_reader(
+    item: Linear | ImageItem, readers: dict[int, list[tuple[Item, Value]]], returned: set[int]
+) -> Native | None:
     """Return the step that alone reads a product's result, and all of it as it is."""
     source, meta = item.result.source, item.result.meta
     found = readers[id(source)]
@@ -75,7 +110,7 @@ def _only_reader(item: Linear, readers: dict[int, list[tuple[Item, Value]]], ret
     return reader if isinstance(reader, Native) and same else None
 
 
-def _take_over(trace: Trace, item: Linear, after: Native) -> None:
+def _take_over(trace: Trace, item: Linear | ImageItem, after: Native) -> None:
     """Let a product write the result of a step, in its place: what that reads may be made between the two."""
     item.result = after.result
     trace.items.remove(item)

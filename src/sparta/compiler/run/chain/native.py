@@ -17,7 +17,7 @@ from torch import Tensor
 from sparta.compiler.run.chain.values import Constant, Value, rows_of
 from sparta.specialize.cpu.chain import COPY_DIMS, Step, attention_call, copy_call, gather_call, map_call, norm_call
 
-__all__ = ["NATIVE", "NativeCall", "constant_of", "native_call", "result_of"]
+__all__ = ["NATIVE", "NativeCall", "constant_of", "is_real", "native_call", "native_for", "result_of"]
 
 _aten = torch.ops.aten
 _MOST_TABLE_DIMS = 2
@@ -66,7 +66,7 @@ _SAME_SHAPE = (_aten.layer_norm.default, _aten.gelu.default, _aten.relu.default,
 
 def result_of(target: object, args: Sequence[Any]) -> Tensor | None:
     """Return what a common call returns on the device "meta", where PyTorch takes long to tell; None for others."""
-    if not args or not all(_is_real(each) for each in args[:3] if isinstance(each, Value)) or not _is_real(args[0]):
+    if not args or not all(is_real(each) for each in args[:3] if isinstance(each, Value)) or not is_real(args[0]):
         return None
     metas = [each.meta for each in args[:3] if isinstance(each, Value)]
     shape = metas[0].shape
@@ -80,7 +80,9 @@ def result_of(target: object, args: Sequence[Any]) -> Tensor | None:
     return None
 
 
-def _for(*targets: object) -> Callable[[_Maker], _Maker]:
+def native_for(*targets: object) -> Callable[[_Maker], _Maker]:
+    """Register a function for calls of these overloads."""
+
     def register(maker: _Maker) -> _Maker:
         NATIVE.update(dict.fromkeys(targets, maker))
         return maker
@@ -88,7 +90,7 @@ def _for(*targets: object) -> Callable[[_Maker], _Maker]:
     return register
 
 
-def _is_real(value: object, *, constant: bool = False) -> bool:
+def is_real(value: object, *, constant: bool = False) -> bool:
     """Whether an argument is a float32 tensor; `constant` ones are contiguous too."""
     if not isinstance(value, Value) or value.meta.dtype != torch.float32 or not value.meta.numel():
         return False
@@ -103,7 +105,7 @@ def constant_of(value: Value | None) -> Tensor | None:
     return torch.as_strided(held, meta.shape, meta.stride(), held.storage_offset() + meta.storage_offset())
 
 
-@_for(_aten.layer_norm.default)
+@native_for(_aten.layer_norm.default)
 def _layer_norm(
     result: Tensor,
     x: Value,
@@ -115,7 +117,7 @@ def _layer_norm(
 ) -> NativeCall | None:
     width = math.prod(shape)
     ends = (weight, bias)
-    if not _is_real(x) or any(e is not None and not _is_real(e, constant=True) for e in ends):
+    if not is_real(x) or any(e is not None and not is_real(e, constant=True) for e in ends):
         return None
     rows = rows_of(x.meta, width) if len(shape) == 1 else None
     if rows is None:
@@ -124,7 +126,7 @@ def _layer_norm(
     return NativeCall(step, x, (), torch.empty(result.shape, device="meta"))
 
 
-@_for(_aten.scaled_dot_product_attention.default)
+@native_for(_aten.scaled_dot_product_attention.default)
 def _attention(  # noqa: PLR0913 - PyTorch's arguments
     result: Tensor,
     q: Value,
@@ -137,7 +139,7 @@ def _attention(  # noqa: PLR0913 - PyTorch's arguments
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> NativeCall | None:
-    if dropout_p or not all(_is_real(each) and each.meta.stride(-1) == 1 for each in (q, k, v)):
+    if dropout_p or not all(is_real(each) and each.meta.stride(-1) == 1 for each in (q, k, v)):
         return None
     qm, km, vm = (each.meta if each.meta.dim() == 4 else each.meta.unsqueeze(-3) for each in (q, k, v))
     if qm.dim() != 4 or not qm.shape[0] == km.shape[0] == vm.shape[0] or km.shape[:3] != vm.shape[:3]:
@@ -162,7 +164,7 @@ def _mapped(
     result: Tensor, x: Value, activation: str | None, kind: str = "add", number: float = 0.0, other: Value | None = None
 ) -> NativeCall | None:
     """Return an activation of x, of its sum with a number or a tensor, or of its product."""
-    if not _is_real(x) or result.dtype != torch.float32 or result.shape != x.meta.shape or not result.dim():
+    if not is_real(x) or result.dtype != torch.float32 or result.shape != x.meta.shape or not result.dim():
         return None
     width = result.shape[-1]
     metas = [x.meta] if other is None else [x.meta, other.meta.expand(result.shape)]
@@ -191,63 +193,68 @@ def _equal_rows(meta: Tensor, width: int) -> tuple[int, int] | None:
     return rows_of(meta, width)
 
 
-@_for(_aten.sub.Tensor)
+@native_for(_aten.sub.Tensor)
 def _subtract(result: Tensor, x: Any, other: Any, *, alpha: float = 1) -> NativeCall | None:
     return _add(result, x, other, alpha=-alpha)
 
 
-@_for(_aten.add.Tensor)
+@native_for(_aten.add.Tensor)
 def _add(result: Tensor, x: Any, other: Any, *, alpha: float = 1) -> NativeCall | None:
     if isinstance(other, (int, float)) and isinstance(x, Value):
         return _mapped(result, x, None, number=float(other) * alpha)
-    if not _is_real(x) or not _is_real(other):
+    if not is_real(x) or not is_real(other):
         return None
     if alpha == 1 and x.meta.shape != result.shape:
         x, other = other, x
     return _mapped(result, x, None, number=float(alpha), other=other)
 
 
-@_for(_aten.mul.Tensor)
+@native_for(_aten.mul.Tensor)
 def _multiply(result: Tensor, x: Any, other: Any) -> NativeCall | None:
     if isinstance(other, (int, float)) and isinstance(x, Value):
         return _mapped(result, x, None, "multiply", float(other))
-    if not _is_real(x) or not _is_real(other):
+    if not is_real(x) or not is_real(other):
         return None
     if x.meta.shape != result.shape:
         x, other = other, x
     return _mapped(result, x, None, "multiply", other=other)
 
 
-@_for(_aten.relu.default)
+@native_for(_aten.relu.default)
 def _relu(result: Tensor, x: Value) -> NativeCall | None:
     return _mapped(result, x, "relu")
 
 
-@_for(_aten.silu.default)
+@native_for(_aten.silu.default)
 def _silu(result: Tensor, x: Value) -> NativeCall | None:
     return _mapped(result, x, "silu")
 
 
-@_for(_aten.gelu.default)
+@native_for(_aten.gelu.default)
 def _gelu(result: Tensor, x: Value, *, approximate: str = "none") -> NativeCall | None:
     return _mapped(result, x, "gelu") if approximate == "none" else None
 
 
-@_for(_aten.hardtanh.default)
+@native_for(_aten.relu6.default)
+def _relu6(result: Tensor, x: Value) -> NativeCall | None:
+    return _mapped(result, x, "relu6")
+
+
+@native_for(_aten.hardtanh.default)
 def _hardtanh(result: Tensor, x: Value, low: float = -1, high: float = 1) -> NativeCall | None:
     return _mapped(result, x, "relu6") if (low, high) == (0, 6) else None
 
 
-@_for(_aten.embedding.default)
+@native_for(_aten.embedding.default)
 def _embedding(result: Tensor, weight: Value, ids: Value, _padding: int = -1, *_rest: bool) -> NativeCall | None:
-    table = constant_of(weight) if _is_real(weight, constant=True) else None
+    table = constant_of(weight) if is_real(weight, constant=True) else None
     plain = isinstance(ids, Value) and ids.meta.dtype == torch.int64 and ids.meta.is_contiguous() and ids.meta.numel()
     if table is None or not plain or table.dim() != _MOST_TABLE_DIMS:
         return None
     return NativeCall(gather_call(ids.meta.numel(), table), ids, (), torch.empty(result.shape, device="meta"))
 
 
-@_for(_aten.contiguous.default, _aten.clone.default, _aten.reshape.default, _aten.flatten.using_ints)
+@native_for(_aten.contiguous.default, _aten.clone.default, _aten.reshape.default, _aten.flatten.using_ints)
 def _copy(result: Tensor, x: Value, *_rest: Any, **_more: Any) -> NativeCall | None:
     """Return a copy: on the device "meta" these calls gave memory of their own, so x is not contiguous."""
     if not isinstance(x, Value) or not result.is_contiguous() or result.dtype != x.meta.dtype:

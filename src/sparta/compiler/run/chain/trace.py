@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from sparta.compiler.run.chain.images import image_layer
 from sparta.compiler.run.chain.native import NativeCall, constant_of, native_call, result_of
 from sparta.compiler.run.chain.values import (
     Constant,
@@ -29,6 +30,7 @@ from sparta.compiler.run.chain.values import (
 from sparta.compiler.run.kernel_module import KernelModule
 from sparta.modules import member
 from sparta.specialize.cpu.chain import ImageProduct, Product
+from sparta.specialize.linear.cpu_bf16_panel import bf16_dense_product, bf16_dense_tile, bf16_dense_values
 from sparta.specialize.linear.cpu_dense import dense_product, dense_tile, dense_values
 
 __all__ = ["ImageItem", "Item", "Linear", "Native", "PythonCall", "Trace"]
@@ -189,6 +191,8 @@ class Trace:
         if key not in self.packed:
             self.packed[key] = tensor.float()
         found: Tensor = self.packed[key]
+        if tensor.dtype == torch.bfloat16:
+            self.packed["bf16", found.data_ptr()] = True
         return found
 
     def _narrow_outputs(self) -> None:
@@ -240,7 +244,8 @@ class Trace:
         found = self._storages.find(result) or self._folded(target, args, kwargs, result)
         if found is not None:
             return found
-        if target is torch.ops.aten.linear.default and (dense := self._dense(*args, **kwargs)) is not None:
+        dense = self._dense_layer(target, args, kwargs)
+        if dense is not None:
             return dense
         native = native_call(target, args, kwargs, result)
         return self._python(target, args, kwargs, result) if native is None else self._native(native)
@@ -315,6 +320,13 @@ class Trace:
         meta = torch.empty(shape, dtype=lowering.result_dtype(dtype, fused.attributes), device="meta")
         return self._python(run, (x, residual), {}, meta)
 
+    def _dense_layer(self, target: Any, args: Any, kwargs: Any) -> Value | None:
+        """Return a layer with fixed dense tensors as a product of rows or of images."""
+        if target is torch.ops.aten.linear.default:
+            return self._dense(*args, **kwargs)
+        layer = image_layer(target, self.packed, args, kwargs)
+        return None if layer is None else self._image(layer, self._contiguous(args[0]), None)
+
     def _dense(self, x: Value, weight: Value, bias: Value | None = None) -> Value | None:
         """Return a dense layer with fixed tensors as a product, where there are tokens enough to fill vectors."""
         fixed, shift = constant_of(weight), constant_of(bias)
@@ -323,15 +335,28 @@ class Trace:
         tokens = x.meta.shape[:-1].numel()
         if tokens < _FEWEST_TOKENS:
             return None
-        tile = dense_tile(tokens, fixed.shape[1])
-        key = (fixed.data_ptr(), fixed.shape, str(tile))
-        if key not in self.packed:
-            stored = ("values", *key[:2], tile.block, tile.k_chunk)
-            if stored not in self.packed:
-                self.packed[stored] = dense_values(fixed, tile)
-            self.packed[key] = dense_product(fixed, shift, tile, self.packed[stored])
-        product = self.packed[key]
+        product = self._packed_dense(fixed, shift, tokens)
         return None if product is None else self._linear(product, x, None)
+
+    def _packed_dense(self, weight: Tensor, bias: Tensor | None, tokens: int) -> Product | None:
+        """Return a dense layer as a product, in bf16 where the model is and the processor computes in it."""
+        known = weight.numel() > 0 and ("bf16", weight.data_ptr()) in self.packed
+        short = bf16_dense_tile(tokens) if known else None
+        tile = dense_tile(tokens, weight.shape[1])
+        which = (weight.data_ptr(), weight.shape)
+        key = (*which, None if bias is None else bias.data_ptr(), str(short or tile))
+        stored = ("values", *which, *((tile.block, tile.k_chunk) if short is None else (short.form,)))
+        if stored not in self.packed:
+            self.packed[stored] = dense_values(weight, tile) if short is None else bf16_dense_values(weight, short)
+        if key not in self.packed:
+            values = self.packed[stored]
+            self.packed[key] = (
+                dense_product(weight, bias, tile, values)
+                if short is None
+                else bf16_dense_product(weight, bias, short, values)
+            )
+        found: Product | None = self.packed[key]
+        return found
 
     def _linear(self, product: Product, x: Value, residual: Value | None) -> Value | None:
         rows = rows_of(x.meta, product.inputs)
@@ -347,6 +372,14 @@ class Trace:
         result = self._made(torch.empty(shape, dtype=product.output, device="meta"))
         self.items.append(Linear(product, x, residual, result, *rows))
         return result
+
+    def _contiguous(self, x: Value) -> Value:
+        """Return images as layers of images read them, copied where they lie in another way."""
+        if x.meta.is_contiguous():
+            return x
+        result = torch.empty(x.meta.shape, dtype=x.meta.dtype, device="meta")
+        copy = native_call(torch.ops.aten.contiguous.default, (x,), {}, result)
+        return x if copy is None else self._native(copy)
 
     def _image(self, product: Callable[..., Any], x: Value, residual: Value | None) -> Value | None:
         plain = x.meta.dtype == torch.float32 and x.meta.is_contiguous() and x.meta.numel() > 0

@@ -1,7 +1,10 @@
 // The C interface of the CPU kernels: plain structures and pointers, no exceptions, an error code for what this library
 // does not hold. It is compiled once for each instruction set; the caller loads the one that fits the machine.
+#include "bf16.h"
 #include "chain.h"
 #include "conv.h"
+#include "dense_conv.h"
+#include "depthwise.h"
 #include "decode_greedy.h"
 #include "gemv.h"
 #include "generated.h"
@@ -46,6 +49,17 @@ SPARTA_EXPORT int sparta_multiply_conv(const sparta::PanelMatrix* matrix, const 
   return sparta::multiply_conv(*matrix, *call) ? kDone : kNoMemory;
 }
 
+SPARTA_EXPORT int sparta_dense_conv(const sparta::DenseConvCall* call) {
+  if (!sparta::knows_dense_tile(*call)) return kUnknownTile;
+  if (call->conv.images <= 0) return kDone;
+  return sparta::multiply_dense_conv(*call) ? kDone : kNoMemory;
+}
+
+SPARTA_EXPORT int sparta_depthwise(const sparta::DepthwiseCall* call) {
+  if (call->planes <= 0) return kDone;
+  return sparta::depthwise(*call) ? kDone : kNoMemory;
+}
+
 SPARTA_EXPORT int sparta_multiply_int8(const sparta::PanelMatrix* matrix, const sparta::Int8Call* call) {
   for (int vectors = 1; vectors <= matrix->mv; ++vectors) {
     if (!sparta::find_int8_kernel(matrix->bn, vectors)) return kUnknownTile;
@@ -63,6 +77,15 @@ SPARTA_EXPORT int sparta_multiply_int8_conv(const sparta::PanelMatrix* matrix, c
   if (call->conv.images <= 0 || matrix->channels <= 0) return kDone;
   return sparta::multiply_int8_conv(*matrix, *call) ? kDone : kNoMemory;
 }
+
+SPARTA_EXPORT int sparta_multiply_bf16(const sparta::PanelMatrix* matrix, const sparta::PanelCall* call) {
+  if (!sparta::knows_bf16(*matrix)) return kUnknownTile;
+  if (call->tokens <= 0 || matrix->channels <= 0) return kDone;
+  return sparta::multiply_bf16(*matrix, *call) ? kDone : kNoMemory;
+}
+
+// What this processor computes in bf16 by instructions of its own: 1 for products of pairs, 2 for tiles.
+SPARTA_EXPORT int sparta_bf16_units() { return (sparta::has_bf16() ? 1 : 0) + (sparta::has_tiles() ? 2 : 0); }
 
 SPARTA_EXPORT int sparta_multiply_short(const sparta::ShortMatrix* matrix, const sparta::StreamCall* call) {
   if (!sparta::knows_short(*matrix)) return kUnknownTile;

@@ -4,7 +4,10 @@
 #pragma once
 
 #include "attention.h"
+#include "bf16.h"
 #include "conv.h"
+#include "dense_conv.h"
+#include "depthwise.h"
 #include "gemv.h"
 #include "int8.h"
 #include "int8_conv.h"
@@ -30,6 +33,11 @@ enum StepKind : int32_t {
   kStepAttention = 11,
   kStepPack = 12,
   kStepPackInt8 = 13,
+  kStepBf16 = 14,
+  kStepPackBf16 = 15,
+  kStepDenseConv = 20,
+  kStepDepthwise = 21,
+  kStepMean = 22,
 };
 
 enum ChainResult : int { kChainDone = 0, kChainNoMemory = 2, kChainNoRow = 3 };
@@ -71,7 +79,11 @@ class ChainRun {
       case kStepStream: return code(multiply_stream(*matrix<StreamMatrix>(step), product<StreamCall>(step)));
       case kStepShort: return code(multiply_short(*matrix<ShortMatrix>(step), product<StreamCall>(step)));
       case kStepInt8: return code(multiply_int8(*matrix<PanelMatrix>(step), product<Int8Call>(step)));
+      case kStepBf16: return code(multiply_bf16(*matrix<PanelMatrix>(step), product<PanelCall>(step)));
       case kStepConv: return code(multiply_conv(*matrix<PanelMatrix>(step), product<ConvCall>(step)));
+      case kStepDenseConv: return dense_conv(step);
+      case kStepDepthwise: return code(depthwise(product<DepthwiseCall>(step)));
+      case kStepMean: return mean_planes(simple<MeanCall>(step)), kChainDone;
       case kStepPool: return code(max_pool(simple<PoolCall>(step)));
       case kStepNorm: return norm_rows(simple<NormCall>(step)), kChainDone;
       case kStepCopy: return copy_strided(simple<CopyCall>(step)), kChainDone;
@@ -81,6 +93,7 @@ class ChainRun {
       case kStepInt8Conv: return int8_conv(step);
       case kStepPack: return pack(step);
       case kStepPackInt8: return pack_int8(step);
+      case kStepPackBf16: return pack_bf16(step);
       default: return kChainNoMemory;
     }
   }
@@ -143,6 +156,15 @@ class ChainRun {
     return code(attend_all(call));
   }
 
+  int dense_conv(const ChainStep& step) const {
+    DenseConvCall call = *static_cast<const DenseConvCall*>(step.call);
+    call.conv.x = at<float>(step.places[0]);
+    call.conv.y = at<float>(step.places[1]);
+    call.conv.residual = at<float>(step.places[2]);
+    call.conv.threads = threads_;
+    return code(multiply_dense_conv(call));
+  }
+
   int int8_conv(const ChainStep& step) const {
     Int8ConvCall call = *static_cast<const Int8ConvCall*>(step.call);
     call.image = at<std::remove_pointer_t<decltype(call.image)>>(step.places[0]);
@@ -157,6 +179,13 @@ class ChainRun {
     const PackCall& call = *static_cast<const PackCall*>(step.call);
     pack_panels(at<float>(step.places[0]), call.stride, call.tokens, call.channels, call.mv, at<float>(step.places[1]),
                 threads_);
+    return kChainDone;
+  }
+
+  int pack_bf16(const ChainStep& step) const {
+    const PackCall& call = *static_cast<const PackCall*>(step.call);
+    pack_bf16_panels(at<float>(step.places[0]), call.stride, call.tokens, call.channels, call.mv,
+                     at<int32_t>(step.places[1]), threads_);
     return kChainDone;
   }
 

@@ -1,0 +1,216 @@
+// Dense convolutions: a product of a packed weight with the tokens of an image, nothing of it skipped. A band of tokens is
+// copied as conv.h does it, once for each shift of the taps along a row, so that tokens have no gaps and whole vectors are
+// stored; all rows share one table of offsets. Groups of channels are images of their own with weights of their own:
+// contiguous images times groups lie one behind the other.
+#pragma once
+
+#include "conv.h"
+
+namespace sparta {
+
+struct DenseConvCall {
+  ConvCall conv;            // of images times groups, with the channels of one group; rows are out_columns wide
+  const float* values;      // [groups][chunks][blocks of bn rows][columns of the chunk][bn]
+  const uint32_t* offsets;  // [columns], bytes from a token to the input value that a column multiplies
+  int64_t groups;
+  int64_t outputs;  // rows of one group
+  int64_t columns;  // input channels of one group times taps
+  int64_t chunk;    // columns that all tokens are multiplied with before the next ones
+  int32_t bn;
+  int32_t mv;
+};
+
+// Blocks [begin, end) of rows times the columns of one chunk, for one tile of tokens.
+struct DenseRows {
+  const float* x;           // the first token; offsets count from here
+  const uint32_t* offsets;
+  const float* values;      // of block 0
+  int64_t columns;
+  int64_t begin;
+  int64_t end;
+  int64_t outputs;
+  float* y;                 // the first token in row 0
+  int64_t stride;           // floats between two rows
+  int64_t count;            // tokens that are stored
+  bool adds;                // to what is stored already
+  const RowsFinish* finish; // null stores sums as they are
+};
+
+template <bool Whole>
+SPARTA_INLINE void put_dense(const DenseRows& task, const RowsFinish& finish, Vec sum, Vec shift, float* y,
+                             int64_t count) {
+  if (task.adds) sum += Whole ? load(y) : load_some(y, count);
+  if (task.finish) {
+    sum += shift;
+    sum = sum < splat(finish.floor) ? splat(finish.floor) : sum;  // NaN is not below and stays
+    sum = sum > splat(finish.ceiling) ? splat(finish.ceiling) : sum;
+    if (finish.residual) {
+      const float* residual = finish.residual + (y - task.y);
+      sum += Whole ? load(residual) : load_some(residual, count);
+    }
+    sum = sum < splat(finish.last_floor) ? splat(finish.last_floor) : sum;
+  }
+  if constexpr (Whole) {
+    store(y, sum);
+  } else {
+    store_some(y, sum, count);
+  }
+}
+
+template <int BN, int MV>
+void multiply_dense_rows(const DenseRows& task) {
+  const RowsFinish finish = task.finish ? *task.finish : RowsFinish{};
+  for (int64_t block = task.begin; block < task.end; ++block) {
+    const int64_t row = block * BN;
+    float* y = task.y + row * task.stride;
+    const int64_t rows = std::min<int64_t>(BN, task.outputs - row);
+    for (int64_t r = 0; r < rows; ++r) announce<MV>(y + r * task.stride);
+    Vec sums[BN][MV] = {};
+    multiply<BN, MV, false>(task.x, task.offsets, task.values + block * task.columns * BN, task.columns, 0, sums);
+#pragma GCC unroll 8
+    for (int r = 0; r < BN; ++r) {
+      if (r >= rows) break;
+      const Vec shift = splat(finish.bias ? finish.bias[row + r] : -0.0f);  // adding -0 changes nothing, not even a -0
+#pragma GCC unroll 4
+      for (int j = 0; j < MV; ++j) {
+        float* to = y + r * task.stride + j * kLanes;
+        if (j + 1 < MV || task.count >= MV * kLanes) {
+          put_dense<true>(task, finish, sums[r][j], shift, to, kLanes);
+        } else {
+          put_dense<false>(task, finish, sums[r][j], shift, to, task.count - j * kLanes);
+        }
+      }
+    }
+  }
+}
+
+using DenseKernel = void (*)(const DenseRows&);
+
+// Null for a tile that this library does not hold.
+inline DenseKernel find_dense_kernel(int32_t bn, int64_t mv) {
+  if (bn == 4) {
+    if (mv == 1) return multiply_dense_rows<4, 1>;
+    if (mv == 2) return multiply_dense_rows<4, 2>;
+    if (mv == 3) return multiply_dense_rows<4, 3>;
+  }
+  if (bn == 8) {
+    if (mv == 1) return multiply_dense_rows<8, 1>;
+    if (mv == 2) return multiply_dense_rows<8, 2>;
+    if (mv == 3) return multiply_dense_rows<8, 3>;
+  }
+  return nullptr;
+}
+
+// Activations that take more than registers, over what is stored already.
+template <Activation Act>
+inline void finish_dense(float* y, int64_t stride, int64_t first, int64_t last, int64_t count, const float* bias,
+                         const float* residual) {
+  for (int64_t row = first; row < last; ++row) {
+    const Vec shift = splat(bias ? bias[row] : -0.0f);
+    for (int64_t j = 0; j < count; j += kLanes) {
+      const int64_t at = row * stride + j;
+      Vec sum = activate<Act>(load_some(y + at, count - j) + shift);
+      if (residual) sum += load_some(residual + at, count - j);
+      store_some(y + at, activate_last<Act>(sum), count - j);
+    }
+  }
+}
+
+// What is the same for all tiles of a band; pointers are those of its image and group.
+struct DenseBand {
+  const DenseConvCall* call;
+  const float* x;  // token 0 of the image
+  const float* values;
+  const float* bias;
+  const float* residual;
+  float* y;
+};
+
+// Tokens [begin, begin + count) of a band in blocks [first, last) of rows and one chunk of columns.
+inline void multiply_dense_tile(const DenseBand& band, int64_t begin, int64_t count, int64_t vectors, int64_t column,
+                                int64_t first, int64_t last) {
+  const DenseConvCall& call = *band.call;
+  const int64_t plane = call.conv.out_rows * call.conv.out_columns;
+  const int64_t blocks = ceil_div(call.outputs, call.bn);
+  const int64_t columns = std::min(call.chunk, call.columns - column);
+  const bool ends = column + columns == call.columns, in_registers = fits_registers(call.conv.activation);
+  const float* residual = band.residual ? band.residual + begin : nullptr;
+  const RowsFinish finish = rows_finish(band.bias, residual, call.conv.activation);
+  find_dense_kernel(call.bn, vectors)(DenseRows{band.x + begin, call.offsets + column,
+                                                band.values + column * blocks * call.bn, columns, first, last,
+                                                call.outputs, band.y + begin, plane, count, column > 0,
+                                                ends && in_registers ? &finish : nullptr});
+  if (!ends || in_registers) return;
+  with_activation(call.conv.activation, [&](auto tag) {
+    finish_dense<decltype(tag)::value>(band.y + begin, plane, first * call.bn, std::min(last * call.bn, call.outputs),
+                                       count, band.bias, residual);
+  });
+}
+
+// The blocks [first, last) of rows of one band; false when memory ran out.
+inline bool multiply_dense_band(const DenseConvCall& given, int64_t index, int64_t first, int64_t last) {
+  static thread_local Scratch scratch;
+  const ConvCall& call = given.conv;
+  const int64_t tokens = call.out_rows * call.out_columns, bands = ceil_div(tokens, call.band_tokens);
+  const int64_t start = index % bands * call.band_tokens, image = index / bands, group = image % given.groups;
+  const Band band{image, start, std::min(call.band_tokens, tokens - start)};
+  const float* x = call.x + image * call.x_strides[0];
+  if (!call.direct) {
+    float* copy = scratch.get(call.slots * call.in_channels * call.plane + kMostTokens);
+    if (!copy) return false;
+    for (int64_t slot = 0; slot < call.slots; ++slot) {
+      pack_slot(call, band, slot, copy + slot * call.in_channels * call.plane);
+    }
+    x = copy - band.first;
+  }
+  const int64_t pixels = image * given.outputs * tokens, rows = ceil_div(given.outputs, given.bn) * given.bn;
+  const DenseBand task{&given,
+                       x,
+                       given.values + group * rows * given.columns,
+                       call.bias ? call.bias + group * given.outputs : nullptr,
+                       call.residual ? call.residual + pixels : nullptr,
+                       call.y + pixels};
+  // Tiles differ by one vector at most: one that is much narrower than the others would wait for its own sums.
+  const int64_t vectors = ceil_div(band.tokens, kLanes), tiles = ceil_div(vectors, given.mv);
+  for (int64_t column = 0; column < given.columns; column += given.chunk) {
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t from = vectors * tile / tiles, each = vectors * (tile + 1) / tiles - from;
+      int64_t begin = band.first + from * kLanes;
+      const int64_t count = std::min(each * kLanes, band.first + band.tokens - begin);
+      // The input itself has no room behind it: there, the last tile begins earlier, over tokens that are computed already.
+      if (call.direct) begin += count - each * kLanes;
+      multiply_dense_tile(task, begin, call.direct ? each * kLanes : count, each, column, first, last);
+    }
+  }
+  return true;
+}
+
+inline bool multiply_dense_conv(const DenseConvCall& call) {
+  const int64_t bands = ceil_div(call.conv.out_rows * call.conv.out_columns, call.conv.band_tokens);
+  const int64_t blocks = ceil_div(call.outputs, call.bn), each = kBlockRows / call.bn, parts = ceil_div(blocks, each);
+  const int64_t units = call.conv.images * bands * parts;
+  bool enough_memory = true;
+  parallel(call.conv.threads, [&](int64_t index, int64_t count) {
+    int64_t at = units * index / count;
+    const int64_t end = units * (index + 1) / count;
+    while (at < end) {
+      const int64_t band = at / parts, stop = std::min(end, (band + 1) * parts);
+      if (!multiply_dense_band(call, band, (at - band * parts) * each, std::min((stop - band * parts) * each, blocks))) {
+#pragma omp atomic write
+        enough_memory = false;
+        return;
+      }
+      at = stop;
+    }
+  });
+  return enough_memory;
+}
+
+inline bool knows_dense_tile(const DenseConvCall& call) {
+  for (int64_t vectors = 1; vectors <= call.mv; ++vectors) {
+    if (!find_dense_kernel(call.bn, vectors)) return false;
+  }
+  return call.mv >= 1;
+}
+
+}  // namespace sparta

@@ -1,0 +1,159 @@
+"""Networks of images as one chain: dense and sparse convolutions, norms and poolings without Python in between."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import sparta
+from sparta.compiler.run.chain.chained import Chained, chainable
+from sparta.compiler.run.chain.trace import ImageItem, Trace
+from sparta.measure.machine import probe_compiler
+
+pytestmark = pytest.mark.skipif(probe_compiler()[0] is None, reason="needs a C++ compiler")
+
+
+class Block(nn.Module):
+    """A residual block with a side way."""
+
+    def __init__(self, inputs, outputs, stride=1):
+        super().__init__()
+        self.one, self.two = nn.Conv2d(inputs, outputs, 1, bias=False), nn.Conv2d(outputs, outputs, 3, stride, 1)
+        self.norm, self.side = nn.BatchNorm2d(outputs), nn.Conv2d(inputs, outputs, 1, stride)
+
+    def forward(self, x):
+        return functional.relu(self.two(functional.relu(self.norm(self.one(x)))) + self.side(x))
+
+
+class Inverted(nn.Module):
+    """A depthwise layer between two of single pixels, and what came in."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Conv2d(width, 3 * width, 1), nn.Conv2d(3 * width, width, 1)
+        self.each = nn.Conv2d(3 * width, 3 * width, 3, padding=1, groups=3 * width)
+
+    def forward(self, x):
+        return x + self.down(functional.relu6(self.each(functional.silu(self.up(x)))))
+
+
+class Small(nn.Module):
+    """All that images meet."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.before = nn.Conv2d(3, 8, 7, 2, 3), nn.BatchNorm2d(8)
+        self.block, self.inverted = Block(8, 12, 2), Inverted(12)
+        self.grouped, self.head = nn.Conv2d(12, 8, 3, groups=4), nn.Linear(8, 5)
+
+    def forward(self, x):
+        y = functional.max_pool2d(self.stem(x), 3, 2, 1)
+        y = functional.relu(self.before(y))  # after a pooling, so that it is not folded
+        y = functional.avg_pool2d(self.inverted(self.block(y)), 2, 1)
+        return self.head(functional.adaptive_avg_pool2d(self.grouped(y), 1).flatten(1))
+
+
+def trained(model):
+    """A model whose norms have seen something."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2.0)
+    return model.eval()
+
+
+def chain_of(model, x):
+    graph = sparta.compile(model, x, tune="off").graph
+    assert chainable(graph)
+    chain = Chained(graph)
+    program = chain.program(x)
+    assert program is not None
+    return chain, program, graph
+
+
+def near(y, truth):
+    torch.testing.assert_close(y, truth, rtol=1e-4, atol=1e-5)
+
+
+def test_a_dense_network_is_one_call_and_layers_do_what_follows_them():
+    model, x = trained(Small()), torch.randn(3, 3, 45, 38)
+    chain, program, graph = chain_of(model, x)
+    assert program.calls == 0
+    # The stem, a pooling, the norm, three of each block, three more and the head: activations and sums are no steps.
+    assert program.steps == 13
+    with torch.no_grad():
+        near(chain(x)[0], model(x))
+        near(chain(x[:2])[0], model(x[:2]))
+        near(chain(x.contiguous(memory_format=torch.channels_last))[0], model(x))
+    trace = Trace(graph, (x,), 1)
+    assert sum(isinstance(item, ImageItem) for item in trace.items) == 10
+
+
+def test_a_network_that_is_partly_sparse_is_one_chain(forced):
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 1), nn.AvgPool2d(2)
+    ).eval()
+    with torch.no_grad():
+        model[2].weight *= (torch.rand(4, 8, 3, 3) < 0.2).repeat_interleave(4, 0)
+    x = torch.randn(2, 3, 17, 19)
+    chain, program, _ = chain_of(model, x)
+    assert program.calls == 0
+    with torch.no_grad():
+        near(chain(x)[0], model(x))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: functional.avg_pool2d(x, 3, 2, 1),
+        lambda x: functional.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+        lambda x: functional.avg_pool2d(x, (2, 3), ceil_mode=True),
+        lambda x: functional.avg_pool2d(x, 2, divisor_override=3),
+        lambda x: functional.adaptive_avg_pool2d(x, (3, 1)),
+        lambda x: functional.max_pool2d(x, (3, 2), ceil_mode=True, dilation=2),
+        lambda x: x.mean((2, 3)),
+        lambda x: x.mean((-1, -2), keepdim=True),
+        lambda x: x.mean(1),
+        lambda x: x.mean(-1),
+    ],
+)
+def test_poolings_and_means_are_pytorchs(function):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Conv2d(2, 4, 3, dilation=2, bias=False), nn.Conv2d(4, 6, 3, (2, 1), "valid")
+
+        def forward(self, x):
+            return function(self.two(functional.relu(self.one(x))))
+
+    model, x = Net().eval(), torch.randn(2, 2, 23, 18)
+    chain, _, _ = chain_of(model, x)
+    with torch.no_grad():
+        near(chain(x)[0], model(x))
+        assert chain(x[:0])[0].shape == model(x[:0]).shape
+
+
+def test_sequences_are_convolved_too():
+    model = nn.Sequential(nn.Conv1d(4, 8, 5, padding=2), nn.ReLU(), nn.Conv1d(8, 8, 3, 2, groups=8), nn.Conv1d(8, 3, 1))
+    x = torch.randn(2, 4, 33)
+    chain, program, _ = chain_of(model.eval(), x)
+    assert program.calls == 0
+    with torch.no_grad():
+        near(chain(x)[0], model(x))
+
+
+def test_a_result_that_two_read_is_not_changed_for_one():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.three = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(3, 4, 1)
+
+        def forward(self, x):
+            y = self.one(x)
+            return functional.relu(y) + self.two(y), functional.relu(self.three(x) + y), y
+
+    model, x = Twice().eval(), torch.randn(1, 3, 9, 9)
+    chain, _, _ = chain_of(model, x)
+    with torch.no_grad():
+        for one, two in zip(chain(x), model(x), strict=True):
+            near(one, two)

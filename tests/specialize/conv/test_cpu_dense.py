@@ -1,0 +1,145 @@
+"""Dense and depthwise convolutions of the library against float64: any geometry, size, chunk, instruction set."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from sparta.errors import ShapeError, ValueRangeError
+from sparta.measure.machine import probe_compiler
+from sparta.specialize.conv.cpu_dense import DenseConv, DepthwiseConv, dense_images
+from sparta.specialize.conv.spec import ConvGeometry, dense_conv
+from sparta.specialize.cpu import runnable_isas
+from sparta.testing import check
+
+pytestmark = pytest.mark.skipif(probe_compiler()[0] is None, reason="needs a C++ compiler")
+ACTIVATIONS = {
+    None: lambda y: y,
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+    "relu6": functional.relu6,
+}
+
+
+@st.composite
+def problems(draw):
+    """A geometry, the shape of a weight that fits it, and the size of an image that holds its kernel."""
+    dims, depthwise = draw(st.sampled_from([1, 2, 2, 2])), draw(st.booleans())
+    groups = draw(st.sampled_from([2, 5, 9] if depthwise else [1, 1, 2, 3]))
+    geometry = ConvGeometry(
+        stride=tuple(draw(st.sampled_from([1, 1, 2, 3])) for _ in range(dims)),
+        padding=tuple((draw(st.integers(0, 3)), draw(st.integers(0, 3))) for _ in range(dims)),
+        dilation=tuple(draw(st.sampled_from([1, 1, 2])) for _ in range(dims)),
+        groups=groups,
+    )
+    each = 1 if depthwise else draw(st.sampled_from([1, 2, 19, 40]))
+    outputs = groups * draw(st.sampled_from([1, 2, 4, 7, 40]))
+    kernel = (draw(st.sampled_from([1, 3, 5])),) * dims
+    if draw(st.booleans()):
+        kernel = tuple(draw(st.sampled_from([1, 2, 3, 7])) for _ in range(dims))
+    size = []
+    for dim in range(dims):
+        least = geometry.dilation[dim] * (kernel[dim] - 1) + 1 - sum(geometry.padding[dim])
+        size.append(max(draw(st.integers(1, 40)), least, 1))
+    return geometry, (outputs, each, *kernel), tuple(size)
+
+
+@settings(max_examples=80)
+@given(problems(), st.sampled_from(runnable_isas()), st.sampled_from([0, 1, 3]), st.data())
+def test_the_result_is_that_of_the_convolution(problem, isa, batch, data):
+    geometry, shape, size = problem
+    weight, x = torch.randn(shape), torch.randn(batch, shape[1] * geometry.groups, *size)
+    if data.draw(st.booleans()):
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    bias = data.draw(st.sampled_from([None, torch.randn(shape[0])]))
+    activation = data.draw(st.sampled_from(list(ACTIVATIONS)))
+    truth = dense_conv(x.double(), weight.double(), None if bias is None else bias.double(), geometry)
+    truth = ACTIVATIONS[activation](truth)
+    residual = data.draw(st.sampled_from([None, torch.randn(truth.shape)]))
+    truth = truth if residual is None else truth + residual.double()
+    conv = dense_images(shape, geometry, isa)
+    if isinstance(conv, DenseConv):
+        conv._chunk = data.draw(st.sampled_from([conv._chunk, 1, 7, 30]))
+    y = conv(x, conv.pack(weight), bias, activation, residual, threads=data.draw(st.sampled_from([1, 2, 3])))
+    assert y.is_contiguous()
+    check(y, truth, reduction=max(128, weight[0].numel()))
+
+
+@pytest.mark.parametrize("isa", runnable_isas())
+@pytest.mark.parametrize(
+    ("shape", "geometry", "size"),
+    [
+        ((40, 70, 1, 1), ConvGeometry.make(2), 31),
+        ((16, 300, 3, 3), ConvGeometry.make(2, padding=1), 30),
+        ((32, 3, 7, 7), ConvGeometry.make(2, stride=2, padding=3), 61),
+        ((20, 600, 1, 1), ConvGeometry.make(2), 7),
+    ],
+)
+def test_large_images_are_cut_into_bands_and_long_sums_into_chunks(isa, shape, geometry, size):
+    weight, x, residual = torch.randn(shape), torch.randn(2, shape[1], size, size), None
+    conv = DenseConv(shape, geometry, isa)
+    truth = dense_conv(x.double(), weight.double(), None, geometry)
+    residual = torch.randn(truth.shape)
+    y = conv(x, conv.pack(weight), None, "relu_last", residual, threads=3)
+    check(y, functional.relu(truth + residual.double()), reduction=weight[0].numel())
+
+
+@pytest.mark.parametrize("groups", [1, 6])
+def test_what_is_no_number_stays_where_it_belongs(groups):
+    geometry = ConvGeometry.make(2, padding=1, groups=groups)
+    weight, x = torch.randn(12, 6 // groups, 3, 3), torch.randn(1, 6, 9, 9)
+    x[0, 2, 4, 4], x[0, 5, 0, 8] = torch.nan, torch.inf
+    conv = dense_images(tuple(weight.shape), geometry)
+    truth = functional.relu(dense_conv(x, weight, None, geometry))
+    torch.testing.assert_close(conv(x, conv.pack(weight), None, "relu"), truth, equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
+def test_short_dtypes_are_computed_in_float32():
+    conv = DepthwiseConv((4, 1, 3), ConvGeometry.make(1, groups=4))
+    weight, x = torch.randn(4, 1, 3), torch.randn(2, 4, 9).bfloat16()
+    y = conv(x, conv.pack(weight))
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, functional.conv1d(x.float(), weight, groups=4).bfloat16())
+
+
+def test_the_short_way_and_copies_give_the_same():
+    geometry = ConvGeometry.make(2, padding=1)
+    conv, x = DenseConv((8, 3, 3, 3), geometry), torch.randn(2, 3, 11, 12)
+    values, bias, residual = conv.pack(torch.randn(8, 3, 3, 3)), torch.randn(8), torch.randn(2, 8, 11, 12)
+    y = conv(x, values, bias, "silu", residual)
+    call = conv.fast_path(values, bias, "silu")
+    assert torch.equal(call(x, residual), y)
+    assert torch.equal(copy.deepcopy(conv)(x, values, bias, "silu", residual), y)
+    assert call(x.double()) is None
+    assert call(x, residual[:1]) is None
+    assert conv.fast_path(values, bias.double()) is None
+    assert conv.product(values, bias.double()) is None
+    assert conv.product(values, bias)((2, 4, 11, 12), 1) is None
+    assert conv.product(values, bias)((0, 3, 11, 12), 1) is None
+
+
+def test_wrong_arguments_are_refused():
+    conv, x = DenseConv((8, 3, 3, 3), ConvGeometry.make(2)), torch.randn(1, 3, 5, 5)
+    values = conv.pack(torch.randn(8, 3, 3, 3))
+    for wrong in (torch.randn(1, 4, 5, 5), torch.randn(3, 5, 5), torch.randn(1, 3, 2, 5)):
+        with pytest.raises(ShapeError):
+            conv(wrong, values)
+    with pytest.raises(ShapeError):
+        conv(x, values, torch.randn(7))
+    with pytest.raises(ShapeError):
+        conv(x, values, residual=torch.randn(1, 8, 5, 5))
+    with pytest.raises(ValueRangeError):
+        conv(x.double(), values)
+    with pytest.raises(ValueRangeError):
+        conv(x, values, threads=0)
+    for make in (conv, DepthwiseConv((4, 1, 3), ConvGeometry.make(1, groups=4))):
+        with pytest.raises(ShapeError):
+            make.pack(torch.randn(8, 3, 3, 4))
+    with pytest.raises(ShapeError):
+        DenseConv((8, 3, 3), ConvGeometry.make(2))
+    with pytest.raises(ShapeError):
+        DepthwiseConv((8, 3, 3), ConvGeometry.make(1))
