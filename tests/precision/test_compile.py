@@ -9,6 +9,10 @@ from torch import nn
 import sparta
 from compiler.conftest import forcing
 from sparta.compiler.aot.layers import DenseLayer
+from sparta.compiler.api import compile_in
+from sparta.compiler.clock import Rounds
+from sparta.compiler.precise import Wanted, compiled_at
+from sparta.compiler.session import Session
 from sparta.create import quantize as training
 from sparta.errors import ArgumentError, FileFormatError, NameNotFoundError, ValueRangeError
 from sparta.files import load_tensors, save_tensors
@@ -242,6 +246,46 @@ def test_bf16_keeps_the_interface():
     kept = sparta.compile(model, x, precision="bf16", max_loss=1e-6, tune="off")
     assert torch.equal(kept(x), model(x).detach())
     assert "bf16 costs" in kept.report.full
+
+
+@pytest.mark.parametrize("faster", ["bf16", "fp32"])
+def test_bf16_runs_only_where_it_is_faster_than_the_model_as_it_was(faster):
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), torch.randn(4, 32)
+    shares, compared = [], []
+
+    def one(given, spec, activations, share):
+        shares.append(share)
+        return compile_in(Session(tune="off"), given, [x], spec, activations=activations)
+
+    def compare(models):
+        compared.append(list(models))
+        return Rounds({name: [1.0 if name == faster else 2.0] * 3 for name in models})
+
+    fast = compiled_at(Wanted("bf16"), model, [x], None, one, compare)
+    assert (shares, compared) == ([0.5, 0.5], [["bf16", "fp32"]])
+    wide = next(iter(fast.graph.buffers())).dtype
+    assert wide == (torch.bfloat16 if faster == "bf16" else torch.float32)
+    report = fast.report.precision
+    assert [row.format for row in report.layers] == [faster]
+    assert (report.change > 1e-5) == (faster == "bf16")
+    told = str(report)
+    assert "bf16 1 ms, fp32 2 ms" in told if faster == "bf16" else "no slower than in bf16 here (bf16 2 ms" in told
+
+
+def test_auto_compares_times_and_not_each_ones_gain_over_itself():
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), torch.randn(4, 32)
+
+    def one(given, spec, activations, _share):
+        return compile_in(Session(tune="off"), given, [x], spec, activations=activations)
+
+    def compare(models):
+        return Rounds({name: [1.0 if name == "int8" else 2.0] * 3 for name in models})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sparta.compiler.precise._candidates", lambda *_: ["bf16", "int8"])
+        fast = compiled_at(Wanted("auto"), model, [x], None, one, compare)
+    assert fast.report.precision.precision == "auto (int8)"
+    assert "tried: bf16 2 ms, int8 1 ms" in str(fast.report.precision)
 
 
 def test_auto_takes_what_is_within_the_loss():

@@ -27,7 +27,7 @@ from sparta.compiler.copying import folded_copy, is_folded
 from sparta.compiler.graph.capturing import AUTO
 from sparta.compiler.job import Job
 from sparta.compiler.partial import compiled_in_parts
-from sparta.compiler.precise import Wanted, compiled_at
+from sparta.compiler.precise import Wanted, compiled_at, side_by_side
 from sparta.compiler.run.compiled_model import CompiledModel
 from sparta.compiler.run.partial_model import PartialModel
 from sparta.compiler.session import Session, Tune, shown
@@ -149,14 +149,17 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     given, calls = _moved(given, calls, device, dtype)
     settled = {"inductor": competes, "cuda_graphs": cuda_graphs, "cast": dtype is not None, "check": verify}
 
-    def one(model: nn.Module, spec: Spec | None, activations: Mapping[str, Any] | None) -> CompiledModel | PartialModel:
-        own = session if wanted.precision is None else session.again()
+    def one(
+        model: nn.Module, spec: Spec | None, activations: Mapping[str, Any] | None, share: float = 1.0
+    ) -> CompiledModel | PartialModel:
+        own = session if wanted.precision is None else session.again(share)
         return compile_in(own, model, calls, spec, dynamic_shapes=dynamic_shapes, activations=activations, **settled)
 
     with session.showing():
         if wanted.precision is None:
             return one(given, spec, activations)
-        compiled: CompiledModel | PartialModel = compiled_at(wanted, given, calls, spec, one)
+        compare = None if tune == "off" else side_by_side(session, calls[0])
+        compiled: CompiledModel | PartialModel = compiled_at(wanted, given, calls, spec, one, compare)
         return compiled
 
 

@@ -1,8 +1,9 @@
 """Compiling at a precision: round, compile what was rounded, and measure what that cost.
 
 ``precision="int8"`` rounds weights and inputs (:mod:`sparta.precision`) and compiles the rounded model, whose kernels
-in real numbers compete as well; ``"bf16"`` casts; ``"auto"`` takes what is fastest of those within the allowed loss.
-The report has the accuracy of what runs beside its speed.
+in real numbers compete as well; ``"bf16"`` casts, and on a CPU the model as it was competes; ``"auto"`` takes what is
+fastest of those within the allowed loss. What competes is timed side by side, because each compilation knows only the
+speed of what it was given. The report has the accuracy of what runs beside its speed.
 """
 
 from __future__ import annotations
@@ -17,23 +18,32 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from sparta.compiler.calls import runnable
+from sparta.compiler.choose.timer import Timer
+from sparta.compiler.clock import Rounds
+from sparta.compiler.session import Session
 from sparta.errors import NameNotFoundError, SpartaError, ValueRangeError, did_you_mean, message
 from sparta.measure.machine import probe_cpu
 from sparta.precision.api import quantize
 from sparta.precision.data import checked_batches
 from sparta.precision.losses import Judge, Metric
 from sparta.precision.report import LayerPrecision, PrecisionReport
+from sparta.propagation.capture import call_arguments
 from sparta.tesa.bits import bit_format
 from sparta.tesa.spec import Spec
 
-__all__ = ["DEFAULT_LOSS", "PRECISIONS", "Wanted", "compiled_at"]
+__all__ = ["DEFAULT_LOSS", "PRECISIONS", "Wanted", "compiled_at", "side_by_side"]
 
 PRECISIONS = ("int8", "bf16", "fp8", "auto")
 DEFAULT_LOSS = 0.1
 """What `max_loss` is where nobody says it: the norm of the change of the outputs over their norm."""
 _FP8_CAPABILITY = (8, 9)
+_LONG_SECONDS = 1.0  # for one call of each that is compared
 
-CompileOne = Callable[[nn.Module, Spec | None, Mapping[str, Any]], Any]
+CompileOne = Callable[[nn.Module, Spec | None, Mapping[str, Any], float], Any]
+"""Compiles a model with a spec and grids of inputs in a share of the budget."""
+Compare = Callable[[Mapping[str, Any]], Rounds]
+"""Times compiled models side by side."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,14 @@ class Wanted:
         return checked_batches(list(calls)), note
 
 
-def compiled_at(wanted: Wanted, model: nn.Module, calls: Sequence[Any], spec: Spec | None, one: CompileOne) -> Any:
+def compiled_at(
+    wanted: Wanted,
+    model: nn.Module,
+    calls: Sequence[Any],
+    spec: Spec | None,
+    one: CompileOne,
+    compare: Compare | None = None,
+) -> Any:
     """Return the model compiled at a precision, with its accuracy in the report.
 
     Parameters
@@ -88,19 +105,58 @@ def compiled_at(wanted: Wanted, model: nn.Module, calls: Sequence[Any], spec: Sp
     calls
         The example inputs.
     one
-        Compiles a model with a spec and grids of inputs.
+        Compiles a model.
+    compare
+        Times what was compiled; None where nothing is to be measured, and the first precision is taken.
     """
     batches, note = wanted.batches(calls)
     device = next((t.device.type for t in (*model.parameters(), *model.buffers())), "cpu")
     names = _candidates(device, model) if wanted.precision == "auto" else [str(wanted.precision)]
-    found = [_compiled(name, wanted, model, batches, spec, device, one) for name in names]
-    fast = max(found, key=lambda each: each.report.speedup or 1.0)
+    found = {name: _compiled(name, wanted, model, batches, spec, device, one, compare) for name in names}
+    chosen, times = _fastest(found, compare)
+    fast = found[chosen]
     told: PrecisionReport = fast.report.precision
     if wanted.precision == "auto":
-        tried = ", ".join(f"{name} {each.report.speedup or 1.0:.2f}x" for name, each in zip(names, found, strict=True))
+        tried = ", ".join(f"{name} {times[name]:.4g} ms" if name in times else name for name in names)
         told = replace(told, precision=f"auto ({told.precision})").with_note(f"tried: {tried}")
     fast.report = replace(fast.report, precision=told.with_note(note) if note else told)
     return fast
+
+
+def _fastest(found: Mapping[str, Any], compare: Compare | None) -> tuple[str, dict[str, float]]:
+    """Return which of several compiled models is fastest, the first where that is not known, and milliseconds."""
+    first = next(iter(found))
+    if compare is None or len(found) == 1:
+        return first, {}
+    rounds = compare(found)
+    best = max(found, key=lambda name: rounds.ratio(first, name).value)
+    return best, {name: rounds.median(name) for name in found}
+
+
+def side_by_side(session: Session, example: Any) -> Compare:
+    """Return what times compiled models on an example, each time within the budget of a session like this one."""
+
+    def compare(models: Mapping[str, Any]) -> Rounds:
+        fresh = session.again()
+        args, kwargs = call_arguments(runnable(next(iter(models.values())), example))
+
+        def call(model: Any) -> Callable[[], Any]:
+            def run() -> Any:
+                with torch.no_grad():
+                    return model(*args, **kwargs)
+
+            return run
+
+        calls = {name: call(model) for name, model in models.items()}
+        before = fresh.elapsed
+        for run in calls.values():
+            run()
+        seconds = fresh.elapsed - before
+        cuda = any(leaf.is_cuda for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        timer = Timer(fresh, fresh.measure, seconds / len(calls), cuda=cuda)
+        return timer.few(calls) if seconds > _LONG_SECONDS else timer.rounds(calls)
+
+    return compare
 
 
 def _like(batch: Any, example: Any) -> Any:
@@ -134,10 +190,11 @@ def _compiled(
     spec: Spec | None,
     device: str,
     one: CompileOne,
+    compare: Compare | None,
 ) -> Any:
     _check_device(name, device, model)
     if name == "bf16":
-        return _in_bf16(wanted, model, batches, spec, one)
+        return _in_bf16(wanted, model, batches, spec, one, compare if device == "cpu" else None)
     if _is_trained(model):
         from sparta.precision.trained import from_training
 
@@ -155,7 +212,7 @@ def _compiled(
     rounded = found.model
     if device == "cuda" and _dtype_of(rounded) == torch.float32:
         rounded = _cast(rounded)  # kernels of fp8 take and give 16 bits
-    fast = one(rounded, found.spec, found.activations)
+    fast = one(rounded, found.spec, found.activations, 1.0)
     fast.report = replace(fast.report, precision=_measured(found.report, found.judge, fast))
     return fast
 
@@ -205,22 +262,46 @@ def _measured(report: PrecisionReport, judge: Judge, fast: Any) -> PrecisionRepo
 # ---------------------------------------------------------------------- bf16
 
 
-def _in_bf16(wanted: Wanted, model: nn.Module, batches: Sequence[Any], spec: Spec | None, one: CompileOne) -> Any:
-    """Compile the model in bf16, its inputs and outputs in the dtypes they had; as it was where that costs too much."""
+def _in_bf16(
+    wanted: Wanted,
+    model: nn.Module,
+    batches: Sequence[Any],
+    spec: Spec | None,
+    one: CompileOne,
+    compare: Compare | None,
+) -> Any:
+    """Compile the model in bf16, its inputs and outputs in the dtypes they had.
+
+    As it was where that costs too much, or, with something to compare by, where that is no faster: half of the budget
+    is for either.
+    """
     judge = Judge.of(model, batches, wanted.metric)
     short = _cast(model)
     loss, reached = judge.loss(short)
     metric = None if judge.baseline is None or reached is None else (judge.baseline, reached)
     bound = judge.allowed(wanted.bound)
+    before = str(bit_format(_dtype_of(model)))
     if loss > bound:
-        fast = one(model, spec, {})
+        fast = one(model, spec, {}, 1.0)
         why = f"bf16 costs {loss:.2g}, more than max_loss={bound:g}: the model stays as it was"
-        row = LayerPrecision("the whole model", str(bit_format(_dtype_of(model))), "", None, why)
+        row = LayerPrecision("the whole model", before, "", None, why)
         told = PrecisionReport("bf16", (row,), len(batches), 0.0, bound, measured=True)
-    else:
-        fast = one(short, spec, {})
+        fast.report = replace(fast.report, precision=told)
+        return fast
+    share = 1.0 if compare is None else 0.5
+    found = {"bf16": one(short, spec, {}, share)}
+    if compare is not None:
+        found[before] = one(model, spec, {}, share)
+    chosen, times = _fastest(found, compare)
+    fast = found[chosen]
+    tried = ", ".join(f"{name} {milliseconds:.4g} ms" for name, milliseconds in times.items())
+    if chosen == "bf16":
         row = LayerPrecision("the whole model", "bf16", "bf16", judge.change(short))
-        told = _measured(PrecisionReport("bf16", (row,), len(batches), loss, bound, metric), judge, fast)
+    else:
+        row = LayerPrecision("the whole model", before, "", None, f"it is no slower than in bf16 here ({tried})")
+    told = _measured(PrecisionReport("bf16", (row,), len(batches), loss, bound, metric), judge, fast)
+    if chosen == "bf16" and tried:
+        told = told.with_note(f"tried: {tried}; its speed-up is over the same model in bf16")
     fast.report = replace(fast.report, precision=told)
     return fast
 

@@ -81,9 +81,10 @@ class Session:
         if self.budget_s is not None and not self.budget_s > 0:
             raise ValueRangeError(message(f"budget_s={self.budget_s}", "seconds above 0, or None for no limit"))
 
-    def again(self) -> Session:
-        """Return a session like this one that starts now, with its whole budget."""
-        return Session(self.tune, self.budget_s, self.show, self.seed, self.store, measure=self.measure, now=self.now)
+    def again(self, share: float = 1.0) -> Session:
+        """Return a session like this one that starts now, with its whole budget or a share of it."""
+        budget = None if self.budget_s is None else share * self.budget_s
+        return Session(self.tune, budget, self.show, self.seed, self.store, measure=self.measure, now=self.now)
 
     @contextmanager
     def showing(self) -> Iterator[None]:
