@@ -12,6 +12,7 @@ from sparta.compiler.session import Session
 from sparta.precision.api import quantize
 from sparta.specialize.cuda import device, few_tokens
 from sparta.specialize.implement import supported
+from sparta.specialize.tuning.select import _starting_points
 
 
 class Gated(nn.Module):
@@ -69,4 +70,6 @@ def test_sparse_and_dense_kernels_compete_in_fp8(pattern, sparsity, rows, kernel
     for spec in specs.values():
         able = {implement.name for implement in supported(spec)[0]}
         assert kernels | {"dense", "dense-fp8"} <= able
+        order = [point["_name"] for point in _starting_points(spec)]
+        assert order[-2:] == ["dense-fp8", "dense"]  # a search without time ends with the first of them
         assert spec["weight"].density <= 0.5  # what was pruned is known after rounding, too

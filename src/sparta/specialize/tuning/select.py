@@ -269,10 +269,11 @@ def build(spec: KernelSpec, config: Mapping[str, Any]) -> Kernel:
 def _starting_points(spec: KernelSpec) -> list[dict[str, Any]]:
     """Return what a search should not miss: what the shipped table has, and each implement with its defaults.
 
-    Dense comes last, because a search that runs out of time ends with the first result.
+    Dense ones come last, because a search that runs out of time ends with the first result.
     """
     guess = shipped(spec)
-    implements = sorted(supported(spec)[0], key=lambda implement: implement.name == DENSE)
+    names = (DENSE, f"{DENSE}-")  # also in fewer bits, such as dense-fp8
+    implements = sorted(supported(spec)[0], key=lambda each: (each.name == DENSE, each.name.startswith(names)))
     defaults = [{"_name": implement.name, **implement.default(spec)} for implement in implements]
     return defaults if guess is None else [guess.config, *(point for point in defaults if point != guess.config)]
 
