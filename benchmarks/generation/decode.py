@@ -1,22 +1,22 @@
 """Time decoding of a pruned language model on this CPU, beside what a user would take instead.
 
-Run with ``python benchmarks/generation/decode.py --weights FOLDER [--gguf FILE ...] [--llama PATH]``. The folder holds
-a llama-like model that transformers can load (SmolLM2-135M is what the stored results are of); ``--gguf`` names files
-of the same model for llama.cpp, each with its quantisation in its name, and ``--llama`` a folder with llama-cpp-python.
-Without ``--weights`` a model of Llama-1B's shape with random weights is taken. Weights are pruned by magnitude: what
-matters here is the time, and that greedy tokens equal those of the masked dense model. All rivals of one process are
-timed interleaved, end to end through ``generate``; llama.cpp runs in a process of its own in the same rounds.
+Run with ``python benchmarks/generation/decode.py --weights FOLDER --llama PATH --gguf FILE --quantize Q8_0 Q4_0``. The
+folder holds a llama-like model that transformers can load (SmolLM2-135M is what the stored results are of); ``--gguf``
+names a file of the same model for llama.cpp, from which ``--quantize`` makes those that are compared; ``--llama`` is a
+folder with the package llama_cpp. Without ``--weights`` a model of Llama-1B's shape with random weights is taken and
+written as a GGUF too (which needs the package gguf). Weights are pruned by magnitude, the head like the rest unless
+``--keep-head``: what matters here is the time, and that greedy tokens equal those of the masked dense model. All
+are timed interleaved, end to end through ``generate``; llama.cpp runs in a process of its own in the same rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import platform
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from llama_cpp_rival import LlamaCpp, quantized, write_gguf
+
 import sparta
 from record import save
 from sparta.generation import compile_generator
@@ -39,48 +41,6 @@ PATTERNS: dict[str, tuple[sparta.Pattern, float]] = {
     "4x1 80 %": (sparta.Block(4, 1), 0.8),
 }
 PROMPT = "The history of the steam engine begins with a kettle, a piece of leather and a great deal of patience:"
-_LLAMA = """
-import json, sys, time
-from llama_cpp import Llama
-file, threads, tokens, prompt = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-model = Llama(file, n_ctx=1024, n_threads=threads, n_threads_batch=threads, verbose=False)
-def run():
-    model.reset()
-    ids = model.tokenize(prompt.encode())
-    model.eval(ids)
-    start = time.perf_counter()
-    for _ in range(tokens):
-        model.eval([model.sample(temp=0.0)])
-    return tokens / (time.perf_counter() - start)
-run()
-for line in sys.stdin:
-    print(json.dumps(run()), flush=True)
-"""
-
-
-class LlamaCpp:
-    """llama.cpp in a process of its own, which decodes once for each line it is sent."""
-
-    def __init__(self, file: Path, packages: str, tokens: int) -> None:
-        command = [sys.executable, "-c", _LLAMA, str(file), str(torch.get_num_threads()), str(tokens), PROMPT]
-        environment = {"PYTHONPATH": packages, "PATH": "/usr/bin:/bin"}
-        self._process = subprocess.Popen(  # noqa: S603 - an argument list
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-
-    def __call__(self) -> float:
-        """Return tokens per second of one run."""
-        assert self._process.stdin is not None  # noqa: S101 - a pipe
-        assert self._process.stdout is not None  # noqa: S101
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return float(json.loads(self._process.stdout.readline()))
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None  # noqa: S101 - a pipe
-        self._process.stdin.close()
-        self._process.wait()
 
 
 def model_of(folder: Path | None) -> tuple[nn.Module, Tensor]:
@@ -135,12 +95,28 @@ def compared(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, flo
     return {name: statistics.median(rates) for name, rates in found.items()}
 
 
-def measured(dense: nn.Module, ids: Tensor, name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Prune, compile and time one pattern."""
+def pruned(dense: nn.Module, name: str, *, keep_head: bool) -> nn.Module:
+    """Return a pruned copy; a head that shares its weight with the embedding gets one of its own before."""
     pattern, sparsity = PATTERNS[name]
-    model = copy.deepcopy(dense)
-    sparta.Spec.from_pattern(model, pattern, sparsity).apply(model)
-    fast = {kind: compile_generator(model, ids, tune="off", precision=kind) for kind in ("fp32", "int8")}
+    model: Any = copy.deepcopy(dense)
+    if model.lm_head.weight is model.get_input_embeddings().weight and not keep_head:
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        model.config.tie_word_embeddings = False
+    spec = sparta.Spec.from_pattern(model, pattern, sparsity)
+    if not keep_head and "lm_head.weight" not in spec:
+        raise SystemExit("the head was to be pruned and is not in the spec")
+    if keep_head:
+        spec = sparta.Spec({key: tesa for key, tesa in spec.items() if not key.startswith("lm_head")})
+    spec.apply(model)
+    return model  # type: ignore[no-any-return]
+
+
+def measured(
+    dense: nn.Module, ids: Tensor, name: str, files: list[Path], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Prune, compile and time one pattern."""
+    model = pruned(dense, name, keep_head=options.keep_head)
+    fast = {kind: compile_generator(model, ids, tune="off", precision=kind) for kind in options.kinds}
     expected, _ = decoded(model, ids, options.tokens)
     runs: dict[str, Callable[[], float]] = {"dense": lambda: decoded(model, ids, options.tokens)[1]}
     if options.compiled:
@@ -148,18 +124,30 @@ def measured(dense: nn.Module, ids: Tensor, name: str, options: argparse.Namespa
         runs["torch.compile"] = lambda: decoded(model, ids, options.tokens, **ways)[1]
     for kind, each in fast.items():
         runs[f"ours {kind}"] = lambda each=each: decoded(each, ids, options.tokens)[1]
-    rivals = {_quantisation(file): LlamaCpp(file, options.llama, options.tokens) for file in options.gguf}
+    threads = torch.get_num_threads()
+    rivals = {_quantisation(f): LlamaCpp(f, options.llama, ids[0].tolist(), options.tokens, threads) for f in files}
     rates = compared({**runs, **rivals}, options.rounds)
     for rival in rivals.values():
         rival.close()
     return {
         "pattern": name,
+        "head": "as it is" if options.keep_head else "pruned",
         "rates": rates,
         "tokens": {
             kind: explained(model, ids, expected, decoded(f, ids, options.tokens)[0]) for kind, f in fast.items()
         },
         "mebibytes": {kind: f.program.nbytes / 2**20 for kind, f in fast.items() if f.program is not None},
     }
+
+
+def gguf_files(dense: nn.Module, options: argparse.Namespace, folder: Path) -> list[Path]:
+    """Return the files that llama.cpp runs: those given, or what is made of one of them, or of random weights."""
+    if not options.quantize:
+        return list(options.gguf)
+    if not options.gguf and options.weights is not None:
+        raise SystemExit("--quantize of a model with --weights needs its --gguf")
+    source = options.gguf[0] if options.gguf else write_gguf(dense, folder / "random-F16.gguf")
+    return [quantized(source, kind, folder, options.llama) for kind in options.quantize]
 
 
 def _compile_config() -> Any:
@@ -178,7 +166,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--gguf", type=Path, nargs="*", default=[])
-    parser.add_argument("--llama", default="", help="a folder with llama-cpp-python")
+    parser.add_argument("--llama", default="", help="a folder with the package llama_cpp")
+    parser.add_argument("--quantize", nargs="*", default=[], help="what to make of the file first: Q8_0 Q4_0")
+    parser.add_argument("--kinds", nargs="*", default=["fp32", "int8"], choices=["fp32", "int8"])
+    parser.add_argument("--keep-head", action="store_true", help="do not prune the layer that makes logits")
     parser.add_argument("--patterns", nargs="*", default=list(PATTERNS), choices=list(PATTERNS))
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
@@ -188,7 +179,9 @@ def main() -> None:
     if options.quick:
         options.patterns, options.tokens, options.rounds = options.patterns[:1], 8, 1
     dense, ids = model_of(options.weights)
-    rows = [measured(dense, ids, name, options) for name in options.patterns]
+    with tempfile.TemporaryDirectory() as folder:
+        files = gguf_files(dense, options, Path(folder))
+        rows = [measured(dense, ids, name, files, options) for name in options.patterns]
     for row in rows:
         lines = [[name, f"{rate:.1f}"] for name, rate in row["rates"].items()]
         print(f"{row['pattern']}: {row['tokens']}\n{table(['', 'tokens/s'], lines)}\n")

@@ -34,7 +34,8 @@ def _decode(record: Record) -> str:
     ]
     said = (
         f"{results['model']}: tokens per second, {results['tokens']} greedy tokens through `generate`, batch 1, "
-        f"{results['threads']} threads, medians of interleaved runs. Tokens are compared with the masked dense model. "
+        f"{results['threads']} threads, medians of interleaved runs; the head is {rows[0].get('head', 'as it is')}. "
+        "Tokens are compared with the masked dense model, before rounding. "
     )
     heads = ["pattern", *rivals, "tokens", "packed MiB, fp32 / int8"]
     return f"{said}{source(record)}\n\n{markdown(heads, lines)}"
