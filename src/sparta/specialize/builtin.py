@@ -25,6 +25,7 @@ from sparta.specialize.int8_linear.dense import OneDnnInt8Linear, TorchInt8Linea
 from sparta.specialize.int8_linear.quantized import CpuQuantized, DenseQuantized
 from sparta.specialize.linear.cpu import CpuLinear
 from sparta.specialize.linear.cpu_bf16 import CpuBf16
+from sparta.specialize.linear.cpu_bf16_panel import CpuBf16Panel
 from sparta.specialize.linear.cpu_generated import CpuGenerated
 from sparta.specialize.linear.cuda_24 import TwoFour
 from sparta.specialize.linear.cuda_24_matrix import TwoFourMatrix
@@ -59,6 +60,7 @@ _LINEAR: tuple[type[Implement], ...] = (
     CpuGenerated,
     CpuLinear,
     CpuBf16,
+    CpuBf16Panel,
     CuSparseLt,
     TwoFourMatrix,
     TritonBlock,

@@ -13,6 +13,7 @@ from torch.nn import functional
 import sparta
 from compiler import nets
 from compiler.conftest import choosing, chosen
+from sparta.compiler.run.chain import trace as tracing
 from sparta.compiler.run.chain.chained import Chained, chainable
 from sparta.compiler.run.chain.layouts import hand_over_panels, round_early, share_packed
 from sparta.compiler.run.chain.memory import planned
@@ -21,6 +22,7 @@ from sparta.compiler.run.chain.values import Made
 from sparta.compiler.run.eager import with_fast_paths
 from sparta.compiler.run.host import Host, hosted
 from sparta.measure.machine import probe_compiler
+from sparta.specialize.cpu.bf16 import Bf16Tile
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.tuning.select import Choice
 
@@ -413,6 +415,7 @@ def test_a_chain_is_a_host_that_competes_is_saved_and_loaded(monkeypatch, own_st
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_short_models_are_computed_in_real_numbers_between_their_ends(monkeypatch, dtype):
     choosing(monkeypatch, tiled)
+    monkeypatch.setattr(tracing, "bf16_dense_tile", lambda _tokens: None)  # as on a processor without bf16
     model, x = nets.pruned(nn.Sequential(Layer(), Layer())).to(dtype), torch.randn(2, 9, 32).to(dtype)
     fast = sparta.compile(model, x, tune="off")
     chain = Chained(fast.graph)
@@ -422,6 +425,33 @@ def test_short_models_are_computed_in_real_numbers_between_their_ends(monkeypatc
         y, exact = chain(x)[0], model.double()(x.double())
     assert y.dtype == dtype
     assert (y.double() - exact).norm() <= torch.finfo(dtype).eps * exact.norm()
+
+
+@pytest.mark.parametrize("form", ["blocks:16:16", "pairs:4:32"])
+def test_models_in_bf16_are_computed_in_it_where_the_processor_can(monkeypatch, form):
+    monkeypatch.setattr(tracing, "bf16_dense_tile", lambda _tokens: Bf16Tile.parse(form))
+    model, x = nn.Sequential(Layer(), Layer()).eval().bfloat16(), torch.randn(2, 9, 32).bfloat16()
+    chain = Chained(sparta.compile(model, x, tune="off").graph)
+    program = chain.program(x)
+    kinds = [kind for kind, _ in program.timed([x])]
+    assert (program.calls, kinds.count("bf16"), kinds.count("panels")) == (2, 12, 0)
+    assert program.handed >= 2  # the first product of a feed-forward leaves its result as the second reads it
+    assert program.shared >= 2  # queries, keys and values
+    with torch.no_grad():
+        y, exact = chain(x)[0], model.double()(x.double())
+    assert y.dtype == torch.bfloat16
+    assert (y.double() - exact).norm() <= 4 * torch.finfo(torch.bfloat16).eps * exact.norm()
+
+
+def test_a_weight_with_two_biases_is_two_layers():
+    x, weight, one, two = torch.randn(9, 16), torch.randn(8, 16), torch.randn(8), torch.randn(8)
+
+    def both(call, x, weight, one, two):
+        first, second = (call(aten.linear.default, (x, weight, bias)) for bias in (one, two))
+        return call(aten.mul.Tensor, (first, second))
+
+    y, truth, _ = ran(graph_of(both, x, held={"weight": weight, "one": one, "two": two}), x)
+    torch.testing.assert_close(y, truth, rtol=1e-4, atol=1e-3)
 
 
 def test_dense_products_do_what_follows_them():

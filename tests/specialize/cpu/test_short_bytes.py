@@ -5,6 +5,7 @@ import ctypes
 import pytest
 import torch
 
+from sparta.measure.checks import check
 from sparta.specialize.cpu.library import STREAM_CALL
 from sparta.specialize.cpu.short import PackedShort, ShortTile
 from sparta.specialize.cpu.toolchain import build
@@ -25,8 +26,8 @@ def multiply():
     function = ctypes.CDLL(str(build("portable", SOURCE))).multiply
     function.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
 
-    def call(weight, scales, x, bias, threads=1):
-        packed = PackedShort(weight != 0, ShortTile("bitmap", 1, 2048))
+    def call(weight, scales, x, bias, threads=1, step=0.0):
+        packed = PackedShort(weight != 0, ShortTile("bitmap", 1, 2048), step=step)
         values = packed.pack(weight)
         matrix, y = packed._matrix_for(values, scales), torch.full((len(x), len(weight)), 7.0)
         given = (x.data_ptr(), y.data_ptr(), len(x), x.shape[1], len(weight), bias.data_ptr(), 0, len(weight), 0)
@@ -52,8 +53,20 @@ def test_products_are_those_of_tokens_in_16_bits(multiply, tokens, shape, densit
     found = multiply(weight, scales, x, bias).double()
     wide = weight.double() * scales.double()[:, None]
     most = torch.cat([part.abs().amax(1, keepdim=True).expand_as(part) for part in x.split(GROUP, 1)], 1).double()
-    step = (most / MOST * 0.51) @ wide.abs().t() + 1e-5 * (x.abs().double() @ wide.abs().t())
+    step = (most / MOST * 1.02) @ wide.abs().t() + 1e-5 * (x.abs().double() @ wide.abs().t())
     assert bool(((found - (x.double() @ wide.t() + bias)).abs() <= step + 1e-6).all())
+
+
+@pytest.mark.parametrize("step", [0.0, 0.037])
+def test_what_lies_on_the_grid_is_not_rounded(multiply, step):
+    weight, scales, bias = layer(9, 700, 0.5)
+    whole = torch.randint(-127, 128, (4, 700), generator=torch.Generator().manual_seed(2)).float()
+    whole[:, 256:512] = (whole[:, 256:512] / 7).round()  # a group of smaller numbers
+    whole[:, 0] = 127
+    x = whole * (step or torch.tensor([[0.001], [0.3], [1.7], [900.0]]))
+    wide = weight.double() * scales.double()[:, None]
+    exact = x.double() @ wide.t() + bias
+    check(multiply(weight, scales, x, bias, step=step), exact, reduction=700)
 
 
 def test_a_token_that_cannot_be_rounded_leaves_all_as_they_are(multiply):

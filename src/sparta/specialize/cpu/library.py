@@ -10,7 +10,7 @@ import ctypes
 import functools
 import os
 import struct
-from ctypes import Structure, c_char_p, c_int, c_int32, c_int64, c_void_p
+from ctypes import Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 from sparta.errors import NameNotFoundError, SpartaError, ValueRangeError, did_you_mean, message
@@ -124,6 +124,8 @@ class ShortMatrix(Structure):
         ("height", c_int32),
         ("format", c_int32),
         ("prefetch", c_int32),
+        ("x_step", c_float),
+        ("unused", c_int32),
     )
 
 

@@ -76,6 +76,9 @@ class PackedShort:
         The form and its blocks.
     isa
         Instruction set; ``None`` for the best.
+    step
+        What activations are multiples of, if they lie on a static grid: kernels that round them do not change those.
+        0 for a 127th of the largest of each token.
 
     Examples
     --------
@@ -85,10 +88,10 @@ class PackedShort:
     tensor([[1.5000, 3.0000]])
     """
 
-    def __init__(self, mask: Tensor, tile: ShortTile, *, isa: str | None = None) -> None:
+    def __init__(self, mask: Tensor, tile: ShortTile, *, isa: str | None = None, step: float = 0.0) -> None:
         if mask.ndim != 2 or mask.dtype != torch.bool:
             raise ShapeError(message(f"a mask of shape {tuple(mask.shape)} and {mask.dtype}", "bool (N, K)"))
-        self.tile, self.library = tile, load(isa)
+        self.tile, self.library, self._step = tile, load(isa), step
         self.mask = mask.cpu().contiguous()
         self.shape = (mask.shape[0], mask.shape[1])
         pack = _pack_bitmap if tile.form == "bitmap" else _pack_delta
@@ -186,6 +189,7 @@ class PackedShort:
             height=self.tile.block,
             format=_VALUE_CODES[values.dtype],
             prefetch=self.tile.prefetch,
+            x_step=self._step,
             **fields,
         )
         self._bound = (values, scales, matrix)

@@ -15,6 +15,7 @@ from sparta.specialize.cpu.library import fused_activation
 from sparta.specialize.cpu.short import PackedShort, ShortTile, short_layout, short_tiles
 from sparta.specialize.implement import Cause, KernelLayout, Params, Support, TiledImplement, present
 from sparta.specialize.int8_linear.cpu import integers_here
+from sparta.specialize.int8_linear.quantization import Quantization
 from sparta.specialize.int8_linear.quantized import RealKernel
 from sparta.specialize.int8_linear.spec import OP, integers_of, row_scales
 from sparta.specialize.kernel_spec import KernelSpec
@@ -28,7 +29,8 @@ MOST_TOKENS = 8
 
 class _Weight8Kernel(LinearKernel):
     def __init__(self, spec: KernelSpec, tile: ShortTile) -> None:
-        self._short = PackedShort(spec["weight"].mask("cpu"), tile)
+        grid = Quantization.from_dict(spec.attributes)
+        self._short = PackedShort(spec["weight"].mask("cpu"), tile, step=0.0 if grid.dynamic else grid.scale)
         self._rows, self._activation = row_scales(spec["weight"]), fused_activation(spec.epilogue)
         self._scales = self._rows.float()
 

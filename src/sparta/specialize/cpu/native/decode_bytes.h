@@ -113,9 +113,18 @@ SPARTA_INLINE void round_some(Vec x, float inverse, int8_t* high, int8_t* low) {
 #endif
 }
 
-// Rounds a token into `memory`. A number that is infinite or none leaves it unrounded: float is for those.
-inline RoundedToken rounded_token(const float* x, int64_t inputs, float* memory) {
+// The scale of a group whose largest number is `most`: what 16 bits hold, or of a token whose numbers are multiples of a
+// step the largest part of it by a power of two that keeps them in 16 bits, with which they are not rounded at all.
+inline float group_scale(float most, float step) {
   constexpr float kMost = 127.0f * 256.0f;
+  if (step <= 0.0f || most <= 0.0f) return std::max(most / kMost, kLeastScale);
+  const float ratio = most / step;
+  if (!std::isfinite(ratio) || !(ratio > 0.0f)) return std::max(most / kMost, kLeastScale);
+  return std::max(std::ldexp(step, -std::ilogb(kMost / ratio)), kLeastScale);
+}
+
+// Rounds a token into `memory`. A number that is infinite or none leaves it unrounded: float is for those.
+inline RoundedToken rounded_token(const float* x, int64_t inputs, float* memory, float step = 0.0f) {
   const int64_t groups = ceil_div(inputs, kByteGroup), padded = groups * kByteGroup;
   const uintptr_t aligned = (reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64;
   int8_t* high = reinterpret_cast<int8_t*>(aligned);
@@ -125,7 +134,7 @@ inline RoundedToken rounded_token(const float* x, int64_t inputs, float* memory)
   const ByteVec ones = ByteVec{} + static_cast<uint8_t>(1);
   for (int64_t group = 0; group < groups; ++group) {
     const int64_t first = group * kByteGroup, count = std::min(kByteGroup, inputs - first);
-    const float scale = std::max(token_scale(x + first, count) * (127.0f / kMost), kLeastScale);
+    const float scale = group_scale(token_scale(x + first, count) * 127.0f, step);
     if (!std::isfinite(scale)) return {};
     scales[group] = scale;
     for (int64_t k = 0; k < kByteGroup; k += kLanes) {

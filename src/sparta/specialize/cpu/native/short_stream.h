@@ -33,6 +33,8 @@ struct ShortMatrix {
   int32_t height;
   int32_t format;    // of the values
   int32_t prefetch;  // bytes ahead; 0 for none
+  float x_step;      // what x is multiples of, where it lies on a static grid; 0 for a 127th of a token's largest
+  int32_t unused;
 };
 
 // How to load values of a format as floats.
@@ -320,7 +322,9 @@ inline const RoundedToken* rounded_tokens(const ShortMatrix& matrix, const Strea
       reinterpret_cast<RoundedToken*>(tokens.get(call.tokens * static_cast<int64_t>(sizeof(RoundedToken) / sizeof(float))));
   if (!memory || !found) return nullptr;
   for (int64_t t = 0; t < call.tokens; ++t) {
-    found[t] = rounded_token(call.x + t * call.x_stride, matrix.inputs, memory + t * each);
+    const float* x = call.x + t * call.x_stride;
+    const float step = matrix.x_step > 0.0f ? matrix.x_step : token_scale(x, matrix.inputs);
+    found[t] = rounded_token(x, matrix.inputs, memory + t * each, step);
     if (!found[t].high) return nullptr;
   }
   return found;
