@@ -95,19 +95,34 @@ def test_dynamic_sizes_come_back(forced, tmp_path):
 
 
 def test_a_fresh_process_loads_without_the_models_code(saved, tmp_path):
-    fast, x, path = saved
+    """Nor does it need the classes of results: a model of transformers returns the same fields without it."""
+    transformers = pytest.importorskip("transformers")
     from safetensors.torch import load_file, save_file
 
-    save_file({"x": x}, tmp_path / "x.safetensors")
+    fast, x, path = saved
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    bert, ids = transformers.BertModel(config).eval(), torch.randint(0, 50, (2, 7))
+    sparta.compile(bert, ids, tune="off").save(tmp_path / "bert.sparta")
+    save_file({"x": x, "ids": ids}, tmp_path / "x.safetensors")
     code = (
         "import sys; from safetensors.torch import load_file, save_file; import sparta; "
-        "x = load_file(sys.argv[2])['x']; save_file({'y': sparta.load(sys.argv[1])(x)}, sys.argv[3]); "
-        "assert 'compiler.nets' not in sys.modules"
+        "given = load_file(sys.argv[3]); y = sparta.load(sys.argv[1])(given['x']); "
+        "found = sparta.load(sys.argv[2])(given['ids']); "
+        "save_file({'y': y, 'state': found.last_hidden_state, 'first': found['pooler_output']}, sys.argv[4]); "
+        "assert not {'compiler.nets', 'transformers'} & set(sys.modules)"
     )
-    command = [sys.executable, "-c", code, str(path), str(tmp_path / "x.safetensors"), str(tmp_path / "y.safetensors")]
+    files = [path, *(tmp_path / name for name in ("bert.sparta", "x.safetensors", "y.safetensors"))]
+    command = [sys.executable, "-c", code, *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert torch.equal(load_file(tmp_path / "y.safetensors")["y"], fast(x))
+    found = load_file(tmp_path / "y.safetensors")
+    assert torch.equal(found["y"], fast(x))
+    with torch.no_grad():
+        expected = bert(ids)
+    torch.testing.assert_close(found["state"], expected.last_hidden_state, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found["first"], expected.pooler_output, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("again", [{"tune": "quick"}, {"retune": True}])

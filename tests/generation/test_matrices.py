@@ -72,6 +72,10 @@ def test_forms_follow_the_mask():
     blocks = torch.rand(16, 64).lt(0.3).repeat_interleave(4, 0)
     assert best_form(blocks, 4) == "columns:4"
     assert best_form(torch.rand(64, 64) < 0.5, 1) == "bitmap"
+    half = torch.rand(16, 64).lt(0.5).repeat_interleave(4, 0)
+    assert best_form(half, 1) == "columns:4"
+    assert best_form(half, 1, expands=True) == "bitmap"
+    assert best_form(torch.rand(16, 64).lt(0.2).repeat_interleave(4, 0), 1, expands=True) == "columns:4"
     assert best_form(torch.rand(64, 64) < 0.99, 4) == "dense"
 
 

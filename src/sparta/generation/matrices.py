@@ -28,6 +28,7 @@ _HEIGHTS = (16, 8, 4)
 _BEYOND = 64  # bytes that kernels may read after the last value
 _MOST_INPUTS = 1 << 16  # of columns, whose indices have 16 bits
 _FILLED = 1.25  # how many times the live weights the columns of blocks may hold
+_FEW = 0.3  # the share of live weights from which on a bitmap is read faster, where bytes expand under a mask
 _WORTH = 0.9  # the share of the dense bytes from which on zeros are not skipped
 
 
@@ -185,8 +186,14 @@ class PackedMatrix:
         return self.values.numel() - -(-_BEYOND // self.values.element_size())
 
 
-def best_form(mask: Tensor, value_bytes: int) -> str:
+def best_form(mask: Tensor, value_bytes: int, *, expands: bool = False) -> str:
     """Return the form that reads the fewest bytes for a mask (N, K), with columns first where weights come in blocks.
+
+    Parameters
+    ----------
+    expands
+        Whether the processor expands bytes under a mask: 64 weights of a bitmap then cost what 16 of a column do, so
+        that columns are worth it for few live weights only.
 
     >>> best_form(torch.ones(8, 8, dtype=torch.bool), 4)
     'dense'
@@ -197,7 +204,7 @@ def best_form(mask: Tensor, value_bytes: int) -> str:
     live, dense = int(mask.sum()), rows * inputs * value_bytes
     if not dense:
         return "dense"
-    for height in _HEIGHTS:
+    for height in () if expands and live > _FEW * mask.numel() else _HEIGHTS:
         if rows < height or inputs >= _MOST_INPUTS:
             continue
         entries = int(_grouped(mask, height).any(1).sum())

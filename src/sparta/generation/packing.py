@@ -16,6 +16,7 @@ from sparta.generation.model import GenerativeModel
 from sparta.generation.packed_linear import PackedLinear
 from sparta.generation.program import DecodeProgram
 from sparta.modules import replace_module
+from sparta.specialize.cpu.library import load
 from sparta.specialize.tuning.select import DENSE, Choice
 from sparta.tesa.attribute import TeSA
 
@@ -93,7 +94,9 @@ def _packed(model: nn.Module, name: str, masks: Mapping[str, Tensor], *, int8: b
 
 def _form(mask: Tensor | None, *, int8: bool) -> str:
     """Return the form of a matrix by itself; without a mask, a few zeros do not count."""
-    return "dense" if mask is None else best_form(mask, 1 if int8 else 4)
+    if mask is None:
+        return "dense"
+    return best_form(mask, 1 if int8 else 4, expands=int8 and load().byte_products)
 
 
 def _common_form(masks: list[Tensor | None], *, int8: bool) -> str:

@@ -177,6 +177,11 @@ class Library:
         found = int(self.handle.sparta_bf16_units())
         return frozenset(name for bit, name in ((1, "pairs"), (2, "blocks")) if found & bit)
 
+    @property
+    def byte_products(self) -> bool:
+        """Whether the processor expands bytes under a mask and adds their products: see ``native/decode_bytes.h``."""
+        return bool(self.handle.sparta_byte_products())
+
     def multiply_short(self, matrix: int, call: bytes) -> None:
         """Run the kernel for short formats: the address of a :class:`ShortMatrix`, and a ``STREAM_CALL``."""
         code = self.handle.sparta_multiply_short(matrix, call)
@@ -253,6 +258,7 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.sparta_decode_buffer.restype = c_int64
     handle.sparta_decode.argtypes = (c_void_p, c_char_p)
     handle.sparta_decode_greedy.argtypes = (c_void_p, c_void_p)
+    handle.sparta_byte_products.restype = c_int
     handle.sparta_run_chain.argtypes = (c_void_p, c_int64, c_char_p, c_int)
     handle.sparta_pack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int)
     handle.sparta_unpack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int)

@@ -110,6 +110,9 @@ SPARTA_EXPORT int sparta_multiply_decoded(const sparta::DecodeMatrix* matrix, co
   return sparta::multiply_decoded(*matrix, x, x_stride, tokens, y, y_stride, threads) ? kDone : kNoMemory;
 }
 
+// Whether one token meets rows of int8 by instructions for 64 bytes.
+SPARTA_EXPORT int sparta_byte_products() { return sparta::has_byte_products() ? 1 : 0; }
+
 SPARTA_EXPORT int64_t sparta_decode_buffer(const sparta::DecodeProgram* program, int64_t rows) {
   return sparta::decode_buffer(*program, rows);
 }
