@@ -4,9 +4,11 @@ The scripts are modules of their own, run by :func:`run` in a fresh interpreter,
 """
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -27,6 +29,23 @@ def spawn(work, *arguments, processes=2):
     """Call ``work(rank, *arguments)`` in processes of one gloo group; an exception in one of them ends all."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_one_of_them, (f"{folder}/store", processes, work, arguments), nprocs=processes)
+
+
+def spawn_and_kill(work, *arguments, processes, when, patience=200):
+    """Call ``work`` as :func:`spawn` does, and kill all processes with SIGKILL once the files `when` are there."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = (f"{folder}/store", processes, work, arguments)
+        running = mp.start_processes(_one_of_them, given, nprocs=processes, join=False, start_method="spawn")
+        end = time.monotonic() + patience
+        while not all(path.exists() for path in when):
+            assert time.monotonic() < end, "the processes did not come to where they are killed"
+            assert all(process.is_alive() for process in running.processes), "a process ended by itself"
+            time.sleep(0.05)
+        for process in running.processes:
+            process.kill()
+        for process in running.processes:
+            process.join()
+        assert [process.exitcode for process in running.processes] == [-signal.SIGKILL] * processes
 
 
 def _one_of_them(rank, store, processes, work, arguments):

@@ -1,15 +1,21 @@
-"""Run by a test: every kind of pruning under FSDP2 in four processes, and in one, and all masks compared."""
+"""Run by a test: every kind of pruning in four processes, under FSDP2 and with tensor parallelism, against one process.
 
-import sys
+In the second form the processes are a mesh of two by two: layers are cut by columns and by rows along one of its dims,
+one layer is whole, and FSDP2 cuts all of them along the other.
+"""
 
+from pathlib import Path
+
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import pairs
 from create.two_processes import network, train
 
-KINDS = ("magnitude", "movement", "acdc", "rigl", "topkast", "structured", "obs", "mfac", "constant")
+KINDS = ("magnitude", "movement", "acdc", "rigl", "topkast", "structured", "obs", "mfac", "constant", "sensitivity")
 
 
 def sharded():
@@ -20,22 +26,21 @@ def sharded():
     return fully_shard(model)
 
 
-def work(rank, report, kinds):
-    for kind in kinds:
-        found = train(sharded(), kind, rank, 4)
+def parallel():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(network(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def work(rank, report, kinds, parallel_kinds):
+    runs = [("fsdp", kind) for kind in kinds] + [("tensor", kind) for kind in parallel_kinds]
+    for wrap, kind in runs:
+        found = train(sharded(), kind, rank, 4) if wrap == "fsdp" else train(parallel(), kind, rank // 2, 2)
         gathered = [None] * 4
         dist.all_gather_object(gathered, {name: mask.tolist() for name, mask in found.items()})
         if rank:
             continue
         expected = train(network(), kind, 0, 1)
-        names = list(found) == list(expected)
-        equal = sum(int((found[name] == mask).sum()) for name, mask in expected.items() if names)
-        agree = equal / sum(mask.numel() for mask in expected.values())
-        counts = [int(mask.sum()) for mask in found.values()] == [int(mask.sum()) for mask in expected.values()]
-        alike = all(one == gathered[0] for one in gathered)
-        with open(report, "a") as file:  # noqa: PTH123
-            file.write(f"{kind} names={names} ranks={alike} counts={counts} agree={agree >= 0.97}\n")
-
-
-if __name__ == "__main__":
-    pairs.spawn(work, sys.argv[1], sys.argv[2:] or KINDS, processes=4)
+        same = list(found) == list(expected) and all(torch.equal(found[name], expected[name]) for name in found)
+        with Path(report).open("a") as file:
+            file.write(f"{wrap} {kind} ranks={all(one == gathered[0] for one in gathered)} same={same}\n")

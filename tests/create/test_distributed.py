@@ -1,45 +1,33 @@
-"""Several processes make the masks of one, under DDP and under FSDP2, by the names of the bare model."""
+"""Several processes make the masks of one: under DDP, FSDP2 and tensor parallelism, also after they were killed."""
 
 import os
 
 import pytest
 
 import pairs
-from create.another_world import KINDS as RESUMED
 from create.four_processes import KINDS
+from create.killed import ALL_KINDS as ALL_KILLED
+from create.killed import KINDS as KILLED
 from create.two_processes import RUNS
 
 LONG = pytest.mark.skipif(not os.environ.get("SPARTA_LONG"), reason="takes long: SPARTA_LONG=1")
 
 
-@pytest.mark.slow
-def test_two_processes_make_the_masks_of_one(tmp_path):
-    report = tmp_path / "report"
-    pairs.run("create.two_processes", report)
-    found = report.read_text().splitlines()
-    assert found == [
-        f"{wrap} {kind} names=True ranks=True agree=True" for wrap, kinds in RUNS.items() for kind in kinds
-    ]
+def compared(folder, killed, sharded, parallel):
+    pairs.run("create.together", folder, ",".join(killed), ",".join(sharded), ",".join(parallel))
+    found = {path: (folder / path).read_text().splitlines() for path in ("four", "mesh.txt", "killed", "two")}
+    runs = [("fsdp", kind) for kind in sharded] + [("tensor", kind) for kind in parallel]
+    assert found["four"] == [f"{wrap} {kind} ranks=True same=True" for wrap, kind in runs]
+    assert found["mesh.txt"] == ["mesh masks=True"]
+    assert found["killed"] == [f"{kind} masks=True weights=True" for kind in killed]
+    expected = [f"{wrap} {kind} ranks=True same=True" for wrap, kinds in RUNS.items() for kind in kinds]
+    assert found["two"] == expected
 
 
-def compared_in_four_processes(tmp_path, kinds):
-    report = tmp_path / "report"
-    pairs.run("create.four_processes", report, *kinds)
-    found = report.read_text().splitlines()
-    assert found == [f"{kind} names=True ranks=True counts=True agree=True" for kind in kinds]
-
-
-def test_four_processes_make_the_masks_of_one(tmp_path):
-    compared_in_four_processes(tmp_path, ("magnitude", "obs"))
+def test_processes_make_the_masks_of_one_and_go_on_after_a_kill_in_fewer(tmp_path):
+    compared(tmp_path, KILLED, ("topkast",), ("obs", "sensitivity"))
 
 
 @LONG
-def test_four_processes_make_the_masks_of_one_for_every_kind(tmp_path):
-    compared_in_four_processes(tmp_path, KINDS)
-
-
-@LONG
-def test_a_run_of_four_processes_goes_on_in_two_and_ends_as_one_does(tmp_path):
-    report = tmp_path / "report"
-    pairs.run("create.another_world", tmp_path, report)
-    assert report.read_text().splitlines() == [f"{kind} agree=True" for kind in RESUMED]
+def test_processes_make_the_masks_of_one_for_every_kind(tmp_path):
+    compared(tmp_path, ALL_KILLED, KINDS, KINDS)

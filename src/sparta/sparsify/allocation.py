@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_you_mean, message
 from sparta.sparsify.ranking import lowest_of
-from sparta.sparsify.shards import WHOLE, Shards, gathered, summed
+from sparta.sparsify.shards import WHOLE, Shards, gathered, summed, summed_counts
 from sparta.tesa.select import check_sparsity, pruned_count
 
 __all__ = ["ERK", "Allocation", "Candidate", "Energy", "Global", "Sensitivity", "Uniform", "erk_densities", "lamp"]
@@ -150,15 +150,13 @@ class Global(Allocation):
         if has_blocks:  # units of different sizes are taken in order while they fit, and are few
             candidates = [_gathered(c) for c in candidates]
         scores = [self._comparable(c) for c in candidates]
-        shards = [c.shards for c in candidates]
-        # Within a layer the order is fixed, so a limit on a layer is the same as sparing its highest scores.
-        spared = [lowest_of([s], limit, each)[0] for s, limit, each in zip(scores, most, shards, strict=True)]
         available = sum(limit * c.elements / max(1, c.units) for c, limit in zip(candidates, most, strict=True))
         _check_reachable(budget, available, self.max_sparsity)
         if has_blocks:
+            # Within a layer the order is fixed, so a limit on a layer is the same as sparing its highest scores.
+            spared = [lowest_of([s], limit)[0] for s, limit in zip(scores, most, strict=True)]
             return _lowest_units(candidates, scores, spared, budget)
-        chosen = lowest_of(scores, budget, shards, among=spared)
-        return [int(summed(torch.count_nonzero(mask), each)) for mask, each in zip(chosen, shards, strict=True)]
+        return _under_limits(scores, [c.shards for c in candidates], most, budget)
 
     def _comparable(self, candidate: Candidate) -> Tensor:
         scores = candidate.scores.double() if self.normalize == "lamp" else candidate.scores.float()
@@ -341,6 +339,28 @@ def _settled(candidates: Sequence[Candidate], wanted: list[float], most: list[in
 
 def _elements(counts: Sequence[int], sizes: Sequence[float]) -> float:
     return sum(count * size for count, size in zip(counts, sizes, strict=True))
+
+
+def _under_limits(scores: list[Tensor], spread: list[Shards], most: list[int], budget: int) -> list[int]:
+    """Return how many of the `budget` lowest elements are in each layer, none with more than its limit.
+
+    A layer beyond its limit stays at it, and the others take the rest: with the higher threshold that this needs, no
+    such layer would come below its limit again.
+    """
+    counts: dict[int, int] = {}
+    while True:
+        free = [place for place in range(len(scores)) if place not in counts]
+        if not free:
+            break
+        parts, shards = [scores[place] for place in free], [spread[place] for place in free]
+        chosen = lowest_of(parts, budget - sum(counts.values()), shards)
+        found = summed_counts([torch.count_nonzero(mask) for mask in chosen], shards)
+        beyond = {place: most[place] for place, count in zip(free, found, strict=True) if count > most[place]}
+        if not beyond:
+            counts |= dict(zip(free, found, strict=True))
+            break
+        counts |= beyond
+    return [counts[place] for place in range(len(scores))]
 
 
 def _lowest_units(

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_you_mean, message
 from sparta.sparsify.layers import Layer
-from sparta.sparsify.shards import gradient_part, local, packed, shards_of, summed, taken, unpacked, whole
+from sparta.sparsify.shards import gradient_part, local, packed, shards_of, summed_counts, taken, unpacked, whole
 from sparta.tesa import names
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.mask import as_mask
@@ -245,13 +245,14 @@ class Masks:
 
     def pruned_counts(self) -> dict[str, int]:
         """Return how many elements of each layer are pruned, counted over all processes."""
-        counts = {}
-        for name, layer in self.layers.items():
-            zeros = self._zeros.get(name)
-            here = torch.zeros((), dtype=torch.int64) if zeros is None else torch.count_nonzero(zeros)
-            here = here.to(local(layer.parameter).device)
-            counts[name] = int(summed(here, shards_of(layer.parameter)))
-        return counts
+        weights = [layer.parameter for layer in self.layers.values()]
+        here = [
+            torch.zeros((), dtype=torch.int64, device=local(weight).device)
+            if name not in self._zeros
+            else torch.count_nonzero(self._zeros[name])
+            for name, weight in zip(self.layers, weights, strict=True)
+        ]
+        return dict(zip(self.layers, summed_counts(here, [shards_of(weight) for weight in weights]), strict=True))
 
     def spec(self) -> Spec:
         """Return the masks as a :class:`~sparta.tesa.spec.Spec`; gathers the masks of sharded layers."""

@@ -1,6 +1,6 @@
 """Ranking over processes: the lowest scores of several tensors together, wherever their elements are.
 
-The threshold is found by histograms of the scores, 16 bits of them in a round, summed over the processes: no score
+The threshold is found by histograms of the scores, some bits of them in a round, summed over the processes: no score
 is ever gathered, and the choice is bit for bit the one that a single process would make. Scores that are equal
 to the threshold are told apart in the same way by where they stand in the whole.
 """
@@ -19,7 +19,7 @@ from sparta.tesa.select import comparable, lowest
 
 __all__ = ["lowest_of"]
 
-_DIGIT = 16  # bits that one histogram tells apart
+_DIGIT = 11  # bits that one histogram tells apart: three rounds for float32, each a message of 16 KiB
 _BLOCK = 1 << 20  # scores looked at together, so that temporaries stay small
 _PLACES = 48  # bits of a place among all elements of all tensors
 
@@ -80,18 +80,15 @@ class _Ranking:
 
     def lowest(self, count: int) -> list[Tensor]:
         """Return the masks of the `count` lowest."""
-        here = torch.zeros(len(self.kinds), dtype=torch.int64, device=self.device)
-        for place, keys in self._keys():
-            here[self.kind[place]] += len(keys)
-        available = int(self._total(here))
-        if not 0 <= count <= available:
-            raise ValueRangeError(message(f"count is {count}", f"0 to {available}, the number of candidates"))
         chosen = [torch.zeros_like(score, dtype=torch.bool) for score in self.scores]
         if count:
             is_wide = any(score.dtype in {torch.float64, torch.int64} for score in self.scores)
-            edge, missing = self._edge(self._keys, count, 64 if is_wide else 32)
+            edge, missing, equal = self._edge(self._keys, count, 64 if is_wide else 32)
             tied = self._choose_below(edge, chosen)
-            self._choose_first(tied, missing, chosen)
+            if missing < equal:
+                tied = self._first_of(tied, missing)
+            for mask, indices in zip(chosen, tied, strict=True):
+                mask[indices] = True
         return [mask.reshape(shape) for mask, shape in zip(chosen, self.shapes, strict=True)]
 
     def _blocks(self) -> Iterator[tuple[int, slice, Tensor, Tensor | None]]:
@@ -110,21 +107,25 @@ class _Ranking:
         """Return the sum over all tensors and processes of what is here, one row for each kind of spread."""
         return torch.stack([summed(row, kind) for row, kind in zip(sums, self.kinds, strict=True)]).sum(0)
 
-    def _edge(self, keys: Callable[[], Iterator[tuple[int, Tensor]]], count: int, bits: int) -> tuple[int, int]:
-        """Return the key of the `count`-th candidate in order, and how many of those that equal it are chosen."""
-        found, missing, half = 0, count, 1 << (_DIGIT - 1)
-        for shift in range(bits - _DIGIT, -1, -_DIGIT):
-            is_first = shift + _DIGIT == bits  # keys are signed
+    def _edge(self, keys: Callable[[], Iterator[tuple[int, Tensor]]], count: int, bits: int) -> tuple[int, int, int]:
+        """Return the key of the `count`-th candidate, how many of its equals are still missing, how many there are."""
+        found, missing, equal, half = 0, count, 0, 1 << (_DIGIT - 1)
+        rounds = -(-bits // _DIGIT)
+        for shift in range((rounds - 1) * _DIGIT, -1, -_DIGIT):
+            is_first = shift == (rounds - 1) * _DIGIT  # keys are signed
             sums = torch.zeros(len(self.kinds), 1 << _DIGIT, dtype=torch.int64, device=self.device)
             for place, block in keys():
                 inside = block if is_first else block[(block >> (shift + _DIGIT)) == found]
                 digits = (inside >> shift) + half if is_first else (inside >> shift) & ((1 << _DIGIT) - 1)
                 sums[self.kind[place]] += torch.bincount(digits, minlength=1 << _DIGIT).to(self.device)
             steps = self._total(sums).cumsum(0)
+            if not 0 <= missing <= int(steps[-1]):
+                raise ValueRangeError(message(f"count is {count}", f"0 to {int(steps[-1])}, the number of candidates"))
             digit = int(torch.searchsorted(steps, missing))
-            missing -= int(steps[digit - 1]) if digit else 0
+            before = int(steps[digit - 1]) if digit else 0
+            missing, equal = missing - before, int(steps[digit]) - before
             found = digit - half if is_first else (found << _DIGIT) | digit
-        return found, missing
+        return found, missing, equal
 
     def _choose_below(self, edge: int, chosen: list[Tensor]) -> list[Tensor]:
         """Choose the candidates below the edge; return the indices of those at it, for each tensor."""
@@ -138,15 +139,14 @@ class _Ranking:
         none = torch.zeros(0, dtype=torch.int64)
         return [torch.cat([none.to(score.device), *found]) for found, score in zip(tied, self.scores, strict=True)]
 
-    def _choose_first(self, tied: list[Tensor], missing: int, chosen: list[Tensor]) -> None:
-        """Choose the first `missing` tied elements: earlier tensors first, then by their place in the whole."""
+    def _first_of(self, tied: list[Tensor], missing: int) -> list[Tensor]:
+        """Return the first `missing` of tied elements: earlier tensors first, then by their place in the whole."""
         places, start = [], 0
         for indices, score, shards in zip(tied, self.scores, self.spread, strict=True):
             places.append(shards.positions(indices) + start)
             start += len(score) if shards.is_whole else math.prod(shards.shape)
-        last, _ = self._edge(lambda: iter(enumerate(places)), missing, _PLACES)
-        for mask, indices, where in zip(chosen, tied, places, strict=True):
-            mask[indices[where <= last]] = True
+        last, _, _ = self._edge(lambda: iter(enumerate(places)), missing, _PLACES)
+        return [indices[where <= last] for indices, where in zip(tied, places, strict=True)]
 
 
 def _ordered(values: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ counts are summed: the rest of the package works on that part alone, with the ma
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "packed",
     "shards_of",
     "summed",
+    "summed_counts",
     "taken",
     "unpacked",
     "whole",
@@ -180,6 +182,17 @@ def summed(value: Tensor, shards: Shards) -> Tensor:
     for group in shards.groups:
         dist.all_reduce(total, group=group)
     return total
+
+
+def summed_counts(counts: Sequence[Tensor], spread: Sequence[Shards]) -> list[int]:
+    """Return counts of several tensors, each summed over the processes that share the tensor; one message for all."""
+    found = [0] * len(counts)
+    for shards in {each.groups: each for each in spread}.values():
+        places = [place for place, each in enumerate(spread) if each.groups == shards.groups]
+        here = torch.stack([counts[place].to(counts[places[0]].device) for place in places])
+        for place, total in zip(places, summed(here, shards).tolist(), strict=True):
+            found[place] = int(total)
+    return found
 
 
 def whole(part: Tensor, like: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class BlockFisher:
     damp
         Added to the diagonal.
     block
-        Size of a block; memory is ``weight.numel() * block`` floats.
+        Size of a block; memory is ``weight.numel() * block`` floats, doubles for a weight of doubles.
 
     Examples
     --------
@@ -45,7 +45,8 @@ class BlockFisher:
         self.block = max(1, min(block, weight.numel()))
         self.damp = damp
         blocks = -(-weight.numel() // self.block)
-        self._sum = torch.zeros(blocks, self.block, self.block, device=weight.device)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        self._sum = torch.zeros(blocks, self.block, self.block, device=weight.device, dtype=dtype)
         self._count = 0
 
     def add(self, gradient: Tensor) -> None:
@@ -78,7 +79,7 @@ class BlockFisher:
         return torch.cat(done).flatten()[: weight.numel()].view(weight.shape).to(weight.dtype)
 
     def _in_blocks(self, values: Tensor) -> Tensor:
-        flat = values.detach().reshape(-1).float()
+        flat = values.detach().reshape(-1).to(self._sum.dtype)
         return torch.nn.functional.pad(flat, (0, -flat.numel() % self.block)).view(-1, self.block)
 
     def _parts(self) -> list[Tensor]:

@@ -111,11 +111,13 @@ def fresh_gradients(run: Run, layers: Sequence[Layer], count: int) -> Iterator[l
     weights = [layer.parameter for layer in layers]
     losses = _losses(run)
     is_sharded = any(hasattr(weight, "placements") for weight in weights)
+    _reshard(run.model)
+    parameters = list(run.model.parameters())  # between the passes a module may hold others, put together for them
     with _evaluating(run.model), torch.enable_grad():
         for _ in range(count):
             loss = next(losses)
             if is_sharded:  # shards get their gradients from hooks of a backward pass, averaged
-                yield _backward(run.model, loss, weights)
+                yield _backward(parameters, loss, weights)
                 continue
             found = torch.autograd.grad(loss, weights, allow_unused=True)
             gradients = [
@@ -129,9 +131,16 @@ def fresh_gradients(run: Run, layers: Sequence[Layer], count: int) -> Iterator[l
             yield gradients
 
 
-def _backward(model: nn.Module, loss: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+def _reshard(model: nn.Module) -> None:
+    """Make FSDP2 forget the whole weights that it keeps after a forward pass, so that the next sees those of now."""
+    for module in model.modules():
+        if callable(reshard := getattr(module, "reshard", None)):
+            reshard()
+
+
+def _backward(parameters: Sequence[Tensor], loss: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """Return what this process holds of the gradients; those that the parameters have are put back."""
-    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    before = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in before:
         parameter.grad = None
     try:
@@ -148,6 +157,7 @@ def mean_fresh_loss(run: Run, count: int) -> float:
     losses = _losses(run)
     with _evaluating(run.model), torch.no_grad():
         mean = torch.stack([next(losses).detach().float() for _ in range(count)]).mean()
+    _reshard(run.model)
     if isinstance(run.model, DistributedDataParallel) or any(hasattr(p, "placements") for p in run.model.parameters()):
         torch.distributed.all_reduce(mean)
         mean.div_(torch.distributed.get_world_size())
