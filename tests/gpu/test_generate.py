@@ -30,3 +30,23 @@ def test_the_same_tokens_as_the_dense_model(pattern, sparsity):
     assert torch.equal(fast.generate(prompt, **options), model.generate(prompt, **options))
     with torch.no_grad():
         torch.testing.assert_close(fast(prompt).logits, model(prompt).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_are_replayed_from_a_graph(dtype):
+    model = pruned(sparta.Block(32, 32), 0.8).to(dtype)
+    prompt = torch.randint(3, 128, (2, 9), device="cuda")
+    fast = sparta.compile(model, {"input_ids": prompt}, budget_s=30)
+    assert fast._sparta.graph is not None, fast.report.notes
+    before = fast._sparta.graph.replays
+    mask = torch.ones_like(prompt)
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 24, "min_new_tokens": 24, "attention_mask": mask}
+    found = fast.generate(prompt, do_sample=False, **options)
+    assert fast._sparta.graph.replays - before == 21
+    if dtype == torch.float32:
+        assert torch.equal(found, model.generate(prompt, do_sample=False, **options))
+    again = fast.generate(prompt, do_sample=False, **options)  # over another cache
+    assert torch.equal(found, again)
+    drawn = fast.generate(prompt, do_sample=True, **options)
+    assert drawn.shape == found.shape

@@ -24,11 +24,12 @@ from sparta.compiler.certificate import Certificate
 from sparta.compiler.plan import EndToEnd, LayerPlan, Plan
 from sparta.compiler.provenance import provenance_of
 from sparta.compiler.report import Report, Totals
-from sparta.compiler.session import Session, Tune, shown
+from sparta.compiler.session import Session, Tune, in_words, shown
 from sparta.compiler.variant import GIVEN, Base
 from sparta.errors import CheckError, MissingPackageError, SpartaError, ValueRangeError, message
 from sparta.generation.decoder import find_decoder
 from sparta.generation.experts import PackedExperts, put_experts
+from sparta.generation.graphs import DecodeGraph
 from sparta.generation.layers import (
     SparseLayer,
     is_linear,
@@ -41,7 +42,17 @@ from sparta.generation.layers import (
 from sparta.generation.model import Compiled, GenerativeModel, compiled_class, shared_copy
 from sparta.generation.packed_linear import PackedLinear, dense_products
 from sparta.generation.packing import packed_layers, program_plans, put_program
-from sparta.generation.trials import agreement, certified, decode_call, named_example, outputs, prompt_call, timed
+from sparta.generation.trials import (
+    agreement,
+    certified,
+    decode_call,
+    named_example,
+    outputs,
+    prompt_call,
+    replayed_call,
+    same_logits,
+    timed,
+)
 from sparta.modules import set_member
 from sparta.precision.data import checked_batches
 from sparta.specialize.tuning.significance import LEAST_GAIN, pairs_of
@@ -192,6 +203,7 @@ class _Compilation:
             self.int8 = False
             found = self._by_program()
         fast, plans, certificate = found or self._by_layers()
+        self._replay_steps(fast)
         whole = self._measured(fast)
         if whole.base is Base.GIVEN:
             fast, plans = self._copy(), [plan.made_dense(whole.reason) for plan in plans]
@@ -282,6 +294,29 @@ class _Compilation:
         with dense_products(rounded):
             return certified(partial(outputs, rounded), partial(outputs, fast), self.base, self.example, rounding=True)
 
+    # ------------------------------------------------------------------ on CUDA
+
+    def _replay_steps(self, fast: GenerativeModel) -> None:
+        """Let steps on CUDA be replayed from a graph, where they then compute what the model's own code does."""
+        if next(self.base.parameters()).device.type != "cuda":
+            return
+        fast._sparta.graph = graph = DecodeGraph()
+        plain = {name: value for name, value in self.example.items() if name == "input_ids"}
+        why = ""
+        try:
+            own, replayed = decode_call(fast, plain), replayed_call(fast, plain)
+            if own is None or replayed is None:
+                why = graph.problem or "its cache is not one of fixed size"
+            elif self.check:
+                same_logits(own(), replayed())
+        except Exception as error:  # noqa: BLE001 - whatever a model does with such a cache: steps run as they are
+            why = in_words(error)
+        graph.forget()
+        if why:
+            fast._sparta.graph = None
+        how = "not replayed from a CUDA graph" if why else "replayed from a CUDA graph, over a static cache"
+        self.session.note(f"steps of one token are {how}" + (f": {why}" if why else ""))
+
     # ------------------------------------------------------------------ measuring
 
     def _measured(self, fast: GenerativeModel) -> EndToEnd:
@@ -291,11 +326,15 @@ class _Compilation:
         gains, spans, times = {}, {}, {}
         for what, make in (("one token", decode_call), ("the prompt", prompt_call)):
             calls = [make(model, self.example) for model in (self.base, fast)]
+            if make is decode_call and fast._sparta.graph is not None:
+                calls[1] = replayed_call(fast, self.example)
             if calls[0] is None or calls[1] is None:
                 continue
             pairs = pairs_of(timed({"given": calls[0], "compiled": calls[1]}))
             gains[what], spans[what] = pairs.likely_gain, pairs.interval
             times[what] = pairs.quiet
+        if fast._sparta.graph is not None:
+            fast._sparta.graph.forget()
         if fast.program is not None:
             self._choose_longest(fast)
         main = next(iter(gains))

@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from sparta.compiler.report import Report
 from sparta.errors import ValueRangeError, message
+from sparta.generation.graphs import DecodeGraph, with_static_cache
 from sparta.generation.greedy import greedy_sequences
 from sparta.generation.program import DecodeProgram
 from sparta.signing import SigningKey
@@ -40,6 +41,8 @@ class Compiled:
         The class of the model's outputs.
     longest
         More tokens of a call than this go to the model's own code, which was measured to be faster there.
+    graph
+        What replays steps on CUDA; None where they run as they are.
     """
 
     program: DecodeProgram | None = None
@@ -48,10 +51,12 @@ class Compiled:
     report: Report | None = None
     spec: Spec = field(default_factory=Spec)
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    graph: DecodeGraph | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
         program = None if self.program is None else copy.deepcopy(self.program, memo)
-        return Compiled(program, self.output, self.longest, self.report, self.spec, self.provenance)
+        graph = None if self.graph is None else DecodeGraph()
+        return Compiled(program, self.output, self.longest, self.report, self.spec, self.provenance, graph)
 
 
 class GenerativeModel(nn.Module):
@@ -138,7 +143,7 @@ def compiled_class(original: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(forward)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            found = _stepped(self, signature, args, kwargs)
+            found = _stepped(self, forward, signature, args, kwargs)
             return forward(self, *args, **kwargs) if found is None else found
 
     members: dict[str, Any] = {"forward": run, "__module__": original.__module__}
@@ -147,19 +152,36 @@ def compiled_class(original: type[nn.Module]) -> type[nn.Module]:
 
         @functools.wraps(sample)
         def decode(self: Any, *args: Any, **kwargs: Any) -> Any:
-            found = greedy_sequences(self, sample, args, kwargs)
-            return sample(self, *args, **kwargs) if found is None else found
+            graph: DecodeGraph | None = self._sparta.graph
+            try:
+                found = greedy_sequences(self, sample, args, kwargs)
+                return sample(self, *args, **kwargs) if found is None else found
+            finally:
+                if graph is not None:
+                    graph.forget()  # its cache is let go with it
 
         members["_sample"] = decode
+    generate = getattr(original, "generate", None)
+    if callable(generate):
+
+        @functools.wraps(generate)
+        def generated(self: Any, *args: Any, **kwargs: Any) -> Any:
+            replayed = self._sparta.graph is not None and not self._sparta.graph.problem and len(args) < 2
+            return generate(self, *args, **(with_static_cache(self.generation_config, kwargs) if replayed else kwargs))
+
+        members["generate"] = generated
     made = type(original.__name__, (GenerativeModel, original), members)
     made.__qualname__ = original.__qualname__
     return made
 
 
-def _stepped(model: Any, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the output of a call by the decode program; None where it does not take the call."""
+def _stepped(
+    model: Any, forward: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return the output of a call by the decode program or by a replay; None where neither takes the call."""
     compiled: Compiled = model._sparta
-    if compiled.program is None or compiled.output is None or torch.compiler.is_compiling():
+    steps = compiled.program is not None or compiled.graph is not None
+    if not steps or compiled.output is None or torch.compiler.is_compiling():
         return None
     try:
         bound = signature.bind(model, *args, **kwargs).arguments
@@ -167,13 +189,12 @@ def _stepped(model: Any, signature: inspect.Signature, args: tuple[Any, ...], kw
         return None  # the model's own code says what is wrong
     named = {name: value for name, value in bound.items() if name not in ("self", "kwargs")}
     named.update(bound.get("kwargs", {}))
-    if compiled.longest is not None and _tokens(named) > compiled.longest:
-        return None
-    result = compiled.program.step(model, named)
-    if result is None:
-        return None
-    logits, cache = result
-    return compiled.output(logits=logits, past_key_values=cache)
+    if compiled.graph is not None:
+        replayed = compiled.graph.step(functools.partial(forward, model), named)
+        return None if replayed is None else compiled.output(logits=replayed, past_key_values=named["past_key_values"])
+    long = compiled.longest is not None and _tokens(named) > compiled.longest
+    result = None if compiled.program is None or long else compiled.program.step(model, named)
+    return None if result is None else compiled.output(logits=result[0], past_key_values=result[1])
 
 
 def _tokens(named: Mapping[str, Any]) -> int:

@@ -21,12 +21,22 @@ from sparta.errors import CheckError, ValueRangeError, message
 from sparta.measure.timing import Comparison, compare_own_time
 from sparta.propagation.capture import call_arguments
 
-__all__ = ["agreement", "certified", "decode_call", "named_example", "prompt_call", "timed"]
+__all__ = [
+    "agreement",
+    "certified",
+    "decode_call",
+    "named_example",
+    "prompt_call",
+    "replayed_call",
+    "same_logits",
+    "timed",
+]
 
 _SEEDS = (0, 1)
 _ELEMENT = 30.0
 _IDS = ("input_ids", "decoder_input_ids")
 _SECONDS = 2.0
+_UNTIL_RECORDED = 4  # steps over one cache, after which they are replayed
 _SIXTEEN_BITS = 10.0  # how much further logits may be apart where layers round their inputs to 16 bits
 
 
@@ -114,6 +124,11 @@ def agreement(expected: list[Tensor], actual: list[Tensor]) -> tuple[float, floa
     norm = sum(float(a.square().sum()) for a, _ in wide) ** 0.5
     same = torch.cat([a.argmax(-1) == b.argmax(-1) for a, b in wide])
     return gap / max(norm, 1e-30), float(same.double().mean())
+
+
+def same_logits(expected: Tensor, actual: Tensor) -> None:
+    """Raise :class:`CheckError` unless logits agree."""
+    _difference(expected, actual, TOLERANCES.get(expected.dtype, 0.0))
 
 
 def _difference(expected: Tensor, actual: Tensor, allowed: float) -> tuple[float, float]:
@@ -214,6 +229,37 @@ def decode_call(model: Any, example: Mapping[str, Any]) -> Callable[[], Tensor] 
             kept = model(**example).past_key_values
         return lambda: _after(model, {**more, "past_key_values": deepcopy(kept)})
     return call
+
+
+def replayed_call(model: Any, example: Mapping[str, Any]) -> Callable[[], Tensor] | None:
+    """Return a function like that of :func:`decode_call` whose step is replayed from a graph; None where it is not.
+
+    Parameters
+    ----------
+    model
+        A compiled one that replays steps.
+    """
+    from transformers.cache_utils import StaticCache
+
+    ids, graph = example.get("input_ids"), model._sparta.graph
+    if graph is None or not isinstance(ids, Tensor) or getattr(model.config, "is_encoder_decoder", False):
+        return None
+    cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=ids.shape[1] + 1)
+    layers: list[Any] = list(cache.layers)
+
+    def call() -> Tensor:
+        with torch.no_grad():
+            logits = model(input_ids=ids[:, -1:], past_key_values=cache).logits
+            for layer in layers:
+                layer.cumulative_length.sub_(1)
+            return logits  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+    before = graph.replays
+    for _ in range(_UNTIL_RECORDED):
+        call()
+    return call if graph.replays > before else None
 
 
 def _after(model: Any, more: Mapping[str, Any]) -> Tensor:

@@ -34,6 +34,7 @@ def hopper(monkeypatch):
     """Let predicates believe that there is a Hopper GPU with all tools."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device=None: "a GPU")
     monkeypatch.setattr(few_tokens, "nvrtc_obstacle", lambda: "")
     monkeypatch.setattr(device, "_has_triton", lambda: True)
     device.capability.cache_clear()

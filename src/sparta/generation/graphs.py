@@ -1,0 +1,196 @@
+"""Decoding steps on CUDA, replayed from a CUDA graph: one token of a language model starts hundreds of short kernels.
+
+A graph reads and writes fixed memory, so steps run over a static cache of transformers, whose length is a number on the
+device. The first steps over a cache run as they are; then one is recorded, and the others replay it. What a step is
+called with is copied in, logits are copied out.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from sparta.specialize.cuda.graphs import RecordedGraph, recorded
+
+__all__ = ["DecodeGraph", "with_static_cache"]
+
+_BEFORE = 2  # steps over a cache before one is recorded: short answers need none
+_LEAST_STEPS = 8
+_KNOWN = frozenset(
+    {"input_ids", "position_ids", "attention_mask", "cache_position", "use_cache", "logits_to_keep", "return_dict"}
+)
+_OTHER_WAYS = ("past_key_values", "cache_implementation", "compile_config", "disable_compile", "assistant_model")
+_PLAIN = {"num_beams": 1, "use_cache": True, "prompt_lookup_num_tokens": None, "prefill_chunk_size": None}
+
+
+@dataclass
+class _Recorded:
+    """A step over one cache: what it reads, what it makes, and the structure of what it is called with."""
+
+    cache: Any
+    graph: RecordedGraph
+    buffers: list[Any]
+    structure: pytree.TreeSpec
+    logits: Tensor
+
+
+@dataclass
+class DecodeGraph:
+    """The recorded step of a model, one at a time.
+
+    Attributes
+    ----------
+    replays
+        How many steps were replayed.
+    problem
+        Why no step can be recorded; empty where none has failed.
+    """
+
+    replays: int = 0
+    problem: str = ""
+    _recorded: _Recorded | None = None
+    _seen: tuple[int, int] = (0, 0)  # a cache, and the steps over it
+    _lengths: list[Tensor] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DecodeGraph:
+        return DecodeGraph()
+
+    def forget(self) -> None:
+        """Let go of the recorded step, and of its cache."""
+        self._recorded, self._seen, self._lengths = None, (0, 0), []
+
+    def step(self, forward: Callable[..., Any], named: Mapping[str, Any]) -> Tensor | None:
+        """Return the logits of one more token for each sequence; None for calls that are something else.
+
+        Parameters
+        ----------
+        forward
+            The model's own code, from named inputs to its outputs.
+        named
+            What the model was called with.
+        """
+        cache = named.get("past_key_values")
+        others = {name: value for name, value in named.items() if name != "past_key_values"}
+        if self.problem or not _is_step(others) or not self._takes(cache):
+            return None
+        leaves, structure = pytree.tree_flatten(others)
+        known = self._recorded
+        if known is None or known.cache is not cache or not _alike(known, leaves, structure):
+            self._recorded = None
+            steps = self._seen[1] + 1 if self._seen[0] == id(cache) else 1
+            self._seen = (id(cache), steps)
+            if steps <= _BEFORE:
+                return None
+            known = self._recorded = self._record(forward, cache, leaves, structure)
+            if known is None:
+                return None
+        for buffer, leaf in zip(known.buffers, leaves, strict=True):
+            if isinstance(buffer, Tensor):
+                buffer.copy_(leaf)
+        known.graph.replay()
+        self.replays += 1
+        return known.logits.clone()
+
+    def _takes(self, cache: Any) -> bool:
+        """Whether a cache is a static one all of whose state is on the device."""
+        if self._recorded is not None and self._recorded.cache is cache:
+            return True
+        loaded = sys.modules.get("transformers.cache_utils")
+        if loaded is None or type(cache) is not loaded.StaticCache:
+            return False
+        layers = cache.layers
+        lengths = [getattr(layer, "cumulative_length", None) for layer in layers]
+        self._lengths = [length for length in lengths if isinstance(length, Tensor)]
+        known = all(type(layer) is loaded.StaticLayer and layer.is_initialized for layer in layers)
+        held = all(length is None or (isinstance(length, Tensor) and _on_device(length)) for length in lengths)
+        return known and held and not getattr(cache, "offloading", False)
+
+    def _record(
+        self, forward: Callable[..., Any], cache: Any, leaves: list[Any], structure: pytree.TreeSpec
+    ) -> _Recorded | None:
+        """Record a step; the cache is left as long as it was."""
+        lengths = self._lengths
+        with torch.inference_mode(mode=False), torch.no_grad():
+            buffers = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            before = [length.clone() for length in lengths]
+
+            def run() -> Tensor:
+                logits: Tensor = forward(**pytree.tree_unflatten(buffers, structure), past_key_values=cache).logits
+                return logits
+
+            try:
+                graph, logits = recorded(run)
+            except RuntimeError as error:
+                self.problem = str(error).strip().splitlines()[0] or type(error).__name__
+                return None
+            finally:  # a step was run before it was recorded
+                for length, was in zip(lengths, before, strict=True):
+                    length.copy_(was)
+        return _Recorded(cache, graph, buffers, structure, logits)
+
+
+def _is_step(named: Mapping[str, Any]) -> bool:
+    """Whether a call is one token more for each sequence, and asks for logits alone."""
+    ids = named.get("input_ids")
+    if not isinstance(ids, Tensor) or not _on_device(ids) or ids.dim() != 2 or ids.shape[1] != 1:
+        return False
+    asked = {name for name, value in named.items() if value is not None and value is not False}
+    quiet = asked <= _KNOWN and named.get("return_dict") is not False and named.get("use_cache") is not False
+    return quiet and not torch.compiler.is_compiling()
+
+
+def _on_device(tensor: Tensor) -> bool:
+    """Whether a graph can read a tensor, and none is being recorded by someone else."""
+    return tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
+
+
+def _alike(known: _Recorded, leaves: list[Any], structure: pytree.TreeSpec) -> bool:
+    """Whether a call differs from the recorded one in the values of its tensors alone."""
+    if structure != known.structure:
+        return False
+    for buffer, leaf in zip(known.buffers, leaves, strict=True):
+        if isinstance(buffer, Tensor) != isinstance(leaf, Tensor):
+            return False
+        if isinstance(buffer, Tensor):
+            if buffer.shape != leaf.shape or buffer.dtype != leaf.dtype or buffer.device != leaf.device:
+                return False
+        elif buffer != leaf:
+            return False
+    return True
+
+
+def with_static_cache(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `generate`, with a static cache where nothing else is asked for and it pays.
+
+    Parameters
+    ----------
+    config
+        The model's own generation config.
+    given
+        The arguments by name; a generation config among them is copied before it is changed.
+    """
+    own = given.get("generation_config")
+    base = config if own is None else own
+
+    def value(name: str) -> Any:
+        return given.get(name, getattr(base, name, None))
+
+    plain = all(value(name) in (wanted, None) for name, wanted in _PLAIN.items())
+    other = any(value(name) for name in _OTHER_WAYS) or callable(value("custom_generate"))
+    steps = value("max_new_tokens")
+    if not plain or other or not isinstance(steps, int) or steps < _LEAST_STEPS:
+        return dict(given)
+    more = {"cache_implementation": "static", "disable_compile": True}
+    if own is None:
+        return {**given, **more}
+    changed = copy.deepcopy(own)
+    for name, wanted in more.items():
+        setattr(changed, name, wanted)
+    return {**given, "generation_config": changed}
