@@ -81,10 +81,69 @@ def test_the_asked_speed_up_is_measured_within_three_percent(asked):
     assert plan.speedup == plan.whole.ratio
 
 
+@pytest.mark.parametrize("asked", [1.5, 2.0, 3.0])
+@pytest.mark.parametrize(("compiled", "slower"), [(0.8, 0.7), (0.9, 1.6), (0.7, 0.5)])
+def test_it_is_met_closely_where_compiling_alone_is_faster_and_layers_are_not_what_they_are_alone(
+    asked, compiled, slower
+):
+    bench = FakeBench({}, rest=0.5, compiled=compiled, slower=slower)
+    plan = planned(speedup=asked, bench=bench)
+    assert plan.met
+    assert plan.whole.ratio == pytest.approx(asked, rel=0.03)
+    assert bench.calls["whole"] <= 8
+
+
+def test_what_compiling_alone_gives_costs_nothing():
+    plan = planned(speedup=1.5, bench=FakeBench({}, compiled=0.5))
+    assert plan.met
+    assert not plan.assignment
+    assert plan.loss == 0
+    assert plan.whole.ratio == pytest.approx(2.0)
+    assert "compiling alone gives as much" in plan.reason
+
+
+def test_where_nothing_lies_between_the_plan_names_the_nearest_below():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).eval()
+    plan = planned(model, patterns=["2:4"], speedup=1.05, bench=FakeBench({}, rest=0.5, slower=1.0))
+    assert plan.met
+    below = max(whole.ratio for _, whole, loss in plan.points if loss < plan.loss)
+    assert plan.whole.ratio > 1.03 * 1.05 > 1.05 > below
+    assert plan.reason.endswith(f"the nearest below is {below:.2f}x")
+
+
+def test_where_the_time_was_up_the_plan_says_so():
+    clock = [0.0]
+
+    class Slow(FakeBench):
+        def whole(self, masks):
+            clock[0] += 10.0
+            return super().whole(masks)
+
+    session = Session(budget_s=15.0, now=lambda: clock[0])
+    plan = planned(speedup=1.8, bench=Slow({}, slower=0.3), session=session)
+    assert len(plan.points) == 2
+    assert plan.met
+    assert "the time was up before others were tried" in plan.reason
+
+
+def test_estimating_costs_takes_none_of_the_budget(monkeypatch):
+    clock = [0.0]
+    errors_of = sparta.planning.search.errors_of
+
+    def slow(*arguments):
+        clock[0] += 100.0
+        return errors_of(*arguments)
+
+    monkeypatch.setattr("sparta.planning.search.errors_of", slow)
+    plan = planned(speedup=1.5, session=Session(budget_s=50.0, now=lambda: clock[0]))
+    assert clock[0] > 50.0
+    assert plan.whole.ratio == pytest.approx(1.5, rel=0.03)
+
+
 def test_the_table_alone_would_have_missed_it():
     bench = FakeBench({})
     plan = planned(speedup=2.0, bench=bench)
-    first = plan.points[0][1]
+    first = plan.points[1][1]  # after that of the model with nothing changed
     assert abs(first.ratio / 2.0 - 1) > 0.03
     assert 2 <= bench.calls["whole"] <= 6
 

@@ -48,6 +48,8 @@ class Session:
         Called with a line about what is being tried.
     reserve
         Seconds of the budget that are kept for what comes after measuring.
+    brief
+        Whether the whole is chosen by one look: for models that are measured on their own afterwards.
     in_graphs
         Whether the model may be replayed from a CUDA graph, so that the host's time does not count.
     measure
@@ -67,6 +69,7 @@ class Session:
     notes: list[str] = field(default_factory=list)
     reserve: float = 0.0
     in_graphs: bool = False
+    brief: bool = False
     measure: Measure = interleaved
     now: Callable[[], float] = time.perf_counter
     call_seconds: float = 0.0
@@ -110,6 +113,15 @@ class Session:
         """Whether calls take so long that few of them must do: each counts by itself, or for the budget."""
         patient = self.budget_s is None or _MANY_CALLS * self.call_seconds <= self.budget_s
         return self.call_seconds > _SLOW_SECONDS or not patient
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Let what is done within take none of the budget."""
+        before = self.now()
+        try:
+            yield
+        finally:
+            self.started += self.now() - before
 
     @property
     def left(self) -> float:

@@ -82,7 +82,8 @@ def plan(  # noqa: PLR0913 - one verb, and all but three of its arguments by nam
     device
         Where to measure; None: where the model is.
     budget_s
-        Seconds for measuring. What is in the tuning store costs next to nothing.
+        Seconds for measuring layers and whole models; estimating what each option costs in accuracy comes on top. What
+        is in the tuning store costs next to nothing.
     method
         How :meth:`SparsityPlan.apply` prunes.
     metric
@@ -177,6 +178,7 @@ def plan_with(  # noqa: PLR0913 - as above
             room=lambda: session.left > 0,
             room_for_layers=lambda: session.left_for_layers > 0,
             show=session.show,
+            uncounted=session.uncounted,
             notes=notes,
         )
         if data is None:

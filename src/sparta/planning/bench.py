@@ -214,9 +214,9 @@ class CompilerBench:
             names = [name for name in short if short[name] == precision]
             found = rounded(model, [self.example], spec, names, precision, quick=True)
             model, spec, grids = found.model, found.spec, {**grids, **found.activations}
-        session = Session(tune=self.session.tune, budget_s=self._left(), show=self.session.show)
+        session = Session(tune=self.session.tune, budget_s=self._left(), show=self.session.show, brief=True)
         session.measure = self.session.measure
-        fast = compile_in(session, model, [self.example], spec, activations=grids, check=False)
+        fast = compile_in(session, model, [self.example], spec, dynamic_shapes=None, activations=grids, check=False)
         self.session.interrupted |= session.interrupted
         args, kwargs = call_arguments(self.example)
         with torch.no_grad():

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from sparta.oneshot.targets import Target
+from sparta.planning.approach import Point, following, solved
 from sparta.planning.bench import Bench, Whole
 from sparta.planning.cost import errors_of, grams_of, sensitivity_of
 from sparta.planning.layers import Group
@@ -21,13 +22,13 @@ from sparta.planning.notebook import Notebook
 from sparta.planning.options import CHANNELS, DENSE, Option
 from sparta.planning.result import Goal
 from sparta.planning.rounding import rounding_errors
-from sparta.planning.table import Assignment, Table, picked
+from sparta.planning.table import Assignment, Table
 from sparta.tesa.patterns import Pattern
 
 __all__ = ["Search"]
 
 _GAIN = 0.97  # of dense's time, which an option must not exceed
-_ROUNDS = 6
+_ROUNDS = 12
 _SPENT = "the budget was spent before all options were measured: the others were not considered"
 _Costed = list[tuple[Option, Pattern | None]]
 
@@ -44,6 +45,10 @@ class Search:
         Return whether there is time for more: for wholes, and for layers, which leave some for wholes.
     show
         Called with a line about what is done.
+    uncounted
+        Makes what is done within not count as measuring.
+    exhausted
+        Whether nothing was left to measure that could be nearer to the goal.
     """
 
     model: nn.Module
@@ -56,9 +61,11 @@ class Search:
     room: Callable[[], bool] = lambda: True
     room_for_layers: Callable[[], bool] = lambda: True
     show: Callable[[str], object] = lambda _line: None
+    uncounted: Callable[[], AbstractContextManager[None]] = nullcontext
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
-    points: list[tuple[Assignment, Whole, float]] = field(default_factory=list)
+    exhausted: bool = False
+    points: list[Point] = field(default_factory=list)
 
     # ------------------------------------------------------------------ the table
 
@@ -69,7 +76,10 @@ class Search:
         with self._interruptible("measuring layers was interrupted: what was not measured stays dense"):
             self._time(times, narrow)
         costs: dict[str, dict[Option, float]] = {}
-        with self._interruptible("estimating costs was interrupted: layers without a cost stay dense"):
+        with (
+            self._interruptible("estimating costs was interrupted: layers without a cost stay dense"),
+            self.uncounted(),
+        ):
             self._cost(batches, method, times, narrow, costs)
         for number in [n for n in narrow if not all(c.reader in costs for c in self.groups[n].channels)]:
             del narrow[number]
@@ -229,42 +239,43 @@ class Search:
         """Return what layers become, what that measured, whether it is what was asked, and what came of it."""
         with self._interruptible("measuring the whole was interrupted: the best so far"):
             for _ in range(_ROUNDS):
-                assignment = self.solved(table, goal)
-                if any(assignment == known for known, _, _ in self.points):
+                assignment = following(table, goal, self.points)
+                if assignment is None:
+                    self.exhausted = True
                     break
                 self.show(f"compiling and measuring plan {len(self.points) + 1} for {goal}")
                 whole = self.bench.whole({name: (o, table.pattern_of(name, o)) for name, o in assignment.items()})
                 self.points.append((assignment, whole, table.loss(assignment)))
                 table.correct(assignment, whole.ms * table.given_ms / whole.given_ms, whole.memory_mb, whole.dense)
-                if goal.close(whole) or not self.room():
+                if goal.close(whole) or (not assignment and goal.met(whole)):
+                    break  # with nothing changed, nothing better can come
+                if assignment and not self.room():
                     break
         return self._best(table, goal)
 
-    def solved(self, table: Table, goal: Goal) -> Assignment:
-        """Return the best assignment by the table; the fastest, or smallest, where the goal is out of its reach."""
-        memory = goal.memory_mb is not None
-        front, bundles = table.front(memory=memory)
-        if goal.memory_mb is not None:
-            place = front.within(goal.memory_mb - table.rest_mb)
-        elif goal.max_loss is not None:
-            place = front.costing(goal.max_loss**2)
-        else:
-            asked = goal.asked_ms(table.given_ms)
-            place = None if asked is None else front.within(asked - table.rest_ms)
-        return picked(bundles, front.chosen(0 if place is None else place))
-
     def _best(self, table: Table, goal: Goal) -> tuple[Assignment, Whole | None, bool, str]:
-        if not self.points:
-            assignment = self.solved(table, goal)
-            return assignment, None, True, "by the table; not measured"
         good = [point for point in self.points if goal.met(point[1])]
+        if not good and not any(assignment for assignment, _, _ in self.points):
+            return solved(table, goal), None, True, "by the table; not measured"
         if good:
             close = [point for point in good if goal.close(point[1])]
-            assignment, whole, _ = min(close or good, key=lambda point: point[2])
+            assignment, whole, loss = min(close or good, key=lambda point: point[2])
             reason = f"measured {whole.ratio:.2f}x after {len(self.points)} rounds"
-            return assignment, whole, True, reason if close else f"{reason}; nothing nearer to {goal} was found"
+            return assignment, whole, True, reason if close else f"{reason}; {self._why_more(goal, loss)}"
         assignment, whole, _ = max(self.points, key=lambda point: goal.reached(point[1]) or 0.0)
         return assignment, whole, False, self._why_not(table, goal, whole)
+
+    def _why_more(self, goal: Goal, loss: float) -> str:
+        """Return why more than was asked is reached, and what the nearest with less loss is."""
+        if not loss:
+            return "compiling alone gives as much, and nothing is lost"
+        slower = [whole for _, whole, other in self.points if other < loss]
+        nearest = max(slower, key=lambda whole: goal.reached(whole) or 0.0, default=None)
+        words = "no combination that was measured has less loss"
+        if nearest is not None:
+            reached = f"{nearest.memory_mb:.4g} MB" if goal.memory_mb is not None else f"{nearest.ratio:.2f}x"
+            words = f"the nearest below is {reached}"
+        return words if self.exhausted else f"{words}, and the time was up before others were tried"
 
     def _why_not(self, table: Table, goal: Goal, whole: Whole) -> str:
         if goal.memory_mb is not None:

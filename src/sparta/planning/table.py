@@ -63,6 +63,10 @@ class Table:
         By group: milliseconds of all its layers when its channels go.
     given_ms, given_mb
         The model as given.
+    rest_ms
+        What is not in these layers.
+    factor, dense_factor
+        How many times as long sparse and dense layers take in the compiled whole as they take alone.
     """
 
     groups: Sequence[Group]
@@ -74,6 +78,7 @@ class Table:
     given_mb: float
     rest_ms: float = 0.0
     factor: float = 1.0
+    dense_factor: float = 1.0
     memory_factor: float = 1.0
     _seen: list[tuple[float, float, float]] = field(default_factory=list)
     _losers: set[str] = field(default_factory=set)
@@ -97,7 +102,7 @@ class Table:
 
     def milliseconds(self, bundle: Bundle) -> float:
         """Return the time of a bundle as it is in the whole."""
-        return bundle.dense + self.factor * bundle.sparse
+        return self.dense_factor * bundle.dense + self.factor * bundle.sparse
 
     def megabytes_of(self, bundle: Bundle) -> float:
         """Return the memory of a bundle as it is in the whole."""
@@ -125,7 +130,7 @@ class Table:
         return whole * option.density + units * _INDEX_BYTES / 1e6
 
     def sums(self, assignment: Assignment) -> tuple[float, float]:
-        """Return the milliseconds of the layers that stay dense and of the others."""
+        """Return the milliseconds of the layers that stay dense, as they are in the whole, and of the others alone."""
         dense = sparse = 0.0
         for number, group in enumerate(self.groups):
             chosen = {assignment[name] for name in group.names if name in assignment}
@@ -137,7 +142,7 @@ class Table:
                 option = assignment.get(name, DENSE)
                 time = self.times.get(name, {}).get(option, self.times.get(name, {}).get(DENSE, 0.0))
                 dense, sparse = (dense + time, sparse) if option == DENSE else (dense, sparse + time)
-        return dense, sparse
+        return self.dense_factor * dense, sparse
 
     def pattern_of(self, name: str, option: Option) -> Pattern | None:
         """Return the pattern that lies on a layer's weight; None where nothing is pruned."""
@@ -157,6 +162,11 @@ class Table:
             if assignment[name].pattern != CHANNELS:
                 self._lost(name, assignment[name])
         here = self.sums(assignment)
+        if not assignment:
+            # All is dense: what compiling alone gains, layers and the rest have in common.
+            gained = min(max(ms / (self.rest_ms + here[0]), _FACTORS[0]), _FACTORS[1])
+            self.dense_factor, self.rest_ms = gained * self.dense_factor, gained * self.rest_ms
+            return
         seen = next((point for point in reversed(self._seen) if abs(point[1] - here[1]) > 0.05 * here[1]), None)
         self._seen.append((*here, ms))
         if seen is not None:

@@ -136,6 +136,10 @@ class Contest:
         plans = self._working(self.plans)
         if self.timer.slow:
             result = self._settled_briefly(plans)
+        elif self.session.brief:
+            rounds = self.timer.rounds(self._variants(plans))
+            best, doubt = self._verdict(rounds)
+            result = _Result((rounds,), judge.surest(rounds) if doubt else best, doubt)
         else:
             host = Host.GRAPH if self.session.in_graphs else Host.EAGER
             plans = Trim(self.timer, host, self._call, self.workshop.forget).trimmed(plans)
@@ -147,7 +151,7 @@ class Contest:
             plans = made_dense(plans, sparse_names(plans), _lost(result))
         plans = self._other_sizes(plans)
         given = result.last.median(GIVEN)
-        lasting = not result.doubt and not self.timer.hurried and not self.session.interrupted
+        lasting = not (result.doubt or self.timer.hurried or self.session.interrupted or self.session.brief)
         variant = replace(result.best, kernels=result.best.kernels & sparse_names(plans))
         self.workshop.keep(variant, plans)
         return Outcome(variant, plans, whole, given, lasting)

@@ -16,6 +16,7 @@ __all__ = ["ROUNDS", "Timer", "until_done"]
 ROUNDS = 9  # of the contest that decides, where the budget allows
 
 _SECONDS = {"quick": 1.5, "full": 6.0, "off": 1.0}
+_BRIEF_SECONDS = 0.4
 _LEAST_CALLS = 3  # of each variant: two to warm up and one that counts
 _FEW = 3  # rounds, of calls that take long: the least that can be claimed
 
@@ -53,7 +54,8 @@ class Timer:
 
     def rounds(self, calls: Mapping[Any, Call], rounds: int = 0) -> Rounds:
         """Time calls, interleaved, for as many rounds as the budget allows."""
-        wanted = max(_SECONDS[self.session.tune], rounds * len(calls) * self.call_seconds)
+        least = _BRIEF_SECONDS if self.session.brief else _SECONDS[self.session.tune]
+        wanted = max(least, rounds * len(calls) * self.call_seconds)
         seconds = min(wanted, max(0.02, 0.5 * self.session.left))
         self.hurried |= seconds < self.enough * wanted
         # By the clock, until the device is done: callers that wait for a result wait for the host as well.
