@@ -30,7 +30,9 @@ _KEPT = 8  # sizes of images whose plans are kept
 _PADDING = 16  # values that a kernel may load beyond the last one
 _COPY_FLOATS = 96 * 1024  # of a band's copy, which shares the second level of caches with weights
 _FEWEST_TILES = 4  # of a band that is cut for threads alone
-_CHUNK_BYTES = 48 * 1024  # of the values that a tile reads before it goes on to the next columns
+# Columns that a tile reads before it goes on to the next ones, so that they stay in the nearest cache; with several
+# taps, neighbours share lines and none is read whole.
+_CHUNK, _CHUNK_OF_TAPS = 256, 128
 
 
 @dataclass(frozen=True)
@@ -236,8 +238,8 @@ class DenseConv(PackedImages):
 
     def _chunk_of(self, columns: int) -> int:
         """Return how many columns are multiplied together: all, or equal parts whose values stay in the near cache."""
-        most = max(1, _CHUNK_BYTES // (4 * self._vectors * self.library.lanes))
-        return columns if columns <= 2 * most else -(-columns // -(-columns // most))
+        most = _CHUNK if self._kernel == (1, 1) else _CHUNK_OF_TAPS
+        return columns if columns <= most + most // 2 else -(-columns // -(-columns // most))
 
     def pack(self, weight: Tensor) -> Tensor:
         """Return the values of a weight: by group, chunk of columns, and block of rows."""

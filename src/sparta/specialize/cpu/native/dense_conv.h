@@ -36,30 +36,41 @@ struct DenseRows {
   const RowsFinish* finish; // null stores sums as they are
 };
 
-template <bool Whole>
-SPARTA_INLINE void put_dense(const DenseRows& task, const RowsFinish& finish, Vec sum, Vec shift, float* y,
-                             int64_t count) {
-  if (task.adds) sum += Whole ? load(y) : load_some(y, count);
-  if (task.finish) {
-    sum += shift;
-    sum = sum < splat(finish.floor) ? splat(finish.floor) : sum;  // NaN is not below and stays
-    sum = sum > splat(finish.ceiling) ? splat(finish.ceiling) : sum;
-    if (finish.residual) {
-      const float* residual = finish.residual + (y - task.y);
-      sum += Whole ? load(residual) : load_some(residual, count);
+// Stores the sums of one row, the last `count` of which may be less than a vector.
+template <int MV, bool Whole>
+SPARTA_INLINE void put_dense(const DenseRows& task, Vec (&sums)[MV], int64_t row, float* y) {
+  const int64_t rest = task.count - (MV - 1) * kLanes;
+  if (task.adds) {
+#pragma GCC unroll 4
+    for (int j = 0; j < MV; ++j) {
+      sums[j] += Whole || j + 1 < MV ? load(y + j * kLanes) : load_some(y + j * kLanes, rest);
     }
-    sum = sum < splat(finish.last_floor) ? splat(finish.last_floor) : sum;
   }
+  if (task.finish) {
+    const RowsFinish& finish = *task.finish;
+    const Vec shift = splat(finish.bias ? finish.bias[row] : -0.0f);  // adding -0 changes nothing, not even a -0
+    const Vec floor = splat(finish.floor), ceiling = splat(finish.ceiling), last_floor = splat(finish.last_floor);
+    const float* residual = finish.residual ? finish.residual + (y - task.y) : nullptr;
+#pragma GCC unroll 4
+    for (int j = 0; j < MV; ++j) {
+      const Vec sum = sums[j] + shift;
+      Vec out = sum < floor ? floor : sum;  // NaN is not below and stays
+      out = out > ceiling ? ceiling : out;
+      if (residual) out += Whole || j + 1 < MV ? load(residual + j * kLanes) : load_some(residual + j * kLanes, rest);
+      sums[j] = out < last_floor ? last_floor : out;
+    }
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j + 1 < MV; ++j) store(y + j * kLanes, sums[j]);
   if constexpr (Whole) {
-    store(y, sum);
+    store(y + (MV - 1) * kLanes, sums[MV - 1]);
   } else {
-    store_some(y, sum, count);
+    store_some(y + (MV - 1) * kLanes, sums[MV - 1], rest);
   }
 }
 
 template <int BN, int MV>
 void multiply_dense_rows(const DenseRows& task) {
-  const RowsFinish finish = task.finish ? *task.finish : RowsFinish{};
   for (int64_t block = task.begin; block < task.end; ++block) {
     const int64_t row = block * BN;
     float* y = task.y + row * task.stride;
@@ -70,15 +81,10 @@ void multiply_dense_rows(const DenseRows& task) {
 #pragma GCC unroll 8
     for (int r = 0; r < BN; ++r) {
       if (r >= rows) break;
-      const Vec shift = splat(finish.bias ? finish.bias[row + r] : -0.0f);  // adding -0 changes nothing, not even a -0
-#pragma GCC unroll 4
-      for (int j = 0; j < MV; ++j) {
-        float* to = y + r * task.stride + j * kLanes;
-        if (j + 1 < MV || task.count >= MV * kLanes) {
-          put_dense<true>(task, finish, sums[r][j], shift, to, kLanes);
-        } else {
-          put_dense<false>(task, finish, sums[r][j], shift, to, task.count - j * kLanes);
-        }
+      if (task.count == MV * kLanes) {
+        put_dense<MV, true>(task, sums[r], row + r, y + r * task.stride);
+      } else {
+        put_dense<MV, false>(task, sums[r], row + r, y + r * task.stride);
       }
     }
   }

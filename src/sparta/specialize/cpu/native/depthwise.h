@@ -3,9 +3,7 @@
 // together, because they read the same input. The same kernel averages windows and scales channels.
 #pragma once
 
-#include "epilogue.h"
-#include "panel.h"
-#include "threads.h"
+#include "conv.h"
 
 namespace sparta {
 
@@ -55,6 +53,13 @@ inline int64_t tap_start(const DepthwiseCall& call, const DepthwiseCopy& copy, i
   return distance % call.stride_columns * copy.height * copy.width + distance / call.stride_columns;
 }
 
+// Copies neighbouring values in whole vectors; what is behind the last one is set to 0, and there is room for it.
+SPARTA_INLINE void copy_line(const float* from, int64_t count, const LaneMask& tail, float* to) {
+  int64_t j = 0;
+  for (; j + kLanes <= count; j += kLanes) store(to + j, load(from + j));
+  if (j < count) store(to + j, load_lanes(from + j, tail));
+}
+
 // Copies a plane to a padded one whose padding is 0 already.
 inline void copy_plane(const DepthwiseCall& call, const DepthwiseCopy& copy, const float* x, float* to) {
   const int64_t most = copy.width - kLanes;
@@ -63,11 +68,12 @@ inline void copy_plane(const DepthwiseCall& call, const DepthwiseCopy& copy, con
     const int64_t ahead = phase - call.left;  // input column of the phase's first value
     const int64_t begin = ahead >= 0 ? 0 : ceil_div(-ahead, call.stride_columns);
     const int64_t end = std::min(most, ahead >= call.columns ? 0 : ceil_div(call.columns - ahead, call.stride_columns));
+    const LaneMask tail = lane_mask(0, std::max<int64_t>(end - begin, 0) % kLanes);
     for (int64_t row = call.top; row < last; ++row) {
       const float* from = x + (row - call.top) * call.columns + ahead;
       float* line = to + (phase * copy.height + row) * copy.width;
       if (call.stride_columns == 1) {
-        for (int64_t j = begin; j < end; ++j) line[j] = from[j];
+        copy_line(from + begin, end - begin, tail, line + begin);
       } else if (call.stride_columns == 2) {
         for (int64_t j = begin; j < end; ++j) line[j] = from[2 * j];
       } else {
@@ -97,7 +103,9 @@ struct DepthwisePlane {
 template <Activation Act, int Side, int Stride, int Rows>
 SPARTA_INLINE void square_rows(const DepthwiseCall& call, const DepthwiseCopy& copy, const DepthwisePlane& plane,
                                const int64_t (&taps)[Side], int64_t row) {
-  for (int64_t column = 0; column < call.out_columns; column += kLanes) {
+  const int64_t pixels = call.out_rows * call.out_columns;
+  // From the last vector of a row to the first: what it writes beyond its row is written over by the next row.
+  for (int64_t column = (call.out_columns - 1) / kLanes * kLanes; column >= 0; column -= kLanes) {
     const float* from = plane.copy + row * Stride * copy.width + column;
     Vec sums[Rows] = {};
 #pragma GCC unroll 16
@@ -115,8 +123,7 @@ SPARTA_INLINE void square_rows(const DepthwiseCall& call, const DepthwiseCopy& c
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
       const int64_t at = (row + r) * call.out_columns + column;
-      put_pixels<Act>(sums[r], plane.shift, plane.residual ? plane.residual + at : nullptr, plane.y + at,
-                      call.out_columns - column);
+      put_pixels<Act>(sums[r], plane.shift, plane.residual ? plane.residual + at : nullptr, plane.y + at, pixels - at);
     }
   }
 }
@@ -137,6 +144,7 @@ void square_plane(const DepthwiseCall& call, const DepthwiseCopy& copy, const De
 // Any kernel, stride and dilation.
 template <Activation Act>
 void any_plane(const DepthwiseCall& call, const DepthwiseCopy& copy, const DepthwisePlane& plane) {
+  const int64_t pixels = call.out_rows * call.out_columns;
   for (int64_t row = 0; row < call.out_rows; ++row) {
     for (int64_t column = 0; column < call.out_columns; column += kLanes) {
       Vec sum = {};
@@ -147,8 +155,7 @@ void any_plane(const DepthwiseCall& call, const DepthwiseCopy& copy, const Depth
         }
       }
       const int64_t at = row * call.out_columns + column;
-      put_pixels<Act>(sum, plane.shift, plane.residual ? plane.residual + at : nullptr, plane.y + at,
-                      call.out_columns - column);
+      put_pixels<Act>(sum, plane.shift, plane.residual ? plane.residual + at : nullptr, plane.y + at, pixels - at);
     }
   }
 }
