@@ -50,3 +50,19 @@ def test_steps_are_replayed_from_a_graph(dtype):
     assert torch.equal(found, again)
     drawn = fast.generate(prompt, do_sample=True, **options)
     assert drawn.shape == found.shape
+
+
+@pytest.mark.parametrize(("pattern", "sparsity"), [(sparta.Block(64, 64), 0.75), (sparta.NM(2, 4), 0.5)])
+def test_a_language_model_in_fp8(pattern, sparsity):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with fp8")
+    model = pruned(pattern, sparsity)
+    prompt = torch.randint(3, 128, (2, 9), device="cuda")
+    fast = sparta.compile(model, {"input_ids": prompt}, precision="fp8", budget_s=30, max_loss=0.2)
+    assert fast.provenance["precision"] == "fp8", fast.report.notes
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    found = fast.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    assert found.shape == (2, 21)
+    with torch.no_grad():
+        exact, close = model(prompt).logits, fast(prompt).logits.float()
+    assert float((close - exact).norm() / exact.norm()) < 0.2

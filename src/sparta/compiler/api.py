@@ -96,8 +96,8 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
         Seconds for the whole compilation, after calibration where there is a precision (each that ``"auto"`` tries has
         as much); what is not measured by then stays dense. Ctrl-C has the same effect. Every
         step gets its share: trials end with it, and Inductor only begins what should fit. What comes once and cannot
-        be cut short is capture and propagation (half of the budget is left for measuring whatever they take), one
-        candidate under way, and compiling the kernels for the first time.
+        be cut short is capture and propagation (half of the budget is left for measuring whatever they take) and one
+        candidate under way; compiling the kernels for the first time on a machine comes on top.
     more_inputs
         Further example inputs of other sizes; kernels are chosen for each.
     activations
@@ -170,7 +170,7 @@ def _generation() -> Any:
 
 def _is_language_model(model: nn.Module, example: Any, precision: str | None) -> bool:
     """Whether a model is compiled with its `generate`: one of transformers that can, called with its cache."""
-    known = "transformers" in sys.modules and hasattr(model, "generate") and precision in (None, "int8", "auto")
+    known = "transformers" in sys.modules and hasattr(model, "generate") and precision in (None, "int8", "fp8", "auto")
     return known and bool(_generation().generates(model, example))
 
 

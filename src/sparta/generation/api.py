@@ -29,6 +29,7 @@ from sparta.compiler.variant import GIVEN, Base
 from sparta.errors import CheckError, MissingPackageError, SpartaError, ValueRangeError, message
 from sparta.generation.decoder import find_decoder
 from sparta.generation.experts import PackedExperts, put_experts
+from sparta.generation.fp8 import fp8_obstacle, put_back, round_weights, simulated
 from sparta.generation.graphs import DecodeGraph
 from sparta.generation.layers import (
     SparseLayer,
@@ -61,7 +62,7 @@ from sparta.tesa.spec import Spec
 
 __all__ = ["compile_generator", "generates"]
 
-_PRECISIONS = ("fp32", "int8", "auto")
+_PRECISIONS = ("fp32", "int8", "fp8", "auto")
 _MOST_CHANGE = 0.1
 _SPARSE = 0.95  # weights with more live values than that are dense with a few zeros
 _LEAST = 0.97  # of the speed of the model as given
@@ -112,14 +113,15 @@ def compile_generator(  # noqa: PLR0913 - one call says all there is to say abou
     spec
         What is pruned; None reads the zeros that are in the weights.
     precision
-        ``"fp32"`` (the default); ``"int8"``: weights of linear layers are rounded to 8 bits with a scale per row, on
-        the CPU; or ``"auto"``: int8 where it costs no more than `max_loss`. The report tells what it costs.
+        ``"fp32"`` (the default: as the model is); ``"int8"``: weights of linear layers are rounded to 8 bits with a
+        scale per row, on the CPU; ``"fp8"``: weights and, where a kernel wins by it, inputs, on the GPU; or ``"auto"``:
+        int8 or fp8 where it costs no more than `max_loss`. The report tells what it costs.
     calibration
-        Prompts, as an iterable of what `example_inputs` is: the loss of int8 is measured on them. Weights have the only
-        grids there are, so ranges need no data; None takes the example.
+        Prompts, as an iterable of what `example_inputs` is: the loss of rounding is measured on them. Weights have the
+        only fixed grids there are, so ranges need no data; None takes the example.
     max_loss
-        The loss that int8 may cost: what `metric` falls by (0 by default), or without one the norm of the change of
-        the logits over their norm (0.1 by default). Beyond it the model stays in fp32.
+        The loss that rounding may cost: what `metric` falls by (0 by default), or without one the norm of the change
+        of the logits over their norm (0.1 by default). Beyond it the model stays as it is.
     metric
         Takes a model and returns a number, higher is better.
     device, dtype, tune, verify, budget_s, progress
@@ -136,16 +138,25 @@ def compile_generator(  # noqa: PLR0913 - one call says all there is to say abou
         raise ValueRangeError(message(given, "a model of transformers that can generate, with its cache in use"))
     if precision not in (None, *_PRECISIONS):
         raise ValueRangeError(message(f"precision={precision!r}", " or ".join(map(repr, _PRECISIONS))))
+    if precision == "fp8" and dtype is None and next(model.parameters()).dtype == torch.float32:
+        dtype = torch.bfloat16
+        session.note("in bfloat16 beside fp8: kernels in fp8 take and give 16 bits")
     base = _moved(model, device, dtype)
     example = pytree.tree_map(lambda leaf: _moved_leaf(leaf, base), named_example(base, example_inputs))
     tesas = _masked(base, spec)
     if precision == "int8" and next(base.parameters()).device.type != "cpu":
         raise ValueRangeError(message("precision='int8' on CUDA", "the CPU for language models in int8"))
+    if precision == "fp8" and (obstacle := fp8_obstacle(base)):
+        allowed = "bfloat16 or float16 on a GPU of compute capability 8.9 or more"
+        fix = "pass device='cuda', dtype=torch.bfloat16; on the CPU precision='int8'"
+        raise ValueRangeError(message(f"precision='fp8' for {obstacle}", allowed, fix))
     on_cpu = next(base.parameters()).device.type == "cpu"
     limit = _Limit(max_loss, metric) if precision == "auto" or max_loss is not None or metric is not None else None
     int8 = precision == "int8" or (precision == "auto" and on_cpu)
     prompts = None if calibration is None else _prompts(base, calibration, example_inputs)
-    return _Compilation(base, example, tesas, session, int8=int8, limit=limit, check=verify, prompts=prompts).run()
+    compilation = _Compilation(base, example, tesas, session, int8=int8, limit=limit, check=verify, prompts=prompts)
+    compilation.fp8 = precision == "fp8" or (precision == "auto" and not fp8_obstacle(base))
+    return compilation.run()
 
 
 def _prompts(base: nn.Module, calibration: Any, example: Any) -> list[dict[str, Any]]:
@@ -188,6 +199,7 @@ class _Compilation:
     ) -> None:
         self.base, self.example, self.tesas, self.session = base, example, tesas, session
         self.int8, self.limit, self.check = int8, limit, check
+        self.fp8 = False
         self.prompts = prompts or [example]
         try:
             with torch.no_grad():
@@ -198,7 +210,7 @@ class _Compilation:
 
     def run(self) -> GenerativeModel:
         """Return the compiled model."""
-        found = self._by_program()
+        found = None if self.fp8 else self._by_program()
         if found is None and self.int8 and next(self.base.parameters()).device.type == "cpu":
             self.int8 = False
             found = self._by_program()
@@ -211,7 +223,10 @@ class _Compilation:
         fast._sparta.report = report
         kind = next(self.base.parameters()).device.type
         provenance = provenance_of(type(self.base).__qualname__, kind, self.session.tune)
-        fast._sparta.provenance = {**provenance, "precision": "int8" if self.int8 else "as given"}
+        fast._sparta.provenance = {
+            **provenance,
+            "precision": "int8" if self.int8 else "fp8" if self.fp8 else "as given",
+        }
         turned = {name for name in self.tesas if is_transposed(self.base.get_submodule(name))}
         fast._sparta.spec = Spec(
             {f"{name}.weight": _turned(tesa) if name in turned else tesa for name, tesa in self.tesas.items()}
@@ -249,33 +264,47 @@ class _Compilation:
         except (CheckError, MissingPackageError) as error:
             self.session.gave_up("no decode program", error)
             return None
-        if self.int8:
-            before, after = ([t for each in self.prompts for t in outputs(m, each)] for m in (self.base, fast))
-            relative, same = agreement(before, after)
-            whose = "the example" if self.prompts[0] is self.example else f"{len(self.prompts)} calibration batches"
-            self.session.note(
-                f"int8: logits of {whose} differ from those before rounding by {relative:.2g} (relative); "
-                f"{same:.1%} of the tokens have the same likeliest next one"
-            )
-            too_much = "" if self.limit is None else self.limit.exceeded(self.base, fast, relative)
-            if too_much:
-                self.session.note(f"not in int8: {too_much}")
-                return None
+        if self.int8 and self._costs_too_much(fast, "int8"):
+            return None
         return fast, program_plans(matrices, masks), certificate
+
+    def _costs_too_much(self, fast: GenerativeModel, precision: str) -> bool:
+        """Note what rounding changes; return whether that is more than is allowed."""
+        before, after = ([t for each in self.prompts for t in outputs(m, each)] for m in (self.base, fast))
+        relative, same = agreement(before, after)
+        whose = "the example" if self.prompts[0] is self.example else f"{len(self.prompts)} calibration batches"
+        self.session.note(
+            f"{precision}: logits of {whose} differ from those before rounding by {relative:.2g} (relative); "
+            f"{same:.1%} of the tokens have the same likeliest next one"
+        )
+        too_much = "" if self.limit is None else self.limit.exceeded(self.base, fast, relative)
+        if too_much:
+            self.session.note(f"not in {precision}: {too_much}")
+        return bool(too_much)
 
     # ------------------------------------------------------------------ in the model's own code
 
     def _by_layers(self) -> tuple[GenerativeModel, list[LayerPlan], Certificate]:
         """Return the model with sparse kernels in its layers, or as it was given where that fails."""
         fast = self._copy()
+        if next(self.base.parameters()).device.type == "cuda":
+            self.session.use_graphs()  # as steps are replayed
+        tesas = round_weights(fast, self.tesas) if self.fp8 else self.tesas
         calls = [call for call in (decode_call(fast, self.example), prompt_call(fast, self.example)) if call]
-        rows = row_counts(fast, self.tesas, calls)
+        rows = row_counts(fast, tesas, calls)
         try:
-            put = put_layers(fast, self.tesas, rows, self.session)
+            put = put_layers(fast, tesas, rows, self.session)
+            if self.fp8:
+                put_back(fast, self.base, [name for name in tesas if name not in put])
             self._note_experts(put_experts(fast, int8=False))
-            return fast, layer_plans(put), self._certificate(fast)
+            certificate = self._certificate(fast)
+            if not self.fp8 or not self._costs_too_much(fast, "fp8"):
+                return fast, layer_plans(put), certificate
         except SpartaError as error:
-            self.session.gave_up("sparse layers", error)
+            self.session.gave_up("layers in fp8" if self.fp8 else "sparse layers", error)
+        if self.fp8:
+            self.fp8 = False
+            return self._by_layers()
         fast = self._copy()
         return fast, [], self._certificate(fast)
 
@@ -287,6 +316,9 @@ class _Compilation:
         dtype = next(self.base.parameters()).dtype
         if not self.check:
             return Certificate((), str(dtype).removeprefix("torch."), 0.0, 0.0, 0.0, 0, passed=False)
+        if self.fp8:
+            like = partial(outputs, simulated(fast))
+            return certified(like, partial(outputs, fast), self.base, self.example, rounding=True)
         if not self.int8:
             return certified(partial(outputs, self.base), partial(outputs, fast), self.base, self.example)
         rounded = cast("GenerativeModel", shared_copy(fast))  # the same packed weights in the model's own code

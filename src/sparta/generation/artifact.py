@@ -57,6 +57,9 @@ def save(model: GenerativeModel, path: str | os.PathLike[str], sign: object = No
         fix = "save it with save_pretrained and compile it where it is used"
         raise ValueRangeError(message(given, "a class of its auto classes", fix)) from error
     tensors: dict[str, Tensor] = {}
+    if any(isinstance(module, SparseLayer) and module.kernel.fused.op != "linear" for module in model.modules()):
+        fix = "save the original and compile it again after loading"
+        raise ValueRangeError(message("a compiled language model in fp8", "files of models as given or in int8", fix))
     matrices, layers = {}, {}
     pruned = {name.removesuffix(".weight"): tesa for name, tesa in model.spec.items()}
     for name, module in model.named_modules():

@@ -20,6 +20,8 @@ from sparta.compiler.session import EFFORT, Session
 from sparta.errors import SpartaError
 from sparta.modules import replace_module
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
+from sparta.specialize.scaled_linear.spec import FP8
+from sparta.specialize.scaled_linear.spec import OP as SCALED_OP
 from sparta.specialize.tuning.select import DENSE, Choice, choose, tune_kernel
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.prunable import input_axis
@@ -146,7 +148,7 @@ def put_layers(
 def _chosen(layer: nn.Module, tesa: TeSA, rows: list[int], session: Session, share: float) -> KernelModule | None:
     """Return the kernels of a layer; None where dense runs all its sizes, or its dtype has no kernels."""
     weight, bias = weight_of(layer), cast("Tensor | None", layer.bias)
-    lowering = lowering_of(_OP)
+    lowering = lowering_of(_operation(tesa)[0])
     shift = None if bias is None else bias.detach()
     choices: dict[int, tuple[KernelSpec, Choice]] = {}
     with torch.no_grad():
@@ -163,7 +165,13 @@ def _chosen(layer: nn.Module, tesa: TeSA, rows: list[int], session: Session, sha
                     problem = lowering.problem(spec, masked, x, shift, None)
                     most = session.share(share, seconds)
                     with session.step(most):
-                        choice = tune_kernel(problem, max_trials=trials, max_seconds=most, store=session.store)
+                        choice = tune_kernel(
+                            problem,
+                            max_trials=trials,
+                            max_seconds=most,
+                            store=session.store,
+                            in_graphs=session.in_graphs,
+                        )
                     choices[count] = (spec, choice)
             except (SpartaError, RuntimeError) as error:
                 session.gave_up(f"a linear layer of {tuple(weight.shape)}", error)
@@ -176,7 +184,8 @@ def _chosen(layer: nn.Module, tesa: TeSA, rows: list[int], session: Session, sha
 def kernel_of(layer: nn.Module, tesa: TeSA, choices: Mapping[int, tuple[KernelSpec, Choice]]) -> KernelModule:
     """Return the kernels of a linear layer that were chosen for its rows."""
     weight, bias = weight_of(layer), cast("Tensor | None", layer.bias)
-    fused = Fused(_OP, tesa.with_format(weight.dtype), {}, Epilogue(bias=bias is not None))
+    op, attributes = _operation(tesa)
+    fused = Fused(op, _formatted(tesa, weight.dtype), attributes, Epilogue(bias=bias is not None))
     live = weight[tesa.mask(weight.device)].clone()
     return KernelModule(fused, live, None if bias is None else bias.detach().clone(), choices)
 
@@ -186,7 +195,21 @@ def layer_spec(layer: nn.Module, tesa: TeSA, rows: int) -> KernelSpec:
     weight = weight_of(layer)
     x = torch.empty(rows, weight.shape[1], dtype=weight.dtype, device="meta")
     epilogue = Epilogue(bias=layer.bias is not None)
-    return lowering_of(_OP).spec(tesa.with_format(weight.dtype), x, {}, epilogue, device=weight.device.type)
+    op, attributes = _operation(tesa)
+    return lowering_of(op).spec(_formatted(tesa, weight.dtype), x, attributes, epilogue, device=weight.device.type)
+
+
+def _operation(tesa: TeSA) -> tuple[str, dict[str, Any]]:
+    """Return the operation of a layer and its attributes, by the bits of its weight."""
+    return (SCALED_OP, {"activations": FP8, "input_scale": None}) if _in_fp8(tesa) else (_OP, {})
+
+
+def _formatted(tesa: TeSA, dtype: torch.dtype) -> TeSA:
+    return tesa if _in_fp8(tesa) else tesa.with_format(dtype)
+
+
+def _in_fp8(tesa: TeSA) -> bool:
+    return str(tesa.format) == FP8
 
 
 def layer_plans(layers: Mapping[str, SparseLayer]) -> list[LayerPlan]:
@@ -200,7 +223,9 @@ def layer_plans(layers: Mapping[str, SparseLayer]) -> list[LayerPlan]:
         flops = 2 * rows * tesa.numel
         live = 2 * rows * tesa.count("live")
         plans.append(
-            LayerPlan(name, _OP, tesa.describe_pattern(), tesa.density, tuple(tesa.shape), choices, flops, live)
+            LayerPlan(
+                name, kernel.fused.op, tesa.describe_pattern(), tesa.density, tuple(tesa.shape), choices, flops, live
+            )
         )
     return plans
 
