@@ -102,6 +102,17 @@ def test_what_compiling_alone_gives_costs_nothing():
     assert "compiling alone gives as much" in plan.reason
 
 
+def test_where_nothing_beats_dense_what_compiling_alone_gives_is_not_called_met():
+    class Beaten(FakeBench):
+        def option_ms(self, name, option):
+            return 2 * self._size(name)
+
+    plan = planned(speedup=1.5, bench=Beaten({}, compiled=0.8))
+    assert not plan.met
+    assert plan.whole.ratio == pytest.approx(1.25)
+    assert "the fastest that was measured is 1.25x" in plan.reason
+
+
 def test_where_nothing_lies_between_the_plan_names_the_nearest_below():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).eval()
     plan = planned(model, patterns=["2:4"], speedup=1.05, bench=FakeBench({}, rest=0.5, slower=1.0))

@@ -255,7 +255,7 @@ class Search:
 
     def _best(self, table: Table, goal: Goal) -> tuple[Assignment, Whole | None, bool, str]:
         good = [point for point in self.points if goal.met(point[1])]
-        if not good and not any(assignment for assignment, _, _ in self.points):
+        if not good and not self.exhausted and not any(assignment for assignment, _, _ in self.points):
             return solved(table, goal), None, True, "by the table; not measured"
         if good:
             close = [point for point in good if goal.close(point[1])]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -20,6 +21,8 @@ from sparta.compiler.lower.samples import SizeSample
 from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.plan import LayerPlan
 from sparta.compiler.session import EFFORT, Session, in_words
+from sparta.errors import SpartaError
+from sparta.specialize.cpu.library import load as load_kernels
 from sparta.specialize.implement import implement_named
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.tuning.select import DENSE, Choice, Problem, choose, tune_kernel
@@ -216,6 +219,9 @@ def _measured(spec: KernelSpec, problem: Callable[[], Problem], session: Session
     stored = choose(spec, session.store)
     if session.tune == "off" or session.left_for_layers <= 0:
         return _unmeasured(stored, session)
+    if spec.device == "cpu":
+        with session.uncounted(), suppress(SpartaError, OSError):  # what is missing, implements tell one by one
+            load_kernels()
     trials, most = EFFORT[session.tune]
     seconds = max(0.05, session.share(share, most))
     with torch.no_grad(), session.step(seconds):
