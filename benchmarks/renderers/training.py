@@ -106,6 +106,43 @@ def overheads(found: Sequence[Record]) -> str:
     return f"{text}\n\n{markdown(columns, rows)}"
 
 
+@renderer("training-scale", "training_scale")
+def scales(found: Sequence[Record]) -> str:
+    """Return what pruning adds to a sharded run: milliseconds of a step, and memory of a process."""
+    return "\n\n".join(_scale(record) for record in found)
+
+
+@renderer("training-scale-large", "training_scale_large")
+def large_scales(found: Sequence[Record]) -> str:
+    """Return the same for a model that no process could hold beside its gradients."""
+    return "\n\n".join(_scale(record) for record in found)
+
+
+def _scale(record: Record) -> str:
+    results = record["results"]
+    rows = [
+        [
+            row["kind"],
+            str(row["processes"]),
+            f"{row['dense_ms']:.0f}",
+            f"{row['held_ms']:.0f} ({100 * (row['held_ms'] / row['dense_ms'] - 1):+.0f} %)",
+            f"{row['changing_ms']:.0f}",
+            f"{row['part_mib']:.0f}",
+            f"{row['dense_mib']:.0f}",
+            f"+{row['added_mib']:.0f}",
+        ]
+        for row in results["rows"]
+    ]
+    millions = results["rows"][0]["parameters"] / 1e6
+    text = (
+        f"{millions:.0f} million weights, FSDP2 over gloo, {results['tokens']} tokens for "
+        f"each process in a step, medians of {results['steps']} steps; memory is the most that a process had. "
+    )
+    columns = ["kind", "processes", "dense, ms", "masks held, ms", "masks changing, ms", "weights here, MiB",
+               "dense, MiB", "pruning adds, MiB"]  # fmt: skip
+    return f"{text}{source(record)}\n\n{markdown(columns, rows)}"
+
+
 @renderer("training-sts", "training_sts")
 def sentences(found: Sequence[Record]) -> str:
     """Return an encoder's rank correlation by pattern, beside that of the dense model trained alike."""
