@@ -39,7 +39,7 @@ GROUPS = {
     "test_threshold.py::test_it_is_the_dense_layer_of_the_thresholded_input": "17-5 or 300-1000 or 77-4100",
     "test_two_four_matrix.py::test_every_tile_is_right": "bfloat16 and (17-8 or 300-136 or 77-1000)",
     "test_two_four_matrix.py::test_every_tile_is_right_in_fp8": "17-8 or 300-136",
-    "test_two_four_matrix.py::test_packing_by_a_kernel": "",
+    "test_two_four_matrix.py::test_packing_by_a_kernel_is_what_the_layout_says": "",
     "test_two_four.py::test_every_tile_of_the_streaming_kernel_is_right": "not 4096 and not 1024",
 }
 AT_ONCE = 6
