@@ -134,6 +134,17 @@ def test_products_hand_over_panels(kinds: tuple[str, str], middle: int) -> None:
     assert close(found, exact, 1e3 * scale + 1)
 
 
+@pytest.mark.parametrize("inputs", [384, 416, 900])
+def test_many_channels_are_summed_in_chunks(inputs: int) -> None:
+    torch.manual_seed(inputs)
+    weight, x = masked(48, inputs, 0.4, 16), torch.randn(70, inputs)
+    weight[16:32] = weight[:16]  # two groups with the same blocks, and one with others
+    weight[32:, 64:128] = 0
+    packed = PackedBf16(weight != 0, Bf16Tile("blocks", 16, 48))
+    exact, scale = rounded(x) @ rounded(weight).t(), rounded(x).abs() @ rounded(weight).abs().t()
+    assert close(packed(x, packed.pack(weight)), exact, scale)
+
+
 def test_pairs_store_nothing_that_is_not_live() -> None:
     mask = torch.zeros(4, 64, dtype=torch.bool)
     mask[:, [0, 2, 4, 7, 9, 11]] = True

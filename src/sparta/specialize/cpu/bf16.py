@@ -25,8 +25,9 @@ __all__ = ["FORMS", "Bf16Tile", "PackedBf16"]
 
 FORMS = {"pairs": (1, 4), "blocks": (16,)}
 BLOCK_INPUTS = 32
-_TILE_TOKENS = 16
-_MOST_VECTORS = 64
+_STRIP = 16  # tokens of a panel that lie together
+_PLACE_BYTES = 4 * _STRIP
+_MOST_STRIPS = 64
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class Bf16Tile:
         if self.block not in FORMS[self.form]:
             given = f"groups of {self.block} rows in the form {self.form}"
             raise ValueRangeError(message(given, f"one of {FORMS[self.form]}"))
-        if self.tokens % _TILE_TOKENS or not 0 < self.tokens <= _TILE_TOKENS * _MOST_VECTORS:
+        if self.tokens % _STRIP or not 0 < self.tokens <= _STRIP * _MOST_STRIPS:
             given = f"tiles of {self.tokens} tokens"
-            raise ValueRangeError(message(given, f"a multiple of {_TILE_TOKENS} up to {_TILE_TOKENS * _MOST_VECTORS}"))
+            raise ValueRangeError(message(given, f"a multiple of {_STRIP} up to {_STRIP * _MOST_STRIPS}"))
 
     def __str__(self) -> str:
         return f"{self.form}:{self.block}:{self.tokens}"
@@ -160,7 +161,7 @@ class PackedBf16:
         if bias is not None and not is_float(bias):
             return None
         matrix = PanelMatrix.from_buffer_copy(self._matrix_for(values))
-        (outputs, inputs), mv = self.shape, self.tile.tokens // self.library.lanes
+        outputs, inputs = self.shape
         ends = (0 if bias is None else bias.data_ptr(), 0, outputs, activation_code(activation), 0)
 
         def call(tokens: int, stride: int, x: str, *, to_panel: bool, residual: bool) -> bytes:
@@ -174,10 +175,10 @@ class PackedBf16:
             outputs=outputs,
             output=torch.float32,
             takes=None,
-            tile=self.tile.tokens,
+            tile=_STRIP,
             rounding=(),
             call=call,
-            pack=lambda tokens, stride: pack_bf16_call(tokens, inputs, stride, mv),
+            pack=lambda tokens, stride: pack_bf16_call(tokens, inputs, stride),
             activated=(lambda name: self._activated(values, bias, name)) if activation is None else None,
             alive=(self.arrays, values, bias),
         )
@@ -245,7 +246,7 @@ def _pack_pairs(mask: Bools, tile: Bf16Tile) -> tuple[Mapping[str, Tensor], Tens
     live = mask.reshape(-1)[flat] if mask.size else known
     source = np.where(known & live, flat, -1)
     # A half without a channel has a weight of 0, and reads the place of the other.
-    offsets = np.where(there, pairs, pairs[:, ::-1]) * (4 * tile.tokens)
+    offsets = np.where(there, pairs, pairs[:, ::-1]) * _PLACE_BYTES
     arrays = {**_arrays(starts, height, outputs), "offsets": _tensor(offsets.astype(np.int32).reshape(-1))}
     positions = source.astype(np.int32) if mask.size < 2**31 else source  # half the memory
     return arrays, torch.from_numpy(positions.reshape(-1))
@@ -256,7 +257,7 @@ def _pack_blocks(mask: Bools, tile: Bf16Tile) -> tuple[Mapping[str, Tensor], Ten
     kept = _blocks_of(torch.from_numpy(mask)).flatten(2).any(dim=2)
     starts = running_sums(kept.sum(dim=1).numpy())
     column = kept.nonzero()[:, 1].numpy() * (BLOCK_INPUTS // 2)
-    offsets = _tensor((column * 4 * tile.tokens).astype(np.int32))
+    offsets = _tensor((column * _PLACE_BYTES).astype(np.int32))
     return {**_arrays(starts, tile.block, mask.shape[0]), "offsets": offsets}, kept
 
 

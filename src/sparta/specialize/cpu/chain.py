@@ -289,9 +289,9 @@ def pack_call(tokens: int, channels: int, stride: int, mv: int) -> Step:
     return Step(StepKind.PACK, _PACK.pack(0, 0, tokens, channels, stride, mv))
 
 
-def pack_bf16_call(tokens: int, channels: int, stride: int, mv: int) -> Step:
+def pack_bf16_call(tokens: int, channels: int, stride: int) -> Step:
     """Return the packing of token-major float32 rows into panels of bf16."""
-    return Step(StepKind.PACK_BF16, _PACK.pack(0, 0, tokens, channels, stride, mv))
+    return Step(StepKind.PACK_BF16, _PACK.pack(0, 0, tokens, channels, stride, 0))
 
 
 def bf16_places(channels: int) -> int:

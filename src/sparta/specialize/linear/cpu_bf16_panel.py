@@ -24,8 +24,8 @@ __all__ = ["CpuBf16Panel", "bf16_dense_product", "bf16_dense_tile", "bf16_dense_
 
 _FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 _FEWEST_TOKENS = 8  # with fewer, reading the weight is all the work
-_TOKENS = (64, 128, 32, 16)
-_BLOCK_TOKENS = (128, 256, 64, 16)
+_TOKENS = (64, 128, 16)
+_BLOCK_TOKENS = (128, 256, 512, 16)
 
 
 class _Bf16PanelKernel(LinearKernel):

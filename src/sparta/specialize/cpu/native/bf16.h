@@ -1,5 +1,5 @@
 // y = x W^T in bf16 for many tokens, summed in fp32. Two neighbouring channels of a token are the halves of one 32-bit
-// place, [tiles][places][T], and a product takes two channels at once. Two forms: lists of pairs, one even and one odd
+// place; a panel has strips of 16 tokens, [strips][places][16], and a product takes two channels at once. Two forms: lists of pairs, one even and one odd
 // channel each, for groups of 1 or 4 rows (vdpbf16ps), whose halves are put together while they are loaded; and blocks of
 // 16 rows by 32 channels (AMX). Results stand as in spmm.h and go through the same epilogue.
 #pragma once
@@ -47,10 +47,15 @@ SPARTA_INLINE Vec neighbours(Vec first, Vec second, std::integer_sequence<int, L
   return (Vec)joined_halves(SPARTA_SHUFFLE(first, second, (2 * Lane)...), SPARTA_SHUFFLE(first, second, (2 * Lane + 1)...));
 }
 
+// Where a vector of tokens begins, in a panel with so many places to a strip.
+SPARTA_INLINE int64_t vector_start(int64_t vector, int64_t places) {
+  const int64_t token = vector * kLanes;
+  return token / kTileTokens * places * kTileTokens + token % kTileTokens;
+}
+
 // 2 * kLanes channels of kLanes tokens become kLanes places; `columns` and `rows` say what there is of them.
 template <bool Whole>
-SPARTA_NOINLINE void pack_bf16_square(const float* from, int64_t stride, int64_t rows, int64_t columns, int32_t* to,
-                                      int64_t tile) {
+SPARTA_NOINLINE void pack_bf16_square(const float* from, int64_t stride, int64_t rows, int64_t columns, int32_t* to) {
   constexpr auto kAll = std::make_integer_sequence<int, kLanes>();
   Vec square[kLanes];
 #pragma GCC unroll 16
@@ -66,44 +71,45 @@ SPARTA_NOINLINE void pack_bf16_square(const float* from, int64_t stride, int64_t
   }
   transpose(square);
 #pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) std::memcpy(to + i * tile, &square[i], sizeof square[i]);
+  for (int i = 0; i < kLanes; ++i) std::memcpy(to + i * kTileTokens, &square[i], sizeof square[i]);
 }
 
-// Rounds `tokens` token-major rows into one tile of a panel.
-inline void pack_bf16_tile(const float* x, int64_t stride, int64_t tokens, int64_t channels, int64_t tile,
-                           int32_t* panel) {
+// Rounds token-major rows into a panel, from its first strip on.
+inline void pack_bf16_rows(const float* x, int64_t stride, int64_t tokens, int64_t channels, int32_t* panel) {
   const int64_t places = bf16_places(channels);
-  for (int64_t place = 0; place < places; place += kLanes) {
-    const int64_t columns = channels - 2 * place;
-    for (int64_t first = 0; first < tokens; first += kLanes) {
-      const int64_t rows = std::min<int64_t>(tokens - first, kLanes);
+  for (int64_t first = 0; first < tokens; first += kLanes) {
+    const int64_t rows = std::min<int64_t>(tokens - first, kLanes);
+    int32_t* to = panel + vector_start(first / kLanes, places);
+    for (int64_t place = 0; place < places; place += kLanes) {
+      const int64_t columns = channels - 2 * place;
       const bool whole = rows == kLanes && columns >= 2 * kLanes;
       (whole ? pack_bf16_square<true> : pack_bf16_square<false>)(x + first * stride + 2 * place, stride, rows, columns,
-                                                                 panel + place * tile + first, tile);
+                                                                 to + place * kTileTokens);
     }
   }
 }
 
-inline void pack_bf16_panels(const float* x, int64_t stride, int64_t tokens, int64_t channels, int64_t mv,
-                             int32_t* panel, int32_t threads) {
-  const int64_t tile = mv * kLanes, tiles = ceil_div(tokens, tile), places = bf16_places(channels);
+inline void pack_bf16_panels(const float* x, int64_t stride, int64_t tokens, int64_t channels, int32_t* panel,
+                             int32_t threads) {
+  const int64_t strips = ceil_div(tokens, kTileTokens), places = bf16_places(channels);
   parallel(threads, [&](int64_t index, int64_t count) {
-    for (int64_t i = tiles * index / count; i < tiles * (index + 1) / count; ++i) {
-      pack_bf16_tile(x + i * tile * stride, stride, std::min(tile, tokens - i * tile), channels, tile,
-                     panel + i * places * tile);
-    }
+    const int64_t first = strips * index / count * kTileTokens;
+    const int64_t last = std::min(strips * (index + 1) / count * kTileTokens, tokens);
+    if (first < last) pack_bf16_rows(x + first * stride, stride, last - first, channels, panel + first * places);
   });
 }
 
-// Some groups of rows for some vectors of tokens of one tile.
+// Some groups of rows for the tokens of one tile, or for some vectors of them.
 struct Bf16Task {
   const PanelMatrix* matrix;  // two offsets for each pair, or one for each block; values are bf16
   int64_t group_begin;
   int64_t group_end;
-  const int32_t* x;   // the tile of the panel, at the first of the tokens
-  float* y;           // results, at row `first_row` and the same token
+  const int32_t* x;      // the panel, at the first strip of the tile
+  float* y;              // results, [rows][tile], at row `first_row`
   int64_t first_row;
   int64_t tile;
+  int64_t tokens;        // that are there
+  int64_t first_vector;  // pairs
 };
 
 // The even channel of one place and the odd one of another.
@@ -154,16 +160,19 @@ void multiply_bf16_pairs(const Bf16Task& given) {
   const Bf16Task task = given;  // copies, which no store can change
   const PanelMatrix matrix = *task.matrix;
   const int32_t* all_values = reinterpret_cast<const int32_t*>(matrix.values);
+  const int64_t places = bf16_places(matrix.inputs);
+  const int32_t* vectors[MV];
+#pragma GCC unroll 4
+  for (int j = 0; j < MV; ++j) vectors[j] = task.x + vector_start(task.first_vector + j, places);
   for (int64_t group = task.group_begin; group < task.group_end; ++group) {
     const int64_t begin = matrix.starts[group], end = matrix.starts[group + 1];
-    float* y = task.y + (matrix.rows[group] - task.first_row) * task.tile;
+    float* y = task.y + (matrix.rows[group] - task.first_row) * task.tile + task.first_vector * kLanes;
     Vec sums[BN][MV] = {};
     for (int64_t i = begin; i < end; ++i) {
-      const int32_t* even = place_at(task.x, matrix.offsets[2 * i]);
-      const int32_t* odd = place_at(task.x, matrix.offsets[2 * i + 1]);
+      const uint32_t even = matrix.offsets[2 * i], odd = matrix.offsets[2 * i + 1];
       typename Unit::Inputs inputs[MV];
 #pragma GCC unroll 4
-      for (int j = 0; j < MV; ++j) inputs[j] = Unit::split(load_halves(even + j * kLanes, odd + j * kLanes));
+      for (int j = 0; j < MV; ++j) inputs[j] = Unit::split(load_halves(place_at(vectors[j], even), place_at(vectors[j], odd)));
 #pragma GCC unroll 4
       for (int r = 0; r < BN; ++r) {
         const typename Unit::Weight weight = Unit::spread(all_values + i * BN + r);
@@ -198,84 +207,140 @@ inline Bf16Kernel bf16_pairs(int32_t bn, int64_t vectors) {
   return bn == 1 ? bf16_pairs_for<PlainPairs, 1>(vectors) : bf16_pairs_for<PlainPairs, 4>(vectors);
 }
 
-// One group of 16 rows and `Count` tiles of 16 tokens.
-template <int Count, class Tiles>
-SPARTA_INLINE void multiply_bf16_block_group(Tiles& tiles, const PanelMatrix& matrix, int64_t group, const int32_t* x,
-                                             int64_t tile, float* y) {
-  const uint16_t* values = reinterpret_cast<const uint16_t*>(matrix.values);
-  tiles.template clear<0>();
-  if constexpr (Count > 1) tiles.template clear<1>();
-  if constexpr (Count > 2) tiles.template clear<2>();
-  if constexpr (Count > 3) tiles.template clear<3>();
-  for (int64_t i = matrix.starts[group]; i < matrix.starts[group + 1]; ++i) {
-    const int32_t* from = place_at(x, matrix.offsets[i]);
-    tiles.load_weights(values + i * kTileValues);
-    tiles.template multiply<0>(from, tile);
-    if constexpr (Count > 1) tiles.template multiply<1>(from + kTileTokens, tile);
-    if constexpr (Count > 2) tiles.template multiply<2>(from + 2 * kTileTokens, tile);
-    if constexpr (Count > 3) tiles.template multiply<3>(from + 3 * kTileTokens, tile);
+// Blocks of a group that are multiplied before the next ones: those of two groups stay in the first cache with the
+// tokens of two strips.
+constexpr int64_t kBlocksOfChunk = 12;
+// Lines of weights that are asked for with every block: four pairs of strips ask for all of the next chunk.
+constexpr int64_t kLinesAhead = 4, kLineValues = 32;
+
+// Some blocks of one group of 16 rows, or of two with the same blocks, for one strip of tokens or two. The sums of the
+// blocks before are taken up again.
+template <int Groups, int Strips, class Tiles>
+SPARTA_INLINE void multiply_bf16_chunk(Tiles& tiles, const uint32_t* offsets, const uint16_t* const (&values)[2],
+                                       int64_t begin, int64_t end, const int32_t* x, int64_t strip, int64_t tile,
+                                       float* y, const uint16_t* const (&later)[2]) {
+  constexpr bool kTwo = Strips == 2;
+  float* lower = y + kTileRows * tile;
+  if (begin == 0) {
+    tiles.template clear<0>();
+    if constexpr (kTwo) tiles.template clear<1>();
+    if constexpr (Groups == 2) tiles.template clear<2>();
+    if constexpr (Groups == 2 && kTwo) tiles.template clear<3>();
+  } else {
+    tiles.template load<0>(y, tile);
+    if constexpr (kTwo) tiles.template load<1>(y + kTileTokens, tile);
+    if constexpr (Groups == 2) tiles.template load<2>(lower, tile);
+    if constexpr (Groups == 2 && kTwo) tiles.template load<3>(lower + kTileTokens, tile);
+  }
+  for (int64_t i = begin; i < end; ++i) {
+    const int32_t* from = place_at(x, offsets[i]);
+#pragma GCC unroll 4
+    for (int line = 0; line < kLinesAhead; ++line) {
+      __builtin_prefetch(later[0] + ((i - begin) * kLinesAhead + line) * kLineValues, 0, 2);
+      if constexpr (Groups == 2) __builtin_prefetch(later[1] + ((i - begin) * kLinesAhead + line) * kLineValues, 0, 2);
+    }
+    tiles.template load_weights<0>(values[0] + i * kTileValues);
+    tiles.template load_tokens<0>(from);
+    tiles.template multiply<0, 0, 0>();
+    if constexpr (kTwo) {
+      tiles.template load_tokens<1>(from + strip);
+      tiles.template multiply<1, 0, 1>();
+    }
+    if constexpr (Groups == 2) {
+      tiles.template load_weights<1>(values[1] + i * kTileValues);
+      tiles.template multiply<2, 1, 0>();
+      if constexpr (kTwo) tiles.template multiply<3, 1, 1>();
+    }
   }
   tiles.template store<0>(y, tile);
-  if constexpr (Count > 1) tiles.template store<1>(y + kTileTokens, tile);
-  if constexpr (Count > 2) tiles.template store<2>(y + 2 * kTileTokens, tile);
-  if constexpr (Count > 3) tiles.template store<3>(y + 3 * kTileTokens, tile);
+  if constexpr (kTwo) tiles.template store<1>(y + kTileTokens, tile);
+  if constexpr (Groups == 2) tiles.template store<2>(lower, tile);
+  if constexpr (Groups == 2 && kTwo) tiles.template store<3>(lower + kTileTokens, tile);
 }
 
-template <class Tiles>
-void multiply_bf16_blocks(const Bf16Task& task, int64_t tokens) {
-  Tiles tiles;
+// All blocks of one group, or of two, for all tokens of a tile.
+template <int Groups, class Tiles>
+void multiply_bf16_groups(Tiles& tiles, const Bf16Task& task, int64_t group) {
   const PanelMatrix& matrix = *task.matrix;
-  const int64_t tile = task.tile, count = ceil_div(tokens, kTileTokens);
-  for (int64_t group = task.group_begin; group < task.group_end; ++group) {
-    float* y = task.y + (matrix.rows[group] - task.first_row) * tile;
-    // All tokens of a group before the next one: its weights are read once from afar.
-    for (int64_t at = 0; at < count; at += 4) {
-      const int32_t* x = task.x + at * kTileTokens;
+  const int64_t first = matrix.starts[group], blocks = matrix.starts[group + 1] - first;
+  const int64_t strips = ceil_div(task.tokens, kTileTokens), strip = bf16_places(matrix.inputs) * kTileTokens;
+  const uint16_t* all = reinterpret_cast<const uint16_t*>(matrix.values);
+  const uint16_t* const values[2] = {all + first * kTileValues, all + (first + blocks) * kTileValues};
+  float* y = task.y + (matrix.rows[group] - task.first_row) * task.tile;
+  for (int64_t begin = 0; begin < std::max<int64_t>(blocks, 1); begin += kBlocksOfChunk) {
+    const int64_t end = std::min(begin + kBlocksOfChunk, blocks);
+    for (int64_t at = 0; at < strips; at += 2) {
+      const int32_t* x = task.x + at * strip;
       float* to = y + at * kTileTokens;
-      switch (std::min<int64_t>(count - at, 4)) {
-        case 1: multiply_bf16_block_group<1>(tiles, matrix, group, x, tile, to); break;
-        case 2: multiply_bf16_block_group<2>(tiles, matrix, group, x, tile, to); break;
-        case 3: multiply_bf16_block_group<3>(tiles, matrix, group, x, tile, to); break;
-        default: multiply_bf16_block_group<4>(tiles, matrix, group, x, tile, to);
+      // The next chunk, or what the next groups begin with, is asked for in parts, one for each pair of strips.
+      const int64_t part = at / 2 % 4 * kBlocksOfChunk * kLinesAhead * kLineValues;
+      const uint16_t* next = end < blocks ? values[0] + end * kTileValues : values[Groups - 1] + blocks * kTileValues;
+      const uint16_t* const later[2] = {next + part, next + blocks * kTileValues + part};
+      if (at + 1 < strips) {
+        multiply_bf16_chunk<Groups, 2>(tiles, matrix.offsets + first, values, begin, end, x, strip, task.tile, to, later);
+      } else {
+        multiply_bf16_chunk<Groups, 1>(tiles, matrix.offsets + first, values, begin, end, x, strip, task.tile, to, later);
       }
     }
   }
 }
 
-inline bool knows_bf16(const PanelMatrix& matrix) {
-  if (matrix.mv < 1 || matrix.chunks != 1) return false;
-  if (matrix.bn == kTileRows) return matrix.mv * kLanes % kTileTokens == 0;
-  return matrix.bn == 1 || matrix.bn == 4;
+// Whether the blocks of a group and the next one stand at the same channels.
+inline bool same_blocks(const PanelMatrix& matrix, int64_t group) {
+  const int64_t first = matrix.starts[group], next = matrix.starts[group + 1], count = next - first;
+  return matrix.starts[group + 2] - next == count &&
+         std::equal(matrix.offsets + first, matrix.offsets + next, matrix.offsets + next);
 }
 
-inline void multiply_bf16_rows(const Bf16Task& task, int64_t tokens) {
+template <class Tiles>
+void multiply_bf16_blocks(const Bf16Task& task) {
+  Tiles tiles;
+  for (int64_t group = task.group_begin; group < task.group_end;) {
+    if (group + 1 < task.group_end && same_blocks(*task.matrix, group)) {
+      multiply_bf16_groups<2>(tiles, task, group);
+      group += 2;
+    } else {
+      multiply_bf16_groups<1>(tiles, task, group);
+      group += 1;
+    }
+  }
+}
+
+inline bool knows_bf16(const PanelMatrix& matrix) {
+  if (matrix.mv < 1 || matrix.chunks != 1 || matrix.mv * kLanes % kTileTokens != 0) return false;
+  return matrix.bn == kTileRows || matrix.bn == 1 || matrix.bn == 4;
+}
+
+inline void multiply_bf16_rows(const Bf16Task& task) {
   if (task.matrix->bn == kTileRows) {
 #if defined(SPARTA_AMX)
-    if (has_tiles()) return multiply_bf16_blocks<NativeTiles>(task, tokens);
+    if (has_tiles()) return multiply_bf16_blocks<NativeTiles>(task);
 #endif
-    return multiply_bf16_blocks<PlainTiles>(task, tokens);
+    return multiply_bf16_blocks<PlainTiles>(task);
   }
-  const int64_t vectors = ceil_div(tokens, kLanes);
+  const int64_t vectors = ceil_div(task.tokens, kLanes);
   for (int64_t at = 0; at < vectors; at += 4) {
     Bf16Task part = task;
-    part.x += at * kLanes;
-    part.y += at * kLanes;
+    part.first_vector = at;
     bf16_pairs(task.matrix->bn, std::min<int64_t>(vectors - at, 4))(part);
   }
 }
 
-// Finishes rows of results as places of a panel. `channel` is even, and so is the place that it starts.
+// Finishes rows of results as places of a panel; `channel` is even.
 template <Activation Act>
 inline void finish_bf16_rows(const float* results, int64_t tile, int64_t channel, int64_t rows, int64_t vectors,
-                             const float* bias, int32_t* to) {
+                             int64_t places, const float* bias, int32_t* panel) {
   for (int64_t row = 0; row < rows; row += 2) {
     const bool both = row + 1 < rows;
-    const Vec first = splat(bias ? bias[channel + row] : -0.0f), second = splat(bias && both ? bias[channel + row + 1] : -0.0f);
-    for (int64_t j = 0; j < vectors * kLanes; j += kLanes) {
-      const Vec low = activate<Act>(load(results + row * tile + j) + first);
-      const Vec high = both ? activate<Act>(load(results + (row + 1) * tile + j) + second) : Vec{};
+    const Vec first = splat(bias ? bias[channel + row] : -0.0f);
+    const Vec second = splat(bias && both ? bias[channel + row + 1] : -0.0f);
+    int32_t* to = panel + (channel + row) / 2 * kTileTokens;
+    for (int64_t j = 0; j < vectors; ++j) {
+      const float* from = results + row * tile + j * kLanes;
+      const Vec low = activate<Act>(load(from) + first);
+      const Vec high = both ? activate<Act>(load(from + tile) + second) : Vec{};
       const IntVec pair = joined_halves(activate_last<Act>(low), activate_last<Act>(high));
-      std::memcpy(to + row / 2 * tile + j, &pair, sizeof pair);
+      std::memcpy(to + vector_start(j, places), &pair, sizeof pair);
     }
   }
 }
@@ -292,7 +357,7 @@ inline bool multiply_bf16_tile(const PanelMatrix& matrix, const PanelCall& call,
   if (!call.x_is_panel) {
     int32_t* packed = reinterpret_cast<int32_t*>(input_scratch.get(std::max<int64_t>(places, 1) * tile));
     if (!packed) return false;
-    pack_bf16_tile(call.x + index * tile * call.x_stride, call.x_stride, tokens, matrix.inputs, tile, packed);
+    pack_bf16_rows(call.x + index * tile * call.x_stride, call.x_stride, tokens, matrix.inputs, packed);
     x = packed;
   }
   int32_t* panel = call.y_is_panel ? reinterpret_cast<int32_t*>(call.y) + index * out_places * tile : nullptr;
@@ -303,11 +368,11 @@ inline bool multiply_bf16_tile(const PanelMatrix& matrix, const PanelCall& call,
     const int64_t blocks = std::min(kBlocksTogether, end - block), row = block * kBlockRows;
     const int64_t rows = std::min(blocks * kBlockRows, matrix.channels - row);
     multiply_bf16_rows({&matrix, block * groups_each, std::min((block + blocks) * groups_each, matrix.groups), x,
-                        results, row, tile}, tokens);
+                        results, row, tile, tokens, 0});
     with_activation(call.activation, [&](auto tag) {
       constexpr Activation act = decltype(tag)::value;
       if (panel) {
-        finish_bf16_rows<act>(results, tile, row, rows, ceil_div(tokens, kLanes), call.bias, panel + row / 2 * tile);
+        finish_bf16_rows<act>(results, tile, row, rows, ceil_div(tokens, kLanes), out_places, call.bias, panel);
       } else {
         unpack_rows<act>(results, tile, row, rows, tokens, epilogue, call.y + index * tile * call.y_stride,
                          call.y_stride);
@@ -315,8 +380,10 @@ inline bool multiply_bf16_tile(const PanelMatrix& matrix, const PanelCall& call,
     });
   }
   if (panel && end == ceil_div(matrix.channels, kBlockRows)) {
-    const int64_t used = ceil_div(matrix.channels, 2);
-    std::fill(panel + used * tile, panel + out_places * tile, 0);
+    const int64_t used = ceil_div(matrix.channels, 2) * kTileTokens, strip = out_places * kTileTokens;
+    for (int64_t at = 0; at < ceil_div(tokens, kTileTokens); ++at) {
+      std::fill(panel + at * strip + used, panel + (at + 1) * strip, 0);
+    }
   }
   return true;
 }

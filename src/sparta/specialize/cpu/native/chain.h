@@ -184,8 +184,8 @@ class ChainRun {
 
   int pack_bf16(const ChainStep& step) const {
     const PackCall& call = *static_cast<const PackCall*>(step.call);
-    pack_bf16_panels(at<float>(step.places[0]), call.stride, call.tokens, call.channels, call.mv,
-                     at<int32_t>(step.places[1]), threads_);
+    pack_bf16_panels(at<float>(step.places[0]), call.stride, call.tokens, call.channels, at<int32_t>(step.places[1]),
+                     threads_);
     return kChainDone;
   }
 

@@ -1,5 +1,5 @@
-// The tile registers of AMX for products in bf16: four tiles of sums that share one tile of weights. PlainTiles computes
-// the same in plain loops, so that kernels written for tiles run, and are tested, on every processor; it is not fast.
+// The tile registers of AMX for products in bf16: four of sums, two of weights, two of tokens. PlainTiles computes the
+// same in plain loops, so that kernels written for tiles run, and are tested, on every processor; it is not fast.
 // Before its first tile a process must ask Linux for the registers, and a thread must say how it uses them.
 #pragma once
 
@@ -30,33 +30,42 @@ inline float float_of_bf16(uint16_t half) {
   return number;
 }
 
-// sums[i] += weights [16][32] * tokens[i], where tokens are [16 places][16 tokens][2 channels].
+// Four tiles of sums, two of weights [16 rows][32 channels], two of tokens [16 places][16 tokens][2 channels]:
+// sums += weights * tokens.
 class PlainTiles {
  public:
-  template <int I>
-  void clear() { std::memset(sums_[I], 0, sizeof sums_[I]); }
-  void load_weights(const uint16_t* from) { std::memcpy(weights_, from, sizeof weights_); }
-  template <int I>
-  void multiply(const int32_t* tokens, int64_t stride) {
+  template <int Sum>
+  void clear() { std::memset(sums_[Sum], 0, sizeof sums_[Sum]); }
+  template <int Which>
+  void load_weights(const uint16_t* from) { std::memcpy(weights_[Which], from, sizeof weights_[Which]); }
+  template <int Which>
+  void load_tokens(const int32_t* from) { std::memcpy(tokens_[Which], from, sizeof tokens_[Which]); }
+  template <int Sum, int Weights, int Tokens>
+  void multiply() {
     for (int64_t place = 0; place < kTileRows; ++place) {
-      uint16_t pairs[kTileTokens][2];
-      std::memcpy(pairs, tokens + place * stride, sizeof pairs);
       for (int64_t row = 0; row < kTileRows; ++row) {
-        const float low = float_of_bf16(weights_[row][2 * place]), high = float_of_bf16(weights_[row][2 * place + 1]);
+        const float low = float_of_bf16(weights_[Weights][row][2 * place]);
+        const float high = float_of_bf16(weights_[Weights][row][2 * place + 1]);
         for (int64_t t = 0; t < kTileTokens; ++t) {
-          sums_[I][row][t] += low * float_of_bf16(pairs[t][0]) + high * float_of_bf16(pairs[t][1]);
+          const uint16_t* pair = tokens_[Tokens][place][t];
+          sums_[Sum][row][t] += low * float_of_bf16(pair[0]) + high * float_of_bf16(pair[1]);
         }
       }
     }
   }
-  template <int I>
+  template <int Sum>
+  void load(const float* from, int64_t stride) {
+    for (int64_t row = 0; row < kTileRows; ++row) std::memcpy(sums_[Sum][row], from + row * stride, sizeof sums_[Sum][row]);
+  }
+  template <int Sum>
   void store(float* to, int64_t stride) const {
-    for (int64_t row = 0; row < kTileRows; ++row) std::memcpy(to + row * stride, sums_[I][row], sizeof sums_[I][row]);
+    for (int64_t row = 0; row < kTileRows; ++row) std::memcpy(to + row * stride, sums_[Sum][row], sizeof sums_[Sum][row]);
   }
 
  private:
   float sums_[4][kTileRows][kTileTokens];
-  uint16_t weights_[kTileRows][kTileInputs];
+  uint16_t weights_[2][kTileRows][kTileInputs];
+  uint16_t tokens_[2][kTileRows][kTileTokens][2];
 };
 
 #if defined(SPARTA_AMX)
@@ -70,12 +79,12 @@ struct alignas(64) TileSetup {
 };
 static_assert(sizeof(TileSetup) == 64, "as the processor reads it");
 
-#define SPARTA_TILE_CASES(I, CASE) \
-  if constexpr (I == 0) { CASE("0", "5"); } else if constexpr (I == 1) { CASE("1", "6"); } \
-  else if constexpr (I == 2) { CASE("2", "7"); } else { CASE("3", "5"); }
+// Calls CASE with the name of the register of a tile: sums are in 0 to 3, weights in 4 and 5, tokens in 6 and 7.
+#define SPARTA_FOR_SUM(SUM, CASE) \
+  if constexpr (SUM == 0) { CASE("0"); } else if constexpr (SUM == 1) { CASE("1"); } \
+  else if constexpr (SUM == 2) { CASE("2"); } else { CASE("3"); }
 
-// Sums are in the registers 0 to 3, weights in 4, tokens in 5 to 7. Assembly needs no flag of the compiler, which knows
-// nothing of these registers; `volatile` keeps the order.
+// Assembly needs no flag of the compiler, which knows nothing of these registers; `volatile` keeps the order.
 class NativeTiles {
  public:
   NativeTiles() {
@@ -85,33 +94,48 @@ class NativeTiles {
   ~NativeTiles() { asm volatile("tilerelease" : : : "memory"); }
   NativeTiles(const NativeTiles&) = delete;
   NativeTiles& operator=(const NativeTiles&) = delete;
-  template <int I>
+  template <int Sum>
   SPARTA_INLINE void clear() {
-#define SPARTA_CASE(SUM, TOKENS) asm volatile("tilezero %%tmm" SUM : :)
-    SPARTA_TILE_CASES(I, SPARTA_CASE)
+#define SPARTA_CASE(NAME) asm volatile("tilezero %%tmm" NAME : :)
+    SPARTA_FOR_SUM(Sum, SPARTA_CASE)
 #undef SPARTA_CASE
   }
+  template <int Which>
   SPARTA_INLINE void load_weights(const uint16_t* from) {
-    asm volatile("tileloadd (%0,%1,1), %%tmm4" : : "r"(from), "r"(int64_t{64}) : "memory");
+    if constexpr (Which == 0) asm volatile("tileloadd (%0,%1,1), %%tmm4" : : "r"(from), "r"(int64_t{64}) : "memory");
+    else asm volatile("tileloadd (%0,%1,1), %%tmm5" : : "r"(from), "r"(int64_t{64}) : "memory");
   }
-  template <int I>
-  SPARTA_INLINE void multiply(const int32_t* tokens, int64_t stride) {
-#define SPARTA_CASE(SUM, TOKENS)                                               \
-  asm volatile("tileloadd (%0,%1,1), %%tmm" TOKENS "\n\t"                      \
-               "tdpbf16ps %%tmm" TOKENS ", %%tmm4, %%tmm" SUM                  \
-               : : "r"(tokens), "r"(stride * 4) : "memory")
-    SPARTA_TILE_CASES(I, SPARTA_CASE)
+  template <int Which>
+  SPARTA_INLINE void load_tokens(const int32_t* from) {
+    if constexpr (Which == 0) asm volatile("tileloadd (%0,%1,1), %%tmm6" : : "r"(from), "r"(int64_t{64}) : "memory");
+    else asm volatile("tileloadd (%0,%1,1), %%tmm7" : : "r"(from), "r"(int64_t{64}) : "memory");
+  }
+  template <int Sum, int Weights, int Tokens>
+  SPARTA_INLINE void multiply() {
+#define SPARTA_CASE(NAME)                                                                               \
+  if constexpr (Weights == 0 && Tokens == 0) asm volatile("tdpbf16ps %%tmm6, %%tmm4, %%tmm" NAME : :);      \
+  else if constexpr (Weights == 0) asm volatile("tdpbf16ps %%tmm7, %%tmm4, %%tmm" NAME : :);                \
+  else if constexpr (Tokens == 0) asm volatile("tdpbf16ps %%tmm6, %%tmm5, %%tmm" NAME : :);                 \
+  else asm volatile("tdpbf16ps %%tmm7, %%tmm5, %%tmm" NAME : :)
+    SPARTA_FOR_SUM(Sum, SPARTA_CASE)
 #undef SPARTA_CASE
   }
-  template <int I>
+  template <int Sum>
+  SPARTA_INLINE void load(const float* from, int64_t stride) {
+#define SPARTA_CASE(NAME) \
+  asm volatile("tileloadd (%0,%1,1), %%tmm" NAME : : "r"(from), "r"(stride * 4) : "memory")
+    SPARTA_FOR_SUM(Sum, SPARTA_CASE)
+#undef SPARTA_CASE
+  }
+  template <int Sum>
   SPARTA_INLINE void store(float* to, int64_t stride) const {
-#define SPARTA_CASE(SUM, TOKENS) \
-  asm volatile("tilestored %%tmm" SUM ", (%0,%1,1)" : : "r"(to), "r"(stride * 4) : "memory")
-    SPARTA_TILE_CASES(I, SPARTA_CASE)
+#define SPARTA_CASE(NAME) \
+  asm volatile("tilestored %%tmm" NAME ", (%0,%1,1)" : : "r"(to), "r"(stride * 4) : "memory")
+    SPARTA_FOR_SUM(Sum, SPARTA_CASE)
 #undef SPARTA_CASE
   }
 };
-#undef SPARTA_TILE_CASES
+#undef SPARTA_FOR_SUM
 
 // Whether the processor has tiles of bf16, the kernel of the system keeps them, and this process may use them.
 inline bool has_tiles() {
