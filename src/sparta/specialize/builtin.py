@@ -9,6 +9,7 @@ from __future__ import annotations
 from sparta.specialize.attention.spec import BlocksAttention, DenseAttention
 from sparta.specialize.attention.triton_flash import TritonFlash, TritonFlashSeqlen
 from sparta.specialize.conv.cpu import CpuConv1d, CpuConv2d
+from sparta.specialize.conv.cpu_whole import CpuDenseConv1d, CpuDenseConv2d
 from sparta.specialize.conv.dense import DenseConv1d, DenseConv2d
 from sparta.specialize.conv.int8 import (
     CpuInt8Conv1d,
@@ -73,7 +74,14 @@ _LINEAR: tuple[type[Implement], ...] = (
     TorchBSR,
     TvmLinear,
 )
-_CONVOLUTIONS: tuple[type[Implement], ...] = (DenseConv2d, CpuConv2d, DenseConv1d, CpuConv1d)
+_CONVOLUTIONS: tuple[type[Implement], ...] = (
+    DenseConv2d,
+    CpuConv2d,
+    CpuDenseConv2d,
+    DenseConv1d,
+    CpuConv1d,
+    CpuDenseConv1d,
+)
 _INT8_CONVOLUTIONS: tuple[type[Implement], ...] = (
     DenseQuantizedConv2d,
     RealQuantizedConv2d,

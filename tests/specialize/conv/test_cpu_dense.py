@@ -11,8 +11,11 @@ from torch.nn import functional
 from sparta.errors import ShapeError, ValueRangeError
 from sparta.measure.machine import probe_compiler
 from sparta.specialize.conv.cpu_dense import DenseConv, DepthwiseConv, dense_images
-from sparta.specialize.conv.spec import ConvGeometry, dense_conv
+from sparta.specialize.conv.spec import ConvGeometry, conv_spec, dense_conv
 from sparta.specialize.cpu import runnable_isas
+from sparta.specialize.implement import implement_named, supported
+from sparta.specialize.kernel_spec import Epilogue
+from sparta.tesa.attribute import TeSA
 from sparta.testing import check
 
 pytestmark = pytest.mark.skipif(probe_compiler()[0] is None, reason="needs a C++ compiler")
@@ -120,6 +123,30 @@ def test_the_short_way_and_copies_give_the_same():
     assert conv.product(values, bias.double()) is None
     assert conv.product(values, bias)((2, 4, 11, 12), 1) is None
     assert conv.product(values, bias)((0, 3, 11, 12), 1) is None
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_the_kernel_is_an_implement_that_competes(dims):
+    weight, x = torch.randn(6, 1, *[3] * dims), torch.randn(2, 3, *[9] * dims)
+    mask = torch.rand(weight.shape) < 0.5
+    geometry = ConvGeometry.make(dims, padding=1, groups=3)
+    epilogue = Epilogue(bias=True, activation="relu", residual=True, residual_first=True)
+    spec = conv_spec(TeSA.from_mask(mask), x.shape, torch.float32, geometry, epilogue=epilogue)
+    implement = implement_named("cpu-dense", spec.op)
+    assert implement in supported(spec)[0]
+    kernel, bias, residual = implement.build(spec, {}), torch.randn(6), torch.randn(2, 6, *[9] * dims)
+    packed = kernel.pack(torch.where(mask, weight, torch.nan))
+    truth = functional.relu(dense_conv(x, weight * mask, bias, geometry) + residual)
+    torch.testing.assert_close(kernel.run(packed, x, bias, residual), truth)
+    torch.testing.assert_close(kernel.fast_path(packed, bias)(x, residual), truth)
+    assert kernel.product(packed, bias)(tuple(x.shape), 1).shape == truth.shape
+
+
+def test_sparse_weights_are_left_to_kernels_that_skip_zeros():
+    mask = torch.zeros(8, 4, 3, 3, dtype=torch.bool)
+    mask[:, 0] = True
+    spec = conv_spec(TeSA.from_mask(mask), (1, 4, 9, 9), torch.float32, ConvGeometry.make(2))
+    assert "25%" in implement_named("cpu-dense", "conv2d").supports(spec).reason
 
 
 def test_wrong_arguments_are_refused():

@@ -107,6 +107,9 @@ inline DenseKernel find_dense_kernel(int32_t bn, int64_t mv) {
   return nullptr;
 }
 
+// Of the nearest cache, for the inputs of several tiles.
+constexpr int64_t kNearBytes = 16 * 1024;
+
 // Activations that take more than registers, over what is stored already.
 template <Activation Act>
 inline void finish_dense(float* y, int64_t stride, int64_t first, int64_t last, int64_t count, const float* bias,
@@ -178,14 +181,30 @@ inline bool multiply_dense_band(const DenseConvCall& given, int64_t index, int64
                        call.y + pixels};
   // Tiles differ by one vector at most: one that is much narrower than the others would wait for its own sums.
   const int64_t vectors = ceil_div(band.tokens, kLanes), tiles = ceil_div(vectors, given.mv);
-  for (int64_t column = 0; column < given.columns; column += given.chunk) {
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t from = vectors * tile / tiles, each = vectors * (tile + 1) / tiles - from;
-      int64_t begin = band.first + from * kLanes;
-      const int64_t count = std::min(each * kLanes, band.first + band.tokens - begin);
-      // The input itself has no room behind it: there, the last tile begins earlier, over tokens that are computed already.
-      if (call.direct) begin += count - each * kLanes;
-      multiply_dense_tile(task, begin, call.direct ? each * kLanes : count, each, column, first, last);
+  const auto multiply_tile = [&](int64_t tile, int64_t column, int64_t begin_block, int64_t end_block) {
+    const int64_t from = vectors * tile / tiles, each = vectors * (tile + 1) / tiles - from;
+    int64_t begin = band.first + from * kLanes;
+    const int64_t count = std::min(each * kLanes, band.first + band.tokens - begin);
+    // The input itself has no room behind it: there, the last tile begins earlier, over tokens that are computed already.
+    if (call.direct) begin += count - each * kLanes;
+    multiply_dense_tile(task, begin, call.direct ? each * kLanes : count, each, column, begin_block, end_block);
+  };
+  if (given.chunk < given.columns) {
+    for (int64_t column = 0; column < given.columns; column += given.chunk) {
+      for (int64_t tile = 0; tile < tiles; ++tile) multiply_tile(tile, column, first, last);
+    }
+    return true;
+  }
+  // Few columns: several tiles stay in the nearest cache, and rows are written in long runs, few at a time, because they
+  // lie in pages far apart.
+  const int64_t tile_bytes = given.columns * given.mv * kLanes * static_cast<int64_t>(sizeof(float));
+  const int64_t together = std::max<int64_t>(kNearBytes / tile_bytes, 1);
+  const int64_t part = together > 1 ? kBlockRows / given.bn : last - first;
+  for (int64_t run = 0; run < tiles; run += together) {
+    for (int64_t block = first; block < last; block += part) {
+      for (int64_t tile = run; tile < std::min(run + together, tiles); ++tile) {
+        multiply_tile(tile, 0, block, std::min(block + part, last));
+      }
     }
   }
   return true;
