@@ -30,6 +30,28 @@ def stacks_fp8(found: Sequence[Record]) -> str:
     return "\n\n".join(parts)
 
 
+@renderer("cuda-generate", "generate")
+def generate(found: Sequence[Record]) -> str:
+    """Return how long a prompt and a token take: a row for each pattern."""
+    parts = []
+    for record in found:
+        rows = record["results"]["rows"]
+        rivals = list(dict.fromkeys(name for row in rows for name in row["milliseconds"]))
+        lines = []
+        for row in rows:
+            for what in ("prompt", "token"):
+                times = {name: row["milliseconds"][name][what] for name in rivals if name in row["milliseconds"]}
+                size = f"prompt of {row['prompt_tokens']}" if what == "prompt" else "a token"
+                lines.append([row["pattern"], size, *(f"{times[n]:.3f}" if n in times else None for n in rivals)])
+        title = (
+            "Milliseconds of four layers of Llama-8B's shape through transformers, batch 1, the pruned model: eager, "
+            "with a static cache and `torch.compile`, and after `sparta.compile`, in bf16 and in fp8; a token is what "
+            f"`generate` takes more for a longer answer. {source(record)}"
+        )
+        parts.append(f"{title}\n\n{markdown(['pattern', 'what', *rivals], lines)}")
+    return "\n\n".join(parts)
+
+
 @renderer("training-model", "training_model")
 def training_model(found: Sequence[Record]) -> str:
     """Return training steps of a whole model."""

@@ -219,6 +219,7 @@ class _Compilation:
         whole = self._measured(fast)
         if whole.base is Base.GIVEN:
             fast, plans = self._copy(), [plan.made_dense(whole.reason) for plan in plans]
+            self.fp8 = False
         report = Report(Plan(tuple(plans), whole), self._totals(fast), certificate, tuple(self.session.notes))
         fast._sparta.report = report
         kind = next(self.base.parameters()).device.type
