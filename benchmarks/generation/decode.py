@@ -1,12 +1,13 @@
 """Time decoding of a pruned language model on this CPU, beside what a user would take instead.
 
 Run with ``python benchmarks/generation/decode.py --weights FOLDER --llama PATH --gguf FILE --quantize Q8_0 Q4_0``. The
-folder holds a llama-like model that transformers can load (SmolLM2-135M is what the stored results are of); ``--gguf``
-names a file of the same model for llama.cpp, from which ``--quantize`` makes those that are compared; ``--llama`` is a
-folder with the package llama_cpp. Without ``--weights`` a model of Llama-1B's shape with random weights is taken and
-written as a GGUF too (which needs the package gguf). Weights are pruned by magnitude, the head like the rest unless
-``--keep-head``: what matters here is the time, and that greedy tokens equal those of the masked dense model. All
-are timed interleaved, end to end through ``generate``; llama.cpp runs in a process of its own in the same rounds.
+folder holds a llama-like model that transformers can load (SmolLM2-135M is what the stored results are of), or it is a
+GGUF itself, whose weights are then taken in float32; ``--gguf`` names a file of the same model for llama.cpp, from
+which ``--quantize`` makes those that are compared; ``--llama`` is a folder with the package llama_cpp. Without
+``--weights`` a model of Llama-1B's shape with random weights is taken and written as a GGUF too (which needs the
+package gguf). Weights are pruned by magnitude, the head like the rest unless ``--keep-head``: what matters here is the
+time, and that greedy tokens equal those of the masked dense model. All are timed interleaved, end to end through
+``generate``; llama.cpp runs in a process of its own in the same rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from llama_cpp_rival import LlamaCpp, quantized, write_gguf
 
 import sparta
-from record import save
+from record import RESULTS, save
 from sparta.generation import compile_generator
 from sparta.tables import table
 
@@ -58,8 +59,9 @@ def model_of(folder: Path | None) -> tuple[nn.Module, Tensor]:
             num_key_value_heads=4,
         )
         return transformers.LlamaForCausalLM(config).eval(), torch.randint(3, 32000, (1, 24))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    where, more = (folder.parent, {"gguf_file": folder.name}) if folder.suffix == ".gguf" else (folder, {})
+    model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **more).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(where, **more)
     return model, tokenizer(PROMPT, return_tensors="pt")["input_ids"]
 
 
@@ -174,22 +176,32 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compiled", action="store_true", help="also time torch.compile with a static cache")
+    parser.add_argument("--name", help="what the table calls the model")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     parser.add_argument("--quick", action="store_true", help="one pattern, few tokens, nothing saved")
     options = parser.parse_args()
     if options.quick:
         options.patterns, options.tokens, options.rounds = options.patterns[:1], 8, 1
     dense, ids = model_of(options.weights)
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         files = gguf_files(dense, options, Path(folder))
-        rows = [measured(dense, ids, name, files, options) for name in options.patterns]
-    for row in rows:
-        lines = [[name, f"{rate:.1f}"] for name, rate in row["rates"].items()]
-        print(f"{row['pattern']}: {row['tokens']}\n{table(['', 'tokens/s'], lines)}\n")
-    if not options.quick:
-        model = "Llama-1B's shape" if options.weights is None else options.weights.resolve().name
-        results = {"model": model, "threads": torch.get_num_threads(), "tokens": options.tokens, "rows": rows}
-        question = QUESTION if options.weights is not None else f"{QUESTION}_1b"
-        print(save(question, f"{platform.machine()} CPU", results))
+        for name in options.patterns:
+            rows.append(measured(dense, ids, name, files, options))
+            _told(rows, options)
+
+
+def _told(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Print the last row and save all there are."""
+    lines = [[name, f"{rate:.1f}"] for name, rate in rows[-1]["rates"].items()]
+    print(f"{rows[-1]['pattern']}: {rows[-1]['tokens']}\n{table(['', 'tokens/s'], lines)}\n", flush=True)
+    if options.quick:
+        return
+    given = options.weights
+    model = options.name or ("Llama-1B's shape" if given is None else given.resolve().name)
+    results = {"model": model, "threads": torch.get_num_threads(), "tokens": options.tokens, "rows": rows}
+    question = QUESTION if given is not None else f"{QUESTION}_1b"
+    print(save(question, f"{platform.machine()} CPU", results, folder=options.out), flush=True)
 
 
 if __name__ == "__main__":

@@ -193,6 +193,39 @@ def test_weights_that_are_computed_are_folded_and_lowered(forced):
     torch.testing.assert_close(sparta.compile(model, x, spec, tune="off")(x), model(x).detach(), atol=1e-5, rtol=1e-4)
 
 
+class Standardised(nn.Conv2d):
+    """A convolution whose rows are brought to one mean and variance at each call, as in NF-ResNets."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.gain = nn.Parameter(torch.rand(self.out_channels, 1, 1, 1) + 0.5)
+
+    def forward(self, x):
+        rows, scale = self.weight.reshape(1, self.out_channels, -1), (self.gain * 0.7).view(-1)
+        weight = nn.functional.batch_norm(rows, None, None, scale, training=True, momentum=0.0)
+        return nn.functional.conv2d(x, weight.reshape_as(self.weight), self.bias)
+
+
+def test_weights_that_the_forward_computes_are_cut(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(Standardised(3, 16, 3), nn.ReLU(), Standardised(16, 16, 3), nn.ReLU(), Standardised(16, 4, 1))
+    masks = {name: torch.ones_like(model[name].weight, dtype=torch.bool) for name in (0, 2)}
+    masks[0][:6], masks[2][4:10] = False, False
+    with torch.no_grad():
+        model[0].bias[:6], model[2].bias[4:10] = 0, 0
+    spec = sparta.Spec({f"{name}.weight": sparta.TeSA.from_mask(mask) for name, mask in masks.items()})
+    x, before = torch.randn(2, 3, 8, 8), dict(model.state_dict())
+    by_spec = sparta.compile(model.eval(), x, spec, tune="off")
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    spec.apply(model)
+    by_zeros = sparta.compile(model, x, tune="off")
+    by_zeros.save(tmp_path / "model.sparta")
+    for fast in (by_spec, by_zeros, sparta.load(tmp_path / "model.sparta")):
+        assert [plan.shape for plan in fast.report.plan.layers] == [(10, 3, 3, 3), (10, 10, 3, 3), (4, 10, 1, 1)]
+        for images in (x, torch.randn(3, 3, 6, 9)):
+            torch.testing.assert_close(fast(images), model(images).detach(), atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.optim.swa_utils.AveragedModel])
 def test_wrapped_models_are_unwrapped(forced, wrap):
     model, x = nets.pruned(nets.Mlp()), torch.randn(4, 32)

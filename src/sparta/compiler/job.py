@@ -31,6 +31,7 @@ from sparta.compiler.graph.fold import fold_batch_norms
 from sparta.compiler.graph.program import Program, original_program, reduced_program
 from sparta.compiler.graph.signature import Signature
 from sparta.compiler.graph.sizes import Sizes
+from sparta.compiler.graph.weights import with_computed_weights
 from sparta.compiler.lower.experts import opaque_experts
 from sparta.compiler.lower.samples import SizeSample, size_samples
 from sparta.compiler.lower.subgraph import SubGraph
@@ -48,6 +49,7 @@ from sparta.propagation.capture import Captured, call_arguments
 from sparta.propagation.compact import masked_tensors
 from sparta.propagation.engine import Facts, derive
 from sparta.propagation.result import PropagationResult
+from sparta.tesa.attribute import TeSA
 from sparta.tesa.spec import Spec
 
 __all__ = ["Job"]
@@ -260,6 +262,10 @@ def _propagated(
 ) -> tuple[PropagationResult, bool]:
     """Return what follows from the spec, and whether anything does: where deriving fails, the spec itself remains."""
     given = given_tesas(model, captured, spec)
+    unchanged: tuple[Captured, dict[str, TeSA]] = (captured, {})
+    what = "weights that are computed stay so"
+    captured, computed = _tried(session, what, lambda: with_computed_weights(unchanged[0], given), unchanged)
+    given.update(computed)
     try:
         return PropagationResult(captured, derive(captured, given, as_read=spec is None)), True
     except Exception as error:  # noqa: BLE001 - a rule of anyone's; what is known without it is enough to run

@@ -214,12 +214,12 @@ def _touched(axes: Axes, node: fx.Node) -> bool:
 
 
 def masked_tensors(captured: Captured, facts: Facts) -> dict[str, Tensor]:
-    """Return the model's tensors that the graph uses, with the constants of the given TeSAs in their places."""
-    found = {}
-    for name in captured.nodes():
-        if name in facts.tensors:
-            found[name] = facts.masked(name)
-    return found
+    """Return the model's tensors that the graph uses, with the constants of the given TeSAs in their places.
+
+    Those that are given and that the graph does not read any more are among them, for the model itself reads them.
+    """
+    names = dict.fromkeys([*captured.nodes(), *facts.given])
+    return {name: facts.masked(name) for name in names if name in facts.tensors}
 
 
 def _sliced(

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from sparta.aten import arguments_of
 from sparta.compiler.graph.program import Program, drop_unused, free_name
 
-__all__ = ["fold_constants", "kept_pairs"]
+__all__ = ["fixed_value", "fold_constants", "kept_pairs"]
 
 _aten = torch.ops.aten
 _ATTENTION = _aten.scaled_dot_product_attention.default
@@ -33,7 +33,7 @@ def fold_constants(program: Program) -> tuple[Program, int]:
     plain = 0
     for node in list(graph.nodes):
         for operand in _wanted(node):
-            value = _value(operand, tensors, {})
+            value = fixed_value(operand, tensors, {})
             if value is None or operand.op == "get_attr":
                 continue
             name = free_name(tensors, f"{operand.name}_fixed")
@@ -72,7 +72,7 @@ def _wanted(node: fx.Node) -> Iterator[fx.Node]:
         yield from (argument for argument in node.args if isinstance(argument, fx.Node))
 
 
-def _value(node: fx.Node, tensors: dict[str, Tensor], seen: dict[fx.Node, Any]) -> Any:
+def fixed_value(node: fx.Node, tensors: dict[str, Tensor], seen: dict[fx.Node, Any]) -> Any:
     """Return what a node computes from fixed tensors alone, or None where it does not."""
     if node in seen:
         return seen[node]
@@ -85,7 +85,7 @@ def _value(node: fx.Node, tensors: dict[str, Tensor], seen: dict[fx.Node, Any]) 
     if node.op == "get_attr":
         result = tensors.get(str(node.target))
     elif node.op == "call_function" and pure:
-        inputs = {source: _value(source, tensors, seen) for source in node.all_input_nodes}
+        inputs = {source: fixed_value(source, tensors, seen) for source in node.all_input_nodes}
         if all(value is not None for value in inputs.values()):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: inputs[source])
             with torch.no_grad():

@@ -149,7 +149,10 @@ def reduced_program(result: PropagationResult, *, brief: bool = False) -> tuple[
     """
     small = result.compact(allow_empty=True, keep_blocks=_WORTH_A_PATTERN, check=not brief)
     masked = masked_tensors(result.captured, result.facts)
-    cut = sum(t.numel() for t in masked.values()) - sum(member(small, name).numel() for name in small.mapping)
+    read = result.captured.nodes()
+    cut = sum(t.numel() for name, t in masked.items() if name in read) - sum(
+        member(small, name).numel() for name in small.mapping
+    )
     graph = _flat(small.graph)
     if brief and (cut or len(graph.nodes) != len(_flat(result.captured.graph).nodes)):
         check_equal(result.captured, masked, small, brief=True)
