@@ -33,12 +33,12 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import RESULTS, save
-from sparta.create import initialize
+from sparta.create import initialize, recipe_for
 from sparta.sparsify import find_layers
 from sparta.tables import table
 from training.accuracy import MODELS, accuracy, batches, gathered
 from training.data import FILES, Images, load
-from training.references import REFERENCES
+from training.references import REFERENCES, SPREAD
 
 SAMPLES = 16  # images of a fresh batch for second-order pruning
 TRANSFER = "other data"
@@ -56,10 +56,14 @@ class Method:
 
     @property
     def allocation(self) -> str:
-        """How the sparsity is spread over the layers."""
-        if self.reference is not None or "allocation" not in self.variables:
+        """How the sparsity is spread over the layers: as asked, or the kind's own way."""
+        kind = self.arguments.get("pruning", True)
+        if self.reference is not None:
+            return SPREAD[self.reference]
+        if kind in {False, "constant"}:
             return ""
-        return str(self.variables["allocation"])
+        recipe = recipe_for(kind, quantization=False, variables=self.variables)
+        return str(recipe.modifiers()[-1].spread_by)
 
 
 DENSE = (
@@ -82,11 +86,11 @@ SPARSE = (
         for kind, allocations in {
             "magnitude": ("erk", "lamp", "sensitivity"),
             "acdc": ("global",),
-            "movement": ("global", "erk"),
+            "movement": ("global", "uniform"),
             "obs": ("erk",),
             "mfac": ("erk",),
             "rigl": ("uniform",),
-            "topkast": ("global", "erk"),
+            "topkast": ("global", "uniform"),
         }.items()
         for allocation in allocations
     ),

@@ -295,3 +295,15 @@ REFERENCES: dict[str, Callable[[nn.Module, Batches, int, float], nn.Module]] = {
     "topkast": topkast,
 }
 """By the name of the row that each is compared with."""
+
+SPREAD = {
+    "magnitude": "global, no floor",
+    "gmp, layer by layer": "uniform",
+    "movement": "uniform",
+    "mfac": "global, no floor",
+    "obs": "global, no floor",
+    "rigl": "erk",
+    "acdc": "erk",
+    "topkast": "uniform",
+}
+"""How each spreads the sparsity over the layers; the recipes leave each layer something under a global threshold."""

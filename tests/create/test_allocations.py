@@ -72,14 +72,31 @@ def test_each_kind_takes_each_allocation(kind, allocation):
         assert zeros == pytest.approx([1 - density for density in erk_densities(SHAPES, 0.75)], abs=0.01)
 
 
-@pytest.mark.parametrize("kind", ["movement", "topkast"])
-def test_without_one_a_kind_spreads_as_before(kind):
-    assert trained(kind, None) == trained(kind, "uniform")
+@pytest.mark.parametrize("kind", ["movement", "topkast", "rigl"])
+def test_small_layers_stay_denser_where_all_would_be_pruned_alike(kind):
+    assert trained(kind, None) == trained(kind, "erk")
 
 
-def test_magnitude_and_rigl_spread_as_before():
+def test_magnitude_has_one_threshold():
     assert trained("magnitude", None) == trained("magnitude", "global")
-    assert trained("rigl", None) == trained("rigl", "erk")
+
+
+@pytest.mark.parametrize("kind", ["magnitude", "obs", "mfac", "topkast"])
+def test_one_threshold_leaves_each_layer_half_of_the_density_of_all(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    with torch.no_grad():
+        model[1].weight.mul_(1e-3)  # a threshold alone would leave nothing of it
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = [(torch.randn(8, 32), torch.randint(0, 4, (8,)))]
+    variables = {"num_epochs": 2, "sparsity": 0.9, "allocation": "global"}
+    manager, _ = sparta.create.initialize(
+        model, optimizer, 4, pruning=kind, quantization=False, recipe_variables=variables, data=data
+    )
+    train(model, optimizer, data, 8)
+    densities = [tesa.density for _, tesa in manager.spec().items()]
+    assert sum(densities) / 3 == pytest.approx(0.1, abs=1e-3)
+    assert min(densities) == pytest.approx(0.05, abs=1e-3)
 
 
 def test_acdc_does_not_starve_small_layers_by_itself():

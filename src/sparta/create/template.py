@@ -32,7 +32,7 @@ LR_KINDS = ("linear", "cosine", "cyclic_linear", "constant", "stepped", "exponen
 PRUNING_KINDS = {
     "magnitude": "gradual, by magnitude (the default)",
     "acdc": "phases of dense and of pruned training by turns",
-    "movement": "gradual, what moves away from zero stays; layer by layer",
+    "movement": "gradual, what moves away from zero stays; small layers stay denser",
     "obs": "gradual, by second-order saliency, the survivors updated; needs a loss closure or data",
     "mfac": "gradual, by a matrix-free second-order saliency, from fresh gradients or those of the training itself",
     "structured": "gradual, whole filters or channels",
@@ -74,7 +74,8 @@ def recipe_for(
     pruning
         True, False, None or a key of :data:`PRUNING_KINDS`; ``"transfer"`` and ``"sparse-transfer"`` are
         ``"constant"``, ``"gmp"`` is ``"magnitude"``. All linear, convolution and attention weights are pruned, the
-        first and the last layer too: leave layers out with `include` and `ignore` of `initialize`.
+        first and the last layer too, but small layers stay denser than others and none is emptied (see
+        `allocation` of the variables and ``layer_floor``); `include` and `ignore` of `initialize` leave layers out.
     quantization
         Whether to train with fake quantization at the end; zeros that are there stay zero in any case.
     lr
@@ -212,10 +213,12 @@ def _pruning(kind: str, given: RecipeVariables, *, quantize: bool) -> _Part:
 def _own_allocation(kind: str, given: RecipeVariables) -> str | None:
     """Return the allocation of a kind whose modifier does better with another one than its default.
 
-    AC/DC cuts to the full sparsity at once, and a single threshold then starves small layers: it takes ERK.
+    AC/DC cuts to the full sparsity at once, and a single threshold then starves small layers: it takes ERK. Movement
+    and Top-KAST prune every layer alike by themselves, which costs a small stem most of what it has.
     """
-    fixed = "global_sparsity" in given.model_fields_set or given.pattern.own_sparsity() is not None
-    return "erk" if kind == "acdc" and not fixed else None
+    if given.pattern.own_sparsity() is not None or (kind == "acdc" and "global_sparsity" in given.model_fields_set):
+        return None
+    return "erk" if kind in {"acdc", "movement", "topkast"} else None
 
 
 def _method(kind: str, given: RecipeVariables) -> tuple[str, dict[str, Any]]:

@@ -37,7 +37,8 @@ class ACDCPruningModifier(SpreadModifier):
     long_last_dense_phase
         Whether the last dense phase is twice as long as the others, as in the paper (Peste et al., 2021).
     layer_floor
-        Least density of a layer unless all get the same; by default a tenth of that of all.
+        Least density of a layer unless all get the same; by default half of that of all under one threshold,
+        else a tenth.
     allocation
         How the sparsity is spread over layers, if not by `global_sparsity`: ``uniform``, ``global``, ``erk``,
         ``lamp`` or ``sensitivity``.
@@ -100,7 +101,7 @@ class ACDCPruningModifier(SpreadModifier):
     def _make(self, layers: list[Layer]) -> dict[str, Any]:
         floor = 0.0
         if self.compression_sparsity is not None:
-            floor = (1 - self.compression_sparsity) / 10 if self.layer_floor is None else self.layer_floor
+            floor = self.least(self.compression_sparsity) if self.layer_floor is None else self.layer_floor
         return self.spread(layers, Magnitude(), self.compression_sparsity, floor)
 
     def planned(self, epoch: float) -> dict[str, float]:

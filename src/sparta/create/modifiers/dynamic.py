@@ -104,7 +104,7 @@ class RigLPruningModifier(SpreadModifier):
         return "uniform" if self.sparsity_strategy == "uniform" else "erk"
 
     def _floor(self, sparsity: float) -> float:
-        return 0.0 if self.allocation is None else (1 - sparsity) / 10
+        return 0.0 if self.allocation is None else self.least(sparsity)
 
     def _moved(self, run: Run) -> dict[str, Tensor]:
         gradients = self._gradients_of(run)
@@ -194,7 +194,7 @@ class TopKASTPruningModifier(SpreadModifier):
     def update(self, run: Run) -> None:
         """Choose both masks again by magnitude; at the end, what is outside the forward mask stops learning."""
         self.measure(run)
-        floor = (1 - self.forward_sparsity) / 10
+        floor = self.least(self.forward_sparsity)
         with self.masks.exposed():
             made = self.spread(self._layers, Magnitude(), self.forward_sparsity, floor)
             self._learning = self.spread(self._layers, Magnitude(), self.backward_sparsity, floor)

@@ -52,7 +52,8 @@ class GradualPruning(SpreadModifier):
         How the sparsity is spread over layers, if not by `global_sparsity`: ``uniform``, ``global``, ``erk``,
         ``lamp`` or ``sensitivity``.
     layer_floor
-        Least density of a layer unless all get the same; by default a tenth of the final density. 0: one weight.
+        Least density of a layer unless all get the same; by default half of the final density under
+        one threshold, else a tenth. 0: one weight.
     """
 
     init_sparsity: float | Literal["__FROM_PARAM__"] = 0.05
@@ -196,7 +197,7 @@ class GradualPruning(SpreadModifier):
     def _make(self, layers: list[Layer], score: Score | Mapping[str, Tensor], epoch: float) -> dict[str, Tensor]:
         if self._ranks_together:
             sparsity = self.sparsity_at(epoch, layers[0])
-            floor = (1 - self._final_of(layers[0])) / 10 if self.layer_floor is None else self.layer_floor
+            floor = self.least(self._final_of(layers[0])) if self.layer_floor is None else self.layer_floor
             return self.spread(layers, score, sparsity, floor)
         made: dict[str, Tensor] = {}
         for layer in layers:

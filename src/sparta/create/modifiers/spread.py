@@ -31,6 +31,8 @@ ALLOCATIONS: dict[str, str] = {
 }
 """What `allocation` may be."""
 
+_LEAST = 0.1  # of the density of all layers, which each of them keeps in any case
+_LEAST_OF_THRESHOLD = 0.5  # the same under a single threshold, which would starve layers whose weights are small
 _BATCHES = 4  # fresh batches for one measured loss
 
 
@@ -87,6 +89,10 @@ class SpreadModifier(MaskedModifier):
             self._curves = measure_sensitivity(
                 self._layers, lambda: mean_fresh_loss(run, _BATCHES), pattern=self.pattern
             )
+
+    def least(self, sparsity: float) -> float:
+        """Return the density that each layer keeps at least when all together have `sparsity`."""
+        return (1 - sparsity) * (_LEAST_OF_THRESHOLD if self.spread_by == "global" else _LEAST)
 
     def spread(
         self, layers: list[Layer], score: Score | Mapping[str, Tensor], sparsity: float | None, floor: float = 0.0
