@@ -1,7 +1,8 @@
 """Run the tests of the CPU kernels under the address and undefined-behaviour sanitizers: ``python tests/sanitize.py``.
 
 Arguments are pytest's; unless they name files, all tests of the kernels run. A sanitizer that is not really at work
-would pass everything, so a kernel that reads out of bounds is tried first and must be caught.
+would pass everything, so a kernel that reads out of bounds is tried first and must be caught. Random tests draw fewer
+examples than elsewhere: kernels are many times slower here, and faults of memory show at edges that few reach.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+EXAMPLES = 10  # of a random test
 KERNELS = (
     "linear/test_cpu.py",
     "conv/test_cpu.py",
     "int8_linear/test_cpu.py",
     "conv/test_int8.py",
     "cpu/test_short.py",
+    "cpu/test_short_bytes.py",
+    "cpu/test_bf16.py",
     "linear/test_cpu_generated.py",
     "cpu/test_pool.py",
 )
@@ -66,8 +70,24 @@ def environment(cache):
         # Python itself does not free all it has; only what the kernels do is of interest.
         "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
     }
+
+
+def pytest_configure():
+    """As a plugin of pytest: let random tests draw few examples, whatever they ask for."""
+    from hypothesis import settings
+
+    plain = settings.__init__
+
+    def few(self, *args, **given):
+        if isinstance(given.get("max_examples"), int):
+            given["max_examples"] = min(given["max_examples"], EXAMPLES)
+        plain(self, *args, **given)
+
+    settings.__init__ = few
+    settings.register_profile("few", settings.get_profile("default"), max_examples=EXAMPLES, deadline=None)
+    settings.load_profile("few")
 
 
 def prove(variables):
@@ -91,7 +111,7 @@ def main(arguments):
         sys.stdout.flush()
         named = any(Path(argument.split("::")[0]).exists() for argument in arguments)
         chosen = arguments if named else [*arguments, *SELECTION]
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *chosen]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "sanitize", *chosen]
         return subprocess.run(command, env=variables, cwd=ROOT, check=False).returncode
 
 

@@ -196,6 +196,33 @@ def cpu_few_bits(found: Sequence[Record]) -> str:
     return "\n\n".join(parts)
 
 
+@renderer("cpu-bf16", "cpu_bf16")
+def cpu_bf16(found: Sequence[Record]) -> str:
+    """Return layers and an encoder in bf16: a row for each layer, and one for the encoder."""
+    parts = []
+    for record in found:
+        results = record["results"]
+        names = list(results["layers"][0]["median_ms"])
+        rows = [
+            [
+                str(row["tokens"]),
+                "×".join(map(str, row["shape"])),
+                f"{100 * row['sparsity']:g} %",
+                *(f"{row['median_ms'][name]:.3f}" for name in names),
+            ]
+            for row in results["layers"]
+        ]
+        units = {"pairs": "AVX-512 BF16", "blocks": "AMX"}
+        has = " and ".join(units[name] for name in results["units"]) or "no instructions for bf16"
+        encoder = ", ".join(f"{name} {took:.1f}" for name, took in results["model"].items())
+        title = (
+            f"Milliseconds of a layer; blocks of 4×1; `fp32`, `pairs` and `blocks` are ours. The processor has {has}. "
+            f"The encoder, one text of 128 tokens: {encoder} ms. {source(record)}"
+        )
+        parts.append(f"{title}\n\n{markdown(['tokens', 'shape', 'sparsity', *names], rows)}")
+    return "\n\n".join(parts)
+
+
 _CHAIN_NAMES = {"mlp": "MLP, four layers of 1024", "ffn": "six feed-forward blocks, 768-3072-768", "conv": "four 1×1"}
 
 

@@ -443,6 +443,19 @@ def test_models_in_bf16_are_computed_in_it_where_the_processor_can(monkeypatch, 
     assert (y.double() - exact).norm() <= 4 * torch.finfo(torch.bfloat16).eps * exact.norm()
 
 
+def test_layers_in_short_formats_for_a_few_tokens_are_steps(monkeypatch):
+    choosing(monkeypatch, lambda spec: chosen(spec, "cpu-bf16"))
+    model, x = nets.pruned(nn.Sequential(Layer(), Layer())).bfloat16(), torch.randn(1, 2, 32).bfloat16()
+    chain = Chained(sparta.compile(model, x, tune="off").graph)
+    program = chain.program(x)
+    kinds = [kind for kind, _ in program.timed([x])]
+    assert program.calls == 2  # into float32 and back
+    assert kinds.count("short") == 12
+    with torch.no_grad():
+        y, exact = chain(x)[0], model.double()(x.double())
+    assert (y.double() - exact).norm() <= 4 * torch.finfo(torch.bfloat16).eps * exact.norm()
+
+
 def test_a_weight_with_two_biases_is_two_layers():
     x, weight, one, two = torch.randn(9, 16), torch.randn(8, 16), torch.randn(8), torch.randn(8)
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_you_mean, message
+from sparta.specialize.cpu.chain import Product, StepKind, pack_call
 from sparta.specialize.cpu.library import STREAM_CALL, ShortMatrix, activation_code, load
-from sparta.specialize.cpu.packing import Bools, Ints, columns_of, running_sums, value_sources
+from sparta.specialize.cpu.packing import Bools, Ints, columns_of, is_float, running_sums, value_sources
 from sparta.specialize.implement import KernelLayout
 from sparta.specialize.kernel_spec import KernelSpec
 
@@ -165,6 +166,34 @@ class PackedShort:
         self.library.multiply_short(addressof(matrix), call)
         return y
 
+    def product(
+        self, values: Tensor, scales: Tensor | None, bias: Tensor | None = None, activation: str | None = None
+    ) -> Product | None:
+        """Return this layer with these values as a step of a chain; None where a bias would have to be converted."""
+        if bias is not None and not is_float(bias):
+            return None
+        matrix = ShortMatrix.from_buffer_copy(self._matrix_for(values, scales))
+        outputs, inputs = self.shape
+        ends = (0 if bias is None else bias.data_ptr(), 0, outputs, activation_code(activation), 0)
+
+        def call(tokens: int, stride: int, x: str, *, to_panel: bool, residual: bool) -> bytes:
+            del x, to_panel, residual
+            return STREAM_CALL.pack(0, 0, tokens, stride, outputs, *ends)
+
+        return Product(
+            kind=StepKind.SHORT,
+            matrix=matrix,
+            inputs=inputs,
+            outputs=outputs,
+            output=torch.float32,
+            takes=None,
+            tile=0,
+            rounding=None,
+            call=call,
+            pack=lambda tokens, stride: pack_call(tokens, inputs, stride, 1),
+            alive=(self.arrays, values, scales, bias),
+        )
+
     def _matrix_for(self, values: Tensor, scales: Tensor | None) -> ShortMatrix:
         """Return the C structure with these values and scales."""
         bound = self._bound
@@ -229,7 +258,7 @@ def _pack_bitmap(mask: Bools, height: int) -> tuple[dict[str, Tensor], Tensor]:
     outputs, inputs = mask.shape
     whole = np.zeros((outputs, -(-inputs // _WORD) * _WORD), dtype=np.bool_)
     whole[:, :inputs] = mask
-    bits = np.packbits(whole, axis=1, bitorder="little").view("<i4").reshape(-1)
+    bits = np.append(np.packbits(whole, axis=1, bitorder="little").view("<i4").reshape(-1), np.int32(0))
     counts = np.count_nonzero(mask, axis=1)
     arrays = {"starts": running_sums(counts), "bits": bits, "costs": running_sums(np.full(outputs, inputs // 8 + 4))}
     return _tensors(arrays), torch.from_numpy(np.flatnonzero(mask))

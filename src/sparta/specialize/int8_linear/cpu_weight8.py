@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from sparta.specialize.cpu.chain import Product
 from sparta.specialize.cpu.device import library_here
 from sparta.specialize.cpu.library import fused_activation
 from sparta.specialize.cpu.short import PackedShort, ShortTile, short_layout, short_tiles
@@ -41,6 +42,9 @@ class _Weight8Kernel(LinearKernel):
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         (x,), bias, residual = present(inputs[0]), inputs[1], inputs[2]
         return self._short(x, packed[0], self._scales, bias, self._activation, residual)
+
+    def product(self, packed: Sequence[Tensor], bias: Tensor | None) -> Product | None:
+        return self._short.product(packed[0], self._scales, bias, self._activation)
 
     def layout(self) -> KernelLayout:
         return short_layout(self._short, 1)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparta.specialize.cpu.chain import Product
 from sparta.specialize.cpu.device import library_here
 from sparta.specialize.cpu.library import fused_activation
 from sparta.specialize.cpu.short import PackedShort, ShortTile, short_layout, short_tiles
@@ -34,6 +35,9 @@ class _Bf16Kernel(LinearKernel):
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         (x,), bias, residual = present(inputs[0]), inputs[1], inputs[2]
         return self._short(x, packed[0], None, bias, self._activation, residual).to(x.dtype)
+
+    def product(self, packed: Sequence[Tensor], bias: Tensor | None) -> Product | None:
+        return self._short.product(packed[0], None, bias, self._activation)
 
     def layout(self) -> KernelLayout:
         return short_layout(self._short, 2)

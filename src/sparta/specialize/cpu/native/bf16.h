@@ -1,7 +1,8 @@
 // y = x W^T in bf16 for many tokens, summed in fp32. Two neighbouring channels of a token are the halves of one 32-bit
-// place; a panel has strips of 16 tokens, [strips][places][16], and a product takes two channels at once. Two forms: lists of pairs, one even and one odd
-// channel each, for groups of 1 or 4 rows (vdpbf16ps), whose halves are put together while they are loaded; and blocks of
-// 16 rows by 32 channels (AMX). Results stand as in spmm.h and go through the same epilogue.
+// place; a panel has strips of 16 tokens, [strips][places][16], and a product takes two channels at once. Two forms:
+// lists of pairs, one even and one odd channel each, for groups of 1 or 4 rows (vdpbf16ps), whose halves are put together
+// while they are loaded; and blocks of 16 rows by 32 channels (AMX). Results stand as in spmm.h and go through the same
+// epilogue.
 #pragma once
 
 #include "matrix_tiles.h"
@@ -44,7 +45,9 @@ SPARTA_INLINE IntVec joined_halves(Vec low, Vec high) {
 
 template <int... Lane>
 SPARTA_INLINE Vec neighbours(Vec first, Vec second, std::integer_sequence<int, Lane...>) {
-  return (Vec)joined_halves(SPARTA_SHUFFLE(first, second, (2 * Lane)...), SPARTA_SHUFFLE(first, second, (2 * Lane + 1)...));
+  const Vec even = SPARTA_SHUFFLE(first, second, (2 * Lane)...);
+  const Vec odd = SPARTA_SHUFFLE(first, second, (2 * Lane + 1)...);
+  return (Vec)joined_halves(even, odd);
 }
 
 // Where a vector of tokens begins, in a panel with so many places to a strip.
@@ -172,7 +175,9 @@ void multiply_bf16_pairs(const Bf16Task& given) {
       const uint32_t even = matrix.offsets[2 * i], odd = matrix.offsets[2 * i + 1];
       typename Unit::Inputs inputs[MV];
 #pragma GCC unroll 4
-      for (int j = 0; j < MV; ++j) inputs[j] = Unit::split(load_halves(place_at(vectors[j], even), place_at(vectors[j], odd)));
+      for (int j = 0; j < MV; ++j) {
+        inputs[j] = Unit::split(load_halves(place_at(vectors[j], even), place_at(vectors[j], odd)));
+      }
 #pragma GCC unroll 4
       for (int r = 0; r < BN; ++r) {
         const typename Unit::Weight weight = Unit::spread(all_values + i * BN + r);
@@ -276,10 +281,11 @@ void multiply_bf16_groups(Tiles& tiles, const Bf16Task& task, int64_t group) {
       const int64_t part = at / 2 % 4 * kBlocksOfChunk * kLinesAhead * kLineValues;
       const uint16_t* next = end < blocks ? values[0] + end * kTileValues : values[Groups - 1] + blocks * kTileValues;
       const uint16_t* const later[2] = {next + part, next + blocks * kTileValues + part};
+      const uint32_t* offsets = matrix.offsets + first;
       if (at + 1 < strips) {
-        multiply_bf16_chunk<Groups, 2>(tiles, matrix.offsets + first, values, begin, end, x, strip, task.tile, to, later);
+        multiply_bf16_chunk<Groups, 2>(tiles, offsets, values, begin, end, x, strip, task.tile, to, later);
       } else {
-        multiply_bf16_chunk<Groups, 1>(tiles, matrix.offsets + first, values, begin, end, x, strip, task.tile, to, later);
+        multiply_bf16_chunk<Groups, 1>(tiles, offsets, values, begin, end, x, strip, task.tile, to, later);
       }
     }
   }

@@ -22,6 +22,7 @@ constexpr int64_t kTileRows = 16;     // output channels of a tile of weights, a
 constexpr int64_t kTileTokens = 16;
 constexpr int64_t kTileInputs = 32;   // input channels of a tile of weights
 constexpr int64_t kTileValues = kTileRows * kTileInputs;
+constexpr int64_t kTileBytes = 64;    // of a row
 
 inline float float_of_bf16(uint16_t half) {
   const uint32_t bits = static_cast<uint32_t>(half) << 16;
@@ -55,11 +56,11 @@ class PlainTiles {
   }
   template <int Sum>
   void load(const float* from, int64_t stride) {
-    for (int64_t row = 0; row < kTileRows; ++row) std::memcpy(sums_[Sum][row], from + row * stride, sizeof sums_[Sum][row]);
+    for (int64_t row = 0; row < kTileRows; ++row) std::memcpy(sums_[Sum][row], from + row * stride, kTileBytes);
   }
   template <int Sum>
   void store(float* to, int64_t stride) const {
-    for (int64_t row = 0; row < kTileRows; ++row) std::memcpy(to + row * stride, sums_[Sum][row], sizeof sums_[Sum][row]);
+    for (int64_t row = 0; row < kTileRows; ++row) std::memcpy(to + row * stride, sums_[Sum][row], kTileBytes);
   }
 
  private:

@@ -24,7 +24,7 @@ struct ShortMatrix {
   int64_t inputs;    // K
   int64_t groups;
   const int64_t* starts;  // [groups + 1]
-  const uint32_t* bits;   // bitmap: [channels][ceil(inputs / 32)]
+  const uint32_t* bits;   // bitmap: [channels][ceil(inputs / 32)], and one more word that may be loaded
   const uint8_t* deltas;  // delta: [entries], input channels to go on before an entry
   const void* values;     // int8 or bf16, with 64 more after the last that may be loaded
   const float* scales;    // [channels], or null
@@ -274,6 +274,7 @@ template <int Tokens>
 inline void bitmap_bytes(const ShortMatrix& matrix, int64_t row, const RoundedToken* tokens, float* sums) {
   constexpr int64_t kEach = kByteGroup / kByteChunk;
   const int64_t words = (matrix.inputs + 31) / 32, chunks = ceil_div(matrix.inputs, kByteChunk);
+  const uint64_t last = words % 2 ? 0xffffffffu : ~uint64_t{0};
   const uint32_t* bits = matrix.bits + row * words;
   const int8_t* values = static_cast<const int8_t*>(matrix.values) + matrix.starts[row];
   ByteTotals totals[Tokens] = {};
@@ -282,8 +283,9 @@ inline void bitmap_bytes(const ShortMatrix& matrix, int64_t row, const RoundedTo
 #pragma GCC unroll 4
     for (int t = 0; t < Tokens; ++t) low[t] = start_of(tokens[t], group);
     for (const int64_t end = std::min(chunk + kEach, chunks); chunk < end; ++chunk) {
-      const uint64_t upper = 2 * chunk + 1 < words ? bits[2 * chunk + 1] : 0;
-      const uint64_t mask = upper << 32 | bits[2 * chunk];
+      uint64_t mask;  // a word after the last of a row is that of the next, or padding
+      std::memcpy(&mask, bits + 2 * chunk, sizeof mask);
+      if (chunk == chunks - 1) mask &= last;
       if (matrix.prefetch) __builtin_prefetch(values + matrix.prefetch);
       const ByteVec weights = expanded_bytes(values, mask);
       values += __builtin_popcountll(mask);
@@ -318,8 +320,8 @@ inline const RoundedToken* rounded_tokens(const ShortMatrix& matrix, const Strea
   static thread_local Scratch numbers, tokens;
   const int64_t each = ceil_div(rounded_floats(matrix.inputs), 16) * 16;
   float* memory = numbers.get(call.tokens * each);
-  RoundedToken* found =
-      reinterpret_cast<RoundedToken*>(tokens.get(call.tokens * static_cast<int64_t>(sizeof(RoundedToken) / sizeof(float))));
+  constexpr int64_t kFloats = sizeof(RoundedToken) / sizeof(float);
+  RoundedToken* found = reinterpret_cast<RoundedToken*>(tokens.get(call.tokens * kFloats));
   if (!memory || !found) return nullptr;
   for (int64_t t = 0; t < call.tokens; ++t) {
     const float* x = call.x + t * call.x_stride;
