@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -199,7 +200,8 @@ class SparseLinear(PackedIndex, WeightOperator):
             name = self._mask_name
             return masked_spec(x, self.weight, self.bias, getattr(self, name), name, backward=backward)
         # The gradient of a sparse weight's layer has a spec of its own, see `_backward_problem`.
-        return _weight_spec(x, self.weight_mask, bias=self.bias is not None, device=x.device.type)
+        bias, device = self.bias is not None, x.device.type
+        return _weight_spec(x, self.weight_mask, bias=bias, device=device, trained=backward)
 
     def _problem(self, inputs: ExampleInputs, *, backward: bool) -> Problem:
         spec, x = self._spec(inputs, backward=backward), as_inputs(inputs, 1)[0].detach()
@@ -212,7 +214,8 @@ class SparseLinear(PackedIndex, WeightOperator):
 
     def _backward_spec(self, x: Tensor) -> KernelSpec:
         grad = torch.empty(math.prod(x.shape[:-1]), self.out_features, dtype=x.dtype, device="meta")
-        return _weight_spec(grad, cast("Tensor", self.weight_mask).t(), bias=False, device=x.device.type)
+        mask = cast("Tensor", self.weight_mask).t()
+        return _weight_spec(grad, mask, bias=False, device=x.device.type, trained=True)
 
     def _backward_problem(self, x: Tensor) -> Problem:
         spec, mask = self._backward_spec(x), cast("Tensor", self.weight_mask).t()
@@ -235,9 +238,11 @@ class SparseLinear(PackedIndex, WeightOperator):
         return f"{sizes}, {name} density {density:.3g}, {super().extra_repr()}"
 
 
-def _weight_spec(x: Tensor, mask: Tensor, *, bias: bool, device: str) -> KernelSpec:
+def _weight_spec(x: Tensor, mask: Tensor, *, bias: bool, device: str, trained: bool) -> KernelSpec:
+    """Return the kernel spec of a layer; one that is trained says so, for it is packed again in every step."""
     rows = math.prod(x.shape[:-1])
-    return linear_spec(TeSA.from_mask(mask), rows, x.dtype, epilogue=Epilogue(bias=bias), device=device)
+    spec = linear_spec(TeSA.from_mask(mask), rows, x.dtype, epilogue=Epilogue(bias=bias), device=device)
+    return replace(spec, attributes={"trained": True}) if trained else spec
 
 
 def _weight_problem(spec: KernelSpec, x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor) -> Problem:

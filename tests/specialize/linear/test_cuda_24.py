@@ -1,5 +1,6 @@
 """2:4 weights for few tokens: packing loses nothing, and who reads them as the hardware does multiplies rightly."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparta.errors import MissingPackageError, PatternError, ShapeError, ValueRangeError
+from sparta.nn import SparseLinear
 from sparta.specialize.cuda import nvrtc
 from sparta.specialize.linear.cuda_24 import StreamTile, TwoFour, is_two_four
 from sparta.specialize.linear.cuda_24_layout import CHUNK, SLAB, StreamLayout
@@ -161,3 +163,13 @@ def test_every_header_of_a_kernel_is_found(name):
     source, headers = nvrtc._with_headers(nvrtc._NATIVE / f"{name}.cu")
     assert source.count("#include") == len(headers) >= 1
     assert "#include" not in "".join(headers.values())  # only what a source itself includes is looked for
+
+
+def test_the_library_is_left_out_of_training_which_packs_in_every_step():
+    mask = torch.tensor([True, False, False, True]).repeat(64, 16)
+    layer = SparseLinear(torch.nn.Linear(64, 64).bfloat16(), weight_mask=mask)
+    x = torch.randn(256, 64).bfloat16()
+    trained, used = (replace(layer._spec(x, backward=backward), device="cuda") for backward in (True, False))
+    assert "in every step" in CuSparseLt().supports(trained).reason
+    assert "in every step" not in CuSparseLt().supports(used).reason
+    assert layer._backward_spec(x).attributes == {"trained": True}

@@ -262,6 +262,13 @@ class _LibraryKernel(LinearKernel):
             library.multiply(plan, packed, x, y)
 
 
+def _once_packed(spec: KernelSpec) -> Support:
+    """Say whether a weight is packed once and then used again and again."""
+    if spec.attributes.get("trained"):
+        return Support.no("compressing a weight in every step takes it longer than the product saves", Cause.OTHER)
+    return Support.yes()
+
+
 class CuSparseLt(Implement):
     """NVIDIA's cuSPARSELt on 2:4 weights, for many tokens."""
 
@@ -269,9 +276,10 @@ class CuSparseLt(Implement):
     op = "linear"
 
     def supports(self, spec: KernelSpec) -> Support:
-        """Bf16 on CUDA, 2:4 weights whose sides are multiples of 16, many tokens."""
-        if spec.device != "cuda":
-            return on_cuda(spec.device)
+        """Bf16 on CUDA, 2:4 weights whose sides are multiples of 16, many tokens; not in training."""
+        answer = on_cuda(spec.device) and _once_packed(spec)
+        if not answer:
+            return answer
         if str(spec["input"].format) != "bf16":
             # In fp16 some of the library's algorithms end in an illegal instruction, which no one can recover from.
             return Support.no(f"it is used for bf16, not {spec['input'].format}", Cause.DTYPE)
