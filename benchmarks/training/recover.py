@@ -73,8 +73,16 @@ def dora(model: nn.Module, dense: nn.Module, spec: Any, data: list[Batch], given
     _adapt(model, spec, data, given, dora=True)
 
 
-def _adapt(model: nn.Module, spec: Any, data: list[Batch], given: argparse.Namespace, *, dora: bool) -> None:
-    adapters = add_lora(model, spec, rank=RANK, dora=dora)
+def lora_on_int8(model: nn.Module, dense: nn.Module, spec: Any, data: list[Batch], given: argparse.Namespace) -> None:
+    """Train masked adapters on a base that is kept in int8 meanwhile."""
+    del dense
+    _adapt(model, spec, data, given, dora=False, base="int8")
+
+
+def _adapt(
+    model: nn.Module, spec: Any, data: list[Batch], given: argparse.Namespace, *, dora: bool, base: str | None = None
+) -> None:
+    adapters = add_lora(model, spec, rank=RANK, dora=dora, base=base)
     optimizer = torch.optim.AdamW(adapters.parameters(), lr=given.lora_lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, given.lora_lr, total_steps=len(data) + 1)
     for batch in data:
@@ -102,6 +110,7 @@ WAYS: dict[str, Way | None] = {
     "one-shot": None,
     "masked LoRA": lora,
     "masked DoRA": dora,
+    "masked LoRA, int8 base": lora_on_int8,
     "recover, adapters": recovered_by_adapters,
     "recover": recovered,
 }

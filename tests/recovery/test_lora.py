@@ -172,3 +172,64 @@ def test_what_is_refused():
     adapters.remove()
     with pytest.raises(SpartaError, match="before"):
         adapters.merge()
+
+
+def bytes_of(model):
+    """Return the memory of everything that a model holds, each storage once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("base", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_base_in_8_bits_keeps_the_zeros_and_is_merged_as_it_was_trained(kind, base, dora):
+    model, spec, x = sparse(kind)
+    plain, weights = model(x).detach(), {name: p.detach().clone() for name, p in model.named_parameters()}
+    adapters = add_lora(model, spec, rank=4, base=base, dora=dora)
+    assert {row["base"] for row in adapters.to_dict().values()} == {base}
+    assert torch.allclose(model(x), plain, atol=0.05 * float(plain.abs().max()))
+    trained(model, x, adapters)
+    expected = model(x).detach()
+    adapters.merge()
+    spec.check(model)
+    assert torch.allclose(model(x), expected, atol=1e-6)
+    for name, parameter in model.named_parameters():
+        assert parameter.is_contiguous()
+        assert name in spec or torch.equal(parameter, weights[name])
+
+
+@pytest.mark.parametrize(("base", "error"), [("int8", 0.5 / 127), ("fp8", 2**-4)])
+def test_a_base_in_8_bits_takes_a_quarter_of_the_memory_and_comes_back_rounded(base, error):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    spec = sparta.Spec.from_pattern(model, "2:4")
+    spec.apply(model)
+    before, weight = bytes_of(model), model[0].weight.detach().clone()
+    adapters = add_lora(model, spec, rank=1, base=base)
+    masks = 2 * 256 * 256  # a byte for each weight, which adapters of any base have
+    assert bytes_of(model) - masks < 0.3 * before
+    assert model.state_dict()["0.parametrizations.weight.0.values"].element_size() == 1
+    adapters.remove()
+    spec.check(model)
+    assert model[0].weight.requires_grad
+    scale = weight.abs().amax(1, keepdim=True)
+    assert float(((model[0].weight.detach() - weight).abs() / scale).max()) <= error * (1 + 1e-5)
+
+
+def test_live_weights_that_round_to_zero_are_still_learnt():
+    model = nn.Linear(8, 2, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0] + [1e-5] * 7, [0.0] * 4 + [1.0] * 4]))
+    spec = sparta.Spec.from_zeros(model)
+    adapters = add_lora(model, spec, rank=2, base="int8")
+    trained(model, torch.randn(16, 8), adapters)
+    adapters.merge()
+    spec.check(model)
+    assert int((model.weight != 0).sum()) == 12
+
+
+def test_an_unknown_form_of_the_base_is_named():
+    model, spec, _ = sparse("linear")
+    with pytest.raises(NameNotFoundError, match="did you mean 'int8'"):
+        add_lora(model, spec, base="int")

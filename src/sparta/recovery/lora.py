@@ -1,7 +1,8 @@
 """Masked low-rank adapters: LoRA and DoRA on a sparse base, whose zeros survive merging.
 
 The weight of a layer becomes ``base + mask · (B · A) · alpha / rank``, with the mask of the spec. What is trained is
-therefore what is merged: pruned weights get no update at any time, so merging has nothing to cut off.
+therefore what is merged: pruned weights get no update at any time, so merging has nothing to cut off. The base may be
+kept in 8 bits meanwhile; a zero is a zero there too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from sparta.errors import ArgumentError, FileFormatError, ShapeError, ValueRangeError, message
+from sparta.errors import (
+    ArgumentError,
+    FileFormatError,
+    NameNotFoundError,
+    ShapeError,
+    ValueRangeError,
+    did_you_mean,
+    message,
+)
 from sparta.files import load_tensors, reading, save_tensors
 from sparta.sparsify.layers import Layer, find_layers
 from sparta.tables import table
@@ -27,6 +36,10 @@ from sparta.tesa.spec import Spec
 __all__ = ["Adapters", "MaskedLoRA", "add_lora", "live_masks"]
 
 _KIND, _VERSION = "adapters", 1
+_LARGEST = {
+    "int8": (torch.int8, 127.0),
+    "fp8": (torch.float8_e4m3fn, 448.0),
+}  # how values are kept, the largest of them
 
 
 class MaskedLoRA(nn.Module):
@@ -42,13 +55,18 @@ class MaskedLoRA(nn.Module):
         The axis of the outputs; all others together are the inputs of the low-rank update.
     dora
         Whether the length of each output's weights is learnt apart from their direction.
+    kept
+        ``"int8"`` or ``"fp8"``: the base is kept here, in 8 bits with a scale for each output, and what the module
+        hands over is only looked at for its dtype.
     """
 
     live: Tensor
+    values: Tensor
+    scales: Tensor
 
     def __init__(
         self, base: Tensor, live: Tensor, rank: int, alpha: float, output_axis: int, generator: torch.Generator,
-        *, dora: bool = False,
+        *, dora: bool = False, kept: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         outputs = base.shape[output_axis]
@@ -59,11 +77,29 @@ class MaskedLoRA(nn.Module):
         self.lora_A = nn.Parameter(start.to(base.device))
         self.lora_B = nn.Parameter(torch.zeros(outputs, rank, dtype=dtype, device=base.device))
         self.register_buffer("live", live, persistent=False)
-        self.scale, self.output_axis = alpha / rank, output_axis
+        self.scale, self.output_axis, self.kept = alpha / rank, output_axis, kept
+        if kept is not None:
+            self._keep(base.detach().to(dtype), *_LARGEST[kept])
+            base = self.base(base)
         self.magnitude = nn.Parameter(self._lengths(base.detach().to(dtype)).clone()) if dora else None
+
+    def _keep(self, base: Tensor, dtype: torch.dtype, largest: float) -> None:
+        others = [axis for axis in range(base.dim()) if axis != self.output_axis]
+        scales = (base.abs().amax(others, keepdim=True) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+        values = base / scales
+        values = values.round() if dtype == torch.int8 else values
+        self.register_buffer("values", values.to(dtype))
+        self.register_buffer("scales", scales)
+
+    def base(self, given: Tensor) -> Tensor:
+        """Return the base, in the dtype of what the module has: that itself, unless the base is kept here."""
+        if self.kept is None:
+            return given
+        return (self.values.to(self.scales.dtype) * self.scales).to(given.dtype)
 
     def forward(self, base: Tensor) -> Tensor:
         """Return the effective weight; where it is not live, the base as it is."""
+        base = self.base(base)
         shape = base.movedim(self.output_axis, 0).shape
         update = (self.lora_B @ self.lora_A).view(shape).movedim(0, self.output_axis) * self.scale
         weight = base.to(update.dtype) + self.live * update
@@ -88,6 +124,8 @@ class Adapters:
             parameter.requires_grad_(False)  # noqa: FBT003 - torch's own signature
         for layer, adapter in made.values():
             parametrize.register_parametrization(layer.module, layer.attribute, adapter)
+            if adapter.kept is not None:  # a single zero, seen everywhere: the memory of the base is free
+                layer.parameter.data = layer.parameter.data.new_zeros(()).expand(layer.shape)
 
     def __len__(self) -> int:
         return len(self._made)
@@ -124,9 +162,11 @@ class Adapters:
         self._spec.check(self._model)
 
     def remove(self) -> None:
-        """Take the adapters away; the model is as it was before them."""
+        """Take the adapters away; the model is as it was before them, but for the rounding of a base in 8 bits."""
         self._check_present()
-        for layer, _ in self._made.values():
+        for layer, adapter in self._made.values():
+            if adapter.kept is not None:
+                layer.parameter.data = adapter.base(layer.parameter.data)
             parametrize.remove_parametrizations(layer.module, layer.attribute, leave_parametrized=False)
         for parameter, needed in self._frozen:
             parameter.requires_grad_(needed)
@@ -150,36 +190,38 @@ class Adapters:
                 parameter.copy_(tensors[name])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return for each layer its shape, rank, density and number of trained values."""
+        """Return for each layer its shape, rank, density, how its base is kept, and the number of trained values."""
         return {
             name: {
                 "shape": list(adapter.live.shape),
                 "rank": adapter.lora_A.shape[0],
                 "density": float(adapter.live.float().mean()),
+                "base": adapter.kept or str(layer.parameter.dtype).removeprefix("torch."),
                 "trained": sum(parameter.numel() for parameter in adapter.parameters()),
             }
-            for name, (_, adapter) in self._made.items()
+            for name, (layer, adapter) in self._made.items()
         }
 
     def __str__(self) -> str:
         rows = [
-            [name, "×".join(map(str, row["shape"])), row["rank"], f"{row['density']:.4f}", row["trained"]]
+            [name, "×".join(map(str, row["shape"])), row["base"], row["rank"], f"{row['density']:.4f}", row["trained"]]
             for name, row in self.to_dict().items()
         ]
-        return table(["layer", "shape", "rank", "density", "trained"], rows)
+        return table(["layer", "shape", "base", "rank", "density", "trained"], rows)
 
     def _check_present(self) -> None:
         if not self._made:
             raise ValueRangeError(message("the adapters were merged or removed before", fix="call add_lora again"))
 
 
-def add_lora(
+def add_lora(  # noqa: PLR0913 - one verb, and all but two of its arguments by name
     model: nn.Module,
     spec: Spec | None = None,
     *,
     rank: int = 8,
     alpha: float | None = None,
     dora: bool = False,
+    base: str | None = None,
     include: Sequence[str] | str | None = None,
     ignore: Sequence[str] | str | None = None,
     seed: int = 0,
@@ -196,6 +238,10 @@ def add_lora(
         Of the update, which is multiplied by ``alpha / rank``; alpha is twice the rank by default.
     dora
         Whether the length of each output's weights is learnt too (DoRA).
+    base
+        ``"int8"`` or ``"fp8"``: the frozen weights that get an adapter are kept in 8 bits, with a scale for each
+        output, until the adapters are merged or removed; their rounding is part of what the adapters learn to mend.
+        None leaves them as they are.
     include, ignore
         Names of parameters, globs or ``re:`` patterns. By default the weights of linear, convolution and attention
         layers that the spec has; a dense layer that is named gets a plain adapter.
@@ -221,6 +267,8 @@ def add_lora(
     alpha = 2.0 * rank if alpha is None else alpha
     if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha <= 0:
         raise ValueRangeError(message(f"alpha is {alpha!r}", "a positive number"))
+    if base is not None and base not in _LARGEST:
+        raise NameNotFoundError(did_you_mean(str(base), _LARGEST, "form of the base"))
     if any(isinstance(module, MaskedLoRA) for module in model.modules()):
         raise ValueRangeError(message("the model has adapters", "one set at a time", "merge or remove them first"))
     spec = Spec.from_zeros(model) if spec is None else spec
@@ -233,7 +281,8 @@ def add_lora(
         mask = live.get(layer.name)
         mask = torch.ones_like(weight, dtype=torch.bool) if mask is None else mask
         axis = 1 if layer.input_axis == 0 and weight.dim() > 1 else 0
-        made[layer.name] = (layer, MaskedLoRA(weight, mask, rank, alpha, axis, generator, dora=dora))
+        adapter = MaskedLoRA(weight, mask, rank, alpha, axis, generator, dora=dora, kept=base)
+        made[layer.name] = (layer, adapter)
     return Adapters(model, spec, made)
 
 
