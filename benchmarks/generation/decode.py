@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from llama_cpp_rival import LlamaCpp, quantized, write_gguf
+from generation.llama_cpp_rival import LlamaCpp, quantized, write_gguf
 
 import sparta
 from record import RESULTS, save
