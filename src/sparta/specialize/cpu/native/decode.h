@@ -69,7 +69,7 @@ inline void rms_norm(const float* x, const float* weight, int64_t size, float ep
     const Vec v = load_some(x + i, size - i);
     squares += v * v;
   }
-  const float factor = 1.0f / std::sqrt(sum_of_lanes(squares) / static_cast<float>(size) + epsilon);
+  const float factor = 1.0f / std::sqrt(sum_by_halves(squares) / static_cast<float>(size) + epsilon);
   for (int64_t i = 0; i < size; i += kLanes) {
     store_some(out + i, load_some(weight + i, size - i) * (load_some(x + i, size - i) * splat(factor)), size - i);
   }
@@ -105,7 +105,7 @@ inline void attend(const float* query, const float* keys, const float* values, i
     sums += power;
     store(scores + s, power);
   }
-  const float share = 1.0f / sum_of_lanes(sums);
+  const float share = 1.0f / sum_by_halves(sums);
   constexpr int64_t kWide = 8 * kLanes;
   for (int64_t first = 0; first < head_dim; first += kWide) {
     const int64_t width = std::min(kWide, head_dim - first);

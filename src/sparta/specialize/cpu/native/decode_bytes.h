@@ -18,6 +18,18 @@ constexpr int64_t kByteChunk = 64;   // weights that one instruction takes
 constexpr int64_t kByteGroup = 256;  // inputs with one scale
 constexpr int64_t kByteLanes = 16;   // sums of a chunk, each of four neighbours
 
+// The sum of a vector by halves: a chain of additions from lane to lane would take longer than a short row.
+SPARTA_INLINE float sum_by_halves(Vec v) {
+#if defined(SPARTA_AVX512)
+  const __m512 all = (__m512)v;
+  return sum_of(_mm256_add_ps(_mm512_castps512_ps256(all), _mm512_castps512_ps256(_mm512_shuffle_f32x4(all, all, 14))));
+#elif defined(SPARTA_AVX2)
+  return sum_of((__m256)v);
+#else
+  return sum_of_lanes(v);
+#endif
+}
+
 // Whether this processor has the instructions.
 inline bool has_byte_products() {
 #if defined(SPARTA_EMULATED)
@@ -186,12 +198,24 @@ inline float dense_byte_row(const int8_t* values, const RoundedToken& token, int
   });
 }
 
+SPARTA_INLINE uint64_t whole_marks(const uint8_t* from) {
+  uint64_t mask;
+  std::memcpy(&mask, from, sizeof mask);
+  return mask;
+}
+
+// Not inline: a mask whose address is taken would be written to memory for every chunk.
+SPARTA_NOINLINE inline uint64_t last_marks(const uint8_t* from, int64_t bytes) {
+  uint64_t mask = 0;
+  std::memcpy(&mask, from, static_cast<size_t>(bytes));
+  return mask;
+}
+
 inline float bitmap_byte_row(const int8_t* values, const uint8_t* marks, const RoundedToken& token, int64_t inputs) {
   const int64_t bytes = ceil_div(inputs, 8);
   return byte_row(token, inputs, [&](int64_t chunk) __attribute__((always_inline)) {
-    uint64_t mask = 0;
-    if (8 * chunk + 8 <= bytes) std::memcpy(&mask, marks + 8 * chunk, sizeof mask);
-    else std::memcpy(&mask, marks + 8 * chunk, static_cast<size_t>(bytes - 8 * chunk));
+    const int64_t left = bytes - 8 * chunk;
+    const uint64_t mask = left >= 8 ? whole_marks(marks + 8 * chunk) : last_marks(marks + 8 * chunk, left);
     __builtin_prefetch(values + 1024);
     const ByteVec weights = expanded_bytes(values, mask);
     values += __builtin_popcountll(mask);

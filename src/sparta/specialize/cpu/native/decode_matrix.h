@@ -63,7 +63,7 @@ inline float dense_dot(const float* w, const float* x, int64_t inputs) {
     for (int j = 0; j < 4; ++j) parts[j] += load(w + k + j * kLanes) * load(x + k + j * kLanes);
   }
   for (; k < inputs; k += kLanes) parts[0] += load_some(w + k, inputs - k) * load_some(x + k, inputs - k);
-  return sum_of_lanes((parts[0] + parts[1]) + (parts[2] + parts[3]));
+  return sum_by_halves((parts[0] + parts[1]) + (parts[2] + parts[3]));
 }
 
 // The sum over inputs that fill no whole vector, or all of them where there are no vectors of bytes.
@@ -136,7 +136,7 @@ inline float bitmap_row(const float* values, const uint8_t* marks, const float* 
       values += __builtin_popcount(mask);
     }
   }
-  return _mm512_reduce_add_ps(_mm512_add_ps(parts[0], parts[1])) + bitmap_tail(values, marks, x, 4 * whole, bytes);
+  return sum_by_halves((Vec)_mm512_add_ps(parts[0], parts[1])) + bitmap_tail(values, marks, x, 4 * whole, bytes);
 }
 #endif
 
