@@ -27,9 +27,8 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from generation.llama_cpp_rival import LlamaCpp, quantized, write_gguf
-
 import sparta
+from generation.llama_cpp_rival import LlamaCpp, quantized, write_gguf
 from record import RESULTS, save
 from sparta.generation import compile_generator
 from sparta.tables import table
