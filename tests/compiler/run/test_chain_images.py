@@ -6,6 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 import sparta
+from sparta.compiler.run.chain import batches
+from sparta.compiler.run.chain.batches import parts_of
 from sparta.compiler.run.chain.chained import Chained, chainable
 from sparta.compiler.run.chain.trace import ImageItem, Trace
 from sparta.measure.machine import probe_compiler
@@ -157,3 +159,77 @@ def test_a_result_that_two_read_is_not_changed_for_one():
     with torch.no_grad():
         for one, two in zip(chain(x), model(x), strict=True):
             near(one, two)
+
+
+class Other(nn.Module):
+    """A function of a convolution's result."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.conv, self.head, self.function = nn.Conv2d(3, 4, 1), nn.Linear(4, 4), function
+        self.register_buffer("shared", torch.randn(4, 1, 1))
+        self.register_buffer("each", torch.randn(4, 4, 6, 6))
+
+    def forward(self, x):
+        return self.function(self, self.conv(x))
+
+
+ALONE = {
+    "the head": lambda m, y: m.head(y.mean((2, 3))),
+    "a shared tensor": lambda m, y: functional.relu(y + m.shared),
+    "a sum with itself": lambda m, y: y + functional.silu(y),
+    "flattened": lambda m, y: y.flatten(1),
+    "channels last": lambda m, y: m.head(y.permute(0, 2, 3, 1)),
+}
+NOT_ALONE = {
+    "a mean over images": lambda m, y: y.mean(0, keepdim=True) + y,
+    "a mean over images, counted from the end": lambda m, y: m.head(y.mean((2, 3)).mean(-2, keepdim=True)),
+    "a tensor for each image": lambda m, y: y + m.each,
+    "all in one row": lambda m, y: y.flatten(),
+    "another order": lambda m, y: y.permute(1, 0, 2, 3),
+    "values spread over other dims": lambda m, y: functional.avg_pool2d(y, 3, 1) + y.mean((2, 3)),
+    "softmax": lambda m, y: y.softmax(0),
+}
+
+
+def parts(model, x):
+    graph = sparta.compile(model, x, tune="off").graph
+    chain = Chained(graph)
+    program = chain.program(x)
+    assert program is not None
+    return chain, parts_of(program, graph, (x,), chain.program)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_batches_of_images_run_in_parts(monkeypatch, name):
+    monkeypatch.setattr(batches, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(batches, "_PART_BYTES", 0)
+    model, x = Other(ALONE[name]).eval(), torch.randn(4, 3, 6, 6)
+    chain, found = parts(model, x)
+    assert found.images == 1
+    with torch.no_grad():
+        near(found((x,))[0], model(x))
+        near(chain(x)[0], model(x))
+
+
+@pytest.mark.parametrize("name", NOT_ALONE)
+def test_batches_whose_images_meet_run_as_they_are(monkeypatch, name):
+    monkeypatch.setattr(batches, "_LARGE_BYTES", 0)
+    model, x = Other(NOT_ALONE[name]).eval(), torch.randn(4, 3, 6, 6)
+    chain, found = parts(model, x)
+    assert found is None
+    with torch.no_grad():
+        near(chain(x)[0], model(x))
+
+
+def test_parts_divide_the_batch_and_what_fits_is_not_cut(monkeypatch):
+    model, x = trained(Small()), torch.randn(6, 3, 45, 38)
+    assert parts(model, x)[1] is None
+    arena = Chained(sparta.compile(model, x, tune="off").graph).program(x).arena_bytes
+    monkeypatch.setattr(batches, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(batches, "_PART_BYTES", arena * 5 // 6)
+    _, found = parts(model, x)
+    assert found.images == 3
+    with torch.no_grad():
+        near(found((x,))[0], model(x))
+    assert parts(model, x[:1])[1] is None

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from sparta.common.tuning import TunableItemCfg
-from sparta.specialize.conv.cpu_image import IMAGES
 from sparta.specialize.conv.cpu_packed import PackedConv
 from sparta.specialize.conv.spec import ConvGeometry, ConvKernel
 from sparta.specialize.cpu.candidates import candidates
@@ -40,7 +39,7 @@ class _CpuConv(Implement):
     """Hand-written C++ kernels, compiled for this machine at their first use."""
 
     name = "cpu"
-    version = 2
+    version = 3
     every_epilogue = True
     any_mask = True
 
@@ -125,9 +124,9 @@ def conv_images(spec: KernelSpec) -> tuple[str, ...]:
     """Return the layouts worth timing, the best guess first.
 
     An unstructured weight loads a vector for every multiplication and gains by aligned ones; blocks use what they load
-    several times. With one tap, rows need no other alignment than pixels.
+    several times, and gain by rows without gaps. With one tap, rows need no other alignment than pixels.
     """
     weight = spec["weight"]
     if math.prod(weight.shape[2:]) == 1:
         return ("flat", "taps")
-    return ("rows", "taps", "flat") if weight.state.block[0] % 4 else IMAGES
+    return ("rows", "taps", "flat") if weight.state.block[0] % 4 else ("columns", "flat", "taps")

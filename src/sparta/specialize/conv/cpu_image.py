@@ -26,6 +26,7 @@ aligned, or follow each other without a gap), or all."""
 
 _LINE = 16  # floats in a cache line
 _BAND_FLOATS = 64 * 1024  # a band's copy and the weights share the second level of caches
+_MOST_FLOATS = 96 * 1024
 Ints = NDArray[np.integer]
 
 
@@ -125,7 +126,10 @@ def plan_image(
     # The kernel reads whole vectors of the input and no more; what is less than a tile is better copied.
     alone = len(taps) == 1 and down == right == 1 and not any(map(sum, geometry.padding))
     direct = contiguous and alone and image == "flat" and tokens >= max(tile, _LINE)
-    room = tile if image == "taps" else _BAND_FLOATS // max(len(slots) * channels, 1) - reach
+    copies = max(len(slots) * channels, 1)
+    room = tile if image == "taps" else _BAND_FLOATS // copies - reach
+    # An image that is little larger than a band is not worth two.
+    room = tokens if image != "taps" and (tokens + reach) * copies <= _MOST_FLOATS else room
     each = min(room, -(-tokens // threads))
     band = max(-(-each // tile) * tile, tile)
     (top, _), (left, _) = geometry.padding

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from sparta.compiler.run.chain.batches import InParts, parts_of, quicker_of
 from sparta.compiler.run.chain.images import IMAGE_LAYERS
 from sparta.compiler.run.chain.native import NATIVE
 from sparta.compiler.run.chain.program import Program
@@ -56,7 +57,7 @@ class Chained:
 
     def __init__(self, module: fx.GraphModule, *, any_size: bool = False) -> None:
         self._module, self._any_size = module, any_size
-        self._programs: OrderedDict[Any, Program | None] = OrderedDict()
+        self._programs: OrderedDict[Any, Program | InParts | None] = OrderedDict()
         self._packed: dict[Any, Any] = {}  # what all sizes share
         self._eager: Callable[..., Any] | None = None
 
@@ -86,8 +87,11 @@ class Chained:
             self._eager = with_fast_paths(self._module, any_size=self._any_size)
         return self._eager
 
-    def _made(self, key: Any, leaves: tuple[Any, ...]) -> Program | None:
-        program = self._programs[key] = self.program(*leaves)
+    def _made(self, key: Any, leaves: tuple[Any, ...]) -> Program | InParts | None:
+        whole = self.program(*leaves)
+        parts = None if whole is None else parts_of(whole, self._module, leaves, self.program)
+        program = whole if whole is None or parts is None else quicker_of(whole, parts, leaves)
+        self._programs[key] = program
         while len(self._programs) > _MOST_SIZES:
             self._programs.popitem(last=False)
         return program

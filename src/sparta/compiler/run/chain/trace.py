@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,8 @@ from sparta.compiler.run.chain.values import (
 )
 from sparta.compiler.run.kernel_module import KernelModule
 from sparta.modules import member
-from sparta.specialize.cpu.chain import ImageProduct, Product
+from sparta.specialize.cpu.chain import ImageProduct, Product, StepKind
+from sparta.specialize.cpu.library import load
 from sparta.specialize.linear.cpu_bf16_panel import bf16_dense_product, bf16_dense_tile, bf16_dense_values
 from sparta.specialize.linear.cpu_dense import dense_product, dense_tile, dense_values
 
@@ -147,6 +148,7 @@ class Trace:
     _values: dict[fx.Node, Any] = field(default_factory=dict)
     _storages: Storages = field(default_factory=Storages)
     _widened: bool = False
+    _in_bf16: bool = False
 
     def __post_init__(self) -> None:
         self.slots = len(self.leaves)
@@ -165,6 +167,11 @@ class Trace:
         if self._widened:
             self._narrow_outputs()
 
+    @property
+    def ranks(self) -> dict[fx.Node, int]:
+        """How many dims the tensors of the graph have."""
+        return {node: value.meta.dim() for node, value in self._values.items() if isinstance(value, Value)}
+
     # ------------------------------------------------------------------ what is there before
 
     def _given(self, number: int, leaf: Any) -> Any:
@@ -181,6 +188,7 @@ class Trace:
         """Whether a tensor is widened; from then on so is all else."""
         short = self.widen and tensor.dtype in _SHORT
         self._widened |= short
+        self._in_bf16 |= short and tensor.dtype == torch.bfloat16
         return short
 
     def _wide(self, tensor: Tensor) -> Tensor:
@@ -276,6 +284,8 @@ class Trace:
         return value
 
     def _native(self, call: NativeCall) -> Value:
+        if self._in_bf16 and call.step.kind is StepKind.ATTENTION and attends_by_blocks():
+            call = replace(call, step=replace(call.step, kind=StepKind.ATTENTION_BF16))
         result = self._made(call.result)
         self.items.append(Native(call, result))
         return result
@@ -394,6 +404,11 @@ class Trace:
         room = Made(found.room) if found.room else None
         self.items.append(ImageItem(found, x, residual, result, room))
         return result
+
+
+def attends_by_blocks() -> bool:
+    """Whether the processor multiplies blocks of bf16, which makes attention in it worth while."""
+    return "blocks" in load().bf16_units
 
 
 def _in_short(run: Callable[..., Tensor], dtype: torch.dtype, x: Tensor, residual: Tensor | None) -> Tensor:
