@@ -40,6 +40,7 @@ from stacks import rotated
 
 from record import RESULTS, save
 
+_STORED = ("layers", "batch", "tokens", "pattern", "sparsity", "over_fp8", "over_bf16")
 _CACHE = 1024  # tokens that a decode step attends to
 
 
@@ -210,9 +211,11 @@ def measure(case: Case, device: torch.device, seconds: float) -> dict[str, Any]:
         print(f"{count} x {text}")
     print(", ".join(f"{name} {ms:.3f} ms" for name, ms in fast.report.plan.whole.milliseconds.items()))
     change = None if fast.report.precision is None else fast.report.precision.change
+    print(fast.report.plan.whole.reason)
+    sizes = {name: value for name, value in asdict(case).items() if name in _STORED}
     return {
-        **asdict(case), "case": str(case), "ms": medians, "implements": implements, "compile_seconds": took,
-        "whole": fast.report.plan.whole.reason, "change": change, "notes": list(fast.report.notes),
+        **sizes, "case": str(case), "ms": medians, "implements": implements, "compile_seconds": took,
+        "change": change, "notes": list(fast.report.notes),
         "ratio_fp8": medians["fp8"] / medians["sparta"] if fp8 else None,
         "ratio_bf16": medians["bf16"] / medians["sparta"],
     }  # fmt: skip

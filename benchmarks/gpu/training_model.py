@@ -108,9 +108,10 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     replays = paired(*[graphed(step) for step in steps])
     linear, density = linear_milliseconds(dense, tokens), 1 - options.sparsity
     bound = replays[1] / (replays[1] - linear + linear * density)
-    runs = Counter(str(module.choice.implement) for module in modules.values())
+    implements = Counter(str(module.choice.implement) for module in modules.values())
+    runs = ", ".join(f"{count} {name}" for name, count in implements.items())
     return {
-        "layers": options.layers, "batch": options.batch, "sparsity": options.sparsity, "runs": dict(runs),
+        "layers": options.layers, "batch": options.batch, "sparsity": options.sparsity, "runs": runs,
         "ms": ours, "dense_ms": theirs, "ratio": statistics.median(ratios), "graphed_ms": replays[0],
         "graphed_dense_ms": replays[1], "graphed_ratio": statistics.median(replays[2]), "linear_ms": linear,
         "bound": bound, "target": TARGET * bound,
