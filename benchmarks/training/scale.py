@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512, help="of the blocks, a multiple of 64")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
-    parser.add_argument("--steps", type=int, default=10, help="of each of the three parts")
+    parser.add_argument("--steps", type=int, default=6, help="of each of the three parts")
     parser.add_argument("--tokens", type=int, default=64, help="of each process in a step")
     parser.add_argument("--large", action="store_true", help="a billion weights over four processes, one step of each")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from create.two_processes import network, train
 
 KINDS = ("magnitude", "movement", "acdc", "rigl", "topkast", "structured", "obs", "mfac", "constant", "sensitivity")
+FRESH = ("obs", "sensitivity")  # what runs the model between the steps of the training
 
 
 def sharded():
@@ -26,6 +27,11 @@ def sharded():
     return fully_shard(model)
 
 
+def one_unit():
+    """Return a model whose weights FSDP2 keeps whole between the passes."""
+    return fully_shard(network())
+
+
 def parallel():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = parallelize_module(network(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -34,8 +40,10 @@ def parallel():
 
 def work(rank, report, kinds, parallel_kinds):
     runs = [("fsdp", kind) for kind in kinds] + [("tensor", kind) for kind in parallel_kinds]
+    runs += [("unit", kind) for kind in FRESH]
     for wrap, kind in runs:
-        found = train(sharded(), kind, rank, 4) if wrap == "fsdp" else train(parallel(), kind, rank // 2, 2)
+        model = {"fsdp": sharded, "tensor": parallel, "unit": one_unit}[wrap]()
+        found = train(model, kind, rank // 2, 2) if wrap == "tensor" else train(model, kind, rank, 4)
         gathered = [None] * 4
         dist.all_gather_object(gathered, {name: mask.tolist() for name, mask in found.items()})
         if rank:

@@ -133,9 +133,13 @@ def fresh_gradients(run: Run, layers: Sequence[Layer], count: int) -> Iterator[l
 
 def _reshard(model: nn.Module) -> None:
     """Make FSDP2 forget the whole weights that it keeps after a forward pass, so that the next sees those of now."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    from torch.distributed.fsdp import FSDPModule
+
     for module in model.modules():
-        if callable(reshard := getattr(module, "reshard", None)):
-            reshard()
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _backward(parameters: Sequence[Tensor], loss: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
