@@ -1,5 +1,8 @@
 """Greedy tokens that C++ decodes by itself are those of transformers' own loop, and end where it ends."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessor, TextStreamer
@@ -128,3 +131,31 @@ def test_the_first_of_equal_logits_is_taken(ids):
     expected, found = generated((model, fast), ids, max_new_tokens=4)
     assert torch.equal(expected, found)
     assert bool((found[:, ids.shape[1] :] == 0).all())
+
+
+def test_a_cache_is_copied_and_pickled_with_what_it_holds(both, ids):
+    model, fast = both
+    cache = fast(ids).past_key_values
+    fast(ids[:, :1], past_key_values=cache)
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):  # noqa: S301 - our own
+        assert other.get_seq_length() == ids.shape[1] + 1
+        assert torch.equal(other.layers[1].values, cache.layers[1].values)
+        fast(ids[:, :2], past_key_values=other)
+        assert other.get_seq_length() == ids.shape[1] + 3
+    assert cache.get_seq_length() == ids.shape[1] + 1
+    expected = model(torch.cat([ids, ids[:, :1], ids[:, 2:4]], 1)).logits[:, -2:]
+    torch.testing.assert_close(fast(ids[:, 2:4], past_key_values=cache).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_cache_that_is_reset_or_goes_back_is_filled_again(both, ids):
+    model, fast = both
+    cache = fast(ids).past_key_values
+    before = cache.layers[0].keys.clone()
+    for _ in range(3):
+        fast(ids[:, :2], past_key_values=cache)
+        cache.crop(-2)
+    assert torch.equal(cache.layers[0].keys, before)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    found = fast(ids, past_key_values=cache).logits
+    torch.testing.assert_close(found, model(ids).logits, atol=1e-4, rtol=1e-4)

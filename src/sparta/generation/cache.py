@@ -1,12 +1,16 @@
-"""Caches of transformers as the decode program writes them: one buffer per layer with room for tokens to come.
+"""Caches of transformers as the decode program writes them: one buffer for all layers, with room for tokens to come.
 
-A dynamic cache holds tensors that grow by concatenation. Here its tensors become views into larger buffers, which a
-step extends in place; a cache that transformers changed meanwhile (cropped, reordered, repeated) is taken into buffers
-again. So the cache stays transformers' own object and everything that works on it goes on working.
+A dynamic cache holds tensors that grow by concatenation. Here its layers look into one larger buffer, which a step
+extends in place: the layers are asked for their tensors only by what reads them, so a step does nothing per layer. A
+layer that transformers changed meanwhile (cropped, reordered, repeated) has tensors of its own again, and the next step
+takes the cache into a buffer again. So the cache stays transformers' own object and everything that works on it goes on
+working.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -21,21 +25,107 @@ _ROOM = 128  # tokens that a new buffer has room for beyond those there are
 
 @dataclass(frozen=True)
 class Places:
-    """Where the keys and values of a step go: an address per layer, the strides, and how many tokens there are."""
+    """Where keys and values of a step go: arrays of an address per layer, strides, and how many tokens there are."""
 
-    keys: list[int]
-    values: list[int]
+    keys: Any
+    values: Any
     past: int
     batch_stride: int
     head_stride: int
 
 
-@dataclass
-class _Buffers:
-    """The buffer (layers, 2, batch, heads, room, head_dim) of one dynamic cache, and the views that it was given."""
+class _Buffer:
+    """The memory (layers, 2, batch, heads, room, head_dim) of one dynamic cache, and how many tokens it holds."""
 
-    memory: Tensor
-    views: list[tuple[Tensor, Tensor]]
+    def __init__(self, memory: Tensor, length: int) -> None:
+        self.memory, self.length = memory, length
+        start, size = memory.data_ptr(), memory.element_size()
+        keys = [start + i * memory.stride(0) * size for i in range(memory.shape[0])]
+        self.keys = _addresses(keys)
+        self.values = _addresses([address + memory.stride(1) * size for address in keys])
+
+    def tensor(self, layer: int, which: int) -> Tensor:
+        """Return the keys (0) or values (1) of a layer, as far as they are filled."""
+        return self.memory[layer, which, :, :, : self.length]
+
+    def begins(self, layer: int, which: int, tensor: Tensor) -> bool:
+        """Whether a tensor is the beginning of what the buffer holds of a layer, as a cropped one is."""
+        own = self.memory[layer, which]
+        same = tensor.shape[:2] == own.shape[:2] and tensor.shape[3] == own.shape[3] and tensor.dtype == own.dtype
+        return same and tensor.data_ptr() == own.data_ptr() and tensor.stride() == own.stride()
+
+    def places(self, tokens: int) -> Places:
+        """Return where so many more tokens go, which count as filled from now on."""
+        past, self.length = self.length, self.length + tokens
+        return Places(self.keys, self.values, past, self.memory.stride(2), self.memory.stride(3))
+
+
+def _addresses(all_: list[int]) -> Any:
+    return (ctypes.c_void_p * len(all_))(*all_)
+
+
+@functools.cache
+def _growing() -> Any:
+    """Return the class of layers that look into a buffer; transformers is imported where a model of it runs."""
+    from transformers.cache_utils import DynamicLayer
+
+    class GrowingLayer(DynamicLayer):
+        """A layer of a dynamic cache whose tensors are views that are made when they are asked for."""
+
+        def __init__(self, buffer: _Buffer, at: int) -> None:
+            self._buffer: _Buffer | None = None
+            self._keys: Any = None
+            self._values: Any = None
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.attach(buffer, at)
+
+        def attach(self, buffer: _Buffer, at: int) -> None:
+            """Look into a buffer from now on."""
+            self._keys = self._values = None
+            self._buffer, self._at = buffer, at
+            self.dtype, self.device, self.is_initialized = buffer.memory.dtype, buffer.memory.device, True
+
+        def _leave(self) -> None:
+            if self._buffer is not None:
+                self._keys, self._values = (self._buffer.tensor(self._at, which) for which in (0, 1))
+                self._buffer = None
+
+        @property
+        def keys(self) -> Any:
+            return self._keys if self._buffer is None else self._buffer.tensor(self._at, 0)
+
+        @keys.setter
+        def keys(self, tensor: Any) -> None:
+            self._leave()
+            self._keys = tensor
+
+        @property
+        def values(self) -> Any:
+            return self._values if self._buffer is None else self._buffer.tensor(self._at, 1)
+
+        @values.setter
+        def values(self, tensor: Any) -> None:
+            self._leave()
+            self._values = tensor
+
+        def get_seq_length(self) -> int:
+            return self._buffer.length if self._buffer is not None else int(super().get_seq_length())
+
+        def __reduce__(self) -> Any:
+            return _plain_layer, tuple(None if t is None else t.clone() for t in (self.keys, self.values))
+
+    return GrowingLayer
+
+
+def _plain_layer(keys: Tensor | None, values: Tensor | None) -> Any:
+    """Return a layer of transformers' own with these tensors, which a copy of a growing one is."""
+    from transformers.cache_utils import DynamicLayer
+
+    layer = DynamicLayer()  # type: ignore[no-untyped-call]
+    if keys is not None and values is not None:
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+    return layer
 
 
 class CacheViews:
@@ -49,7 +139,7 @@ class CacheViews:
 
     def __init__(self, layers: int, heads: int, head_dim: int) -> None:
         self.layers, self.heads, self.head_dim = layers, heads, head_dim
-        self._buffers: weakref.WeakKeyDictionary[Any, _Buffers] = weakref.WeakKeyDictionary()
+        self._buffers: weakref.WeakKeyDictionary[Any, _Buffer] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheViews:
         return CacheViews(self.layers, self.heads, self.head_dim)
@@ -60,10 +150,10 @@ class CacheViews:
 
         if not isinstance(cache, Cache) or getattr(cache, "offloading", False):
             return False
-        kinds = {type(layer) for layer in cache.layers}
         if not cache.layers:
             return getattr(cache, "layer_class_to_replicate", None) is DynamicLayer
-        return len(cache.layers) == self.layers and kinds in ({DynamicLayer}, {StaticLayer})
+        kinds = {type(layer) for layer in cache.layers}
+        return len(cache.layers) == self.layers and (kinds <= {DynamicLayer, _growing()} or kinds == {StaticLayer})
 
     def past(self, cache: Any) -> int:
         """Return how many tokens a cache holds."""
@@ -93,64 +183,62 @@ class CacheViews:
         for layer in cache.layers:
             layer.cumulative_length.add_(tokens)
         keys, values = ([getattr(layer, name).data_ptr() for layer in cache.layers] for name in ("keys", "values"))
-        return Places(keys, values, past, first.keys.stride(0), first.keys.stride(1))
+        return Places(_addresses(keys), _addresses(values), past, first.keys.stride(0), first.keys.stride(1))
 
     # ------------------------------------------------------------------ dynamic
 
     def _open_dynamic(self, cache: Any, batch: int, tokens: int) -> Places | None:
-        from transformers.cache_utils import DynamicLayer
+        buffer = self._buffers.get(cache)
+        if buffer is None or not self._attached(buffer, cache) or not _has_room(buffer, batch, tokens):
+            buffer = self._taken(cache, buffer, batch, tokens)
+            if buffer is None:
+                return None
+            self._buffers[cache] = buffer
+        return buffer.places(tokens)
 
-        while len(cache.layers) < self.layers:
-            cache.layers.append(DynamicLayer())  # type: ignore[no-untyped-call]
+    def _attached(self, buffer: _Buffer, cache: Any) -> bool:
+        growing = _growing()
+        return len(cache.layers) == self.layers and all(
+            type(layer) is growing and layer._buffer is buffer for layer in cache.layers
+        )
+
+    def _taken(self, cache: Any, old: _Buffer | None, batch: int, tokens: int) -> _Buffer | None:
+        """Let all layers look into one buffer with what they hold: into the old one where that begins with it."""
         past = self.past(cache)
-        if past and any(
-            layer.keys is None or layer.keys.shape != (batch, self.heads, past, self.head_dim) for layer in cache.layers
-        ):
+        shape = (batch, self.heads, past, self.head_dim)
+        if past and any(layer.keys is None or layer.keys.shape != shape for layer in cache.layers):
             return None
-        buffers = self._buffers.get(cache)
-        if buffers is None or not self._holds(buffers, cache, batch, past, tokens):
-            buffers = self._taken(cache, batch, past, tokens)
-            self._buffers[cache] = buffers
-        memory, total = buffers.memory, past + tokens
-        filled = memory[:, :, :, :, :total].unbind(0)
-        buffers.views = [(both[0], both[1]) for both in filled]
-        for layer, (keys, values) in zip(cache.layers, buffers.views, strict=True):
-            if not layer.is_initialized:
-                layer.dtype, layer.device, layer.is_initialized = memory.dtype, memory.device, True
-            layer.keys, layer.values = keys, values
-        start, size = memory.data_ptr(), memory.element_size()
-        keys_at = [start + i * memory.stride(0) * size for i in range(self.layers)]
-        values_at = [address + memory.stride(1) * size for address in keys_at]
-        return Places(keys_at, values_at, past, memory.stride(2), memory.stride(3))
+        buffer = self._gone_back(cache, old, past) if old is not None and past else None
+        if buffer is None or not _has_room(buffer, batch, tokens):
+            room = past + tokens + max(_ROOM, past // 2)
+            memory = torch.empty(self.layers, 2, batch, self.heads, room, self.head_dim)
+            if past:
+                for both, layer in zip(memory, cache.layers, strict=True):
+                    both[0, :, :, :past] = layer.keys
+                    both[1, :, :, :past] = layer.values
+            buffer = _Buffer(memory, past)
+        growing = _growing()
+        for at in range(self.layers):
+            if at >= len(cache.layers):
+                cache.layers.append(growing(buffer, at))
+            elif type(cache.layers[at]) is growing:
+                cache.layers[at].attach(buffer, at)
+            else:
+                cache.layers[at] = growing(buffer, at)
+        return buffer
 
-    def _holds(self, buffers: _Buffers, cache: Any, batch: int, past: int, tokens: int) -> bool:
-        """Whether what a cache holds is still in the buffers, with room for more."""
-        memory = buffers.memory
-        if memory.shape[2] != batch or memory.shape[4] < past + tokens or len(buffers.views) != len(cache.layers):
-            return False
-        if past == 0:
-            return True
-        for layer, (keys, values) in zip(cache.layers, buffers.views, strict=True):
-            same = layer.keys is keys and layer.values is values
-            if not same and not (_begins_as(layer.keys, keys) and _begins_as(layer.values, values)):
-                return False
-        return True
+    def _gone_back(self, cache: Any, old: _Buffer, past: int) -> _Buffer | None:
+        """Return a buffer with its length set back, if it still begins with all that a cache holds."""
+        for at, layer in enumerate(cache.layers):
+            if not (old.begins(at, 0, layer.keys) and old.begins(at, 1, layer.values)):
+                return None
+        old.length = past
+        return old
 
-    def _taken(self, cache: Any, batch: int, past: int, tokens: int) -> _Buffers:
-        """Return new buffers with what a cache holds."""
-        room = past + tokens + max(_ROOM, past // 2)
-        memory = torch.empty(self.layers, 2, batch, self.heads, room, self.head_dim)
-        if past:
-            for both, layer in zip(memory, cache.layers, strict=True):
-                both[0, :, :, :past] = layer.keys
-                both[1, :, :, :past] = layer.values
-        return _Buffers(memory, [])
+
+def _has_room(buffer: _Buffer, batch: int, tokens: int) -> bool:
+    return buffer.memory.shape[2] == batch and buffer.memory.shape[4] >= buffer.length + tokens
 
 
 def _plain(tensor: Tensor, shape: tuple[int, ...]) -> bool:
     return tuple(tensor.shape) == shape and tensor.dtype == torch.float32 and tensor.is_contiguous()
-
-
-def _begins_as(tensor: Tensor, view: Tensor) -> bool:
-    """Whether a tensor is the beginning of a view, as a cropped one is."""
-    return tensor.data_ptr() == view.data_ptr() and tensor.stride() == view.stride() and tensor.dtype == view.dtype

@@ -63,7 +63,7 @@ def greedy_sequences(model: Any, sample: Callable[..., Any], args: tuple[Any, ..
 
 def _ordinary(model: Any, given: Mapping[str, Any], more: Mapping[str, Any]) -> bool:
     """Whether nothing is asked for but tokens, of a model that prepares its inputs as transformers does."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer
+    from transformers.cache_utils import DynamicCache
     from transformers.generation.utils import GenerationMixin
 
     config: Any = given["generation_config"]
@@ -80,7 +80,7 @@ def _ordinary(model: Any, given: Mapping[str, Any], more: Mapping[str, Any]) -> 
         and set(more) <= _KNOWN
         and bool(more.get("use_cache"))
         and isinstance(cache, DynamicCache)
-        and (not cache.layers or all(type(layer) is DynamicLayer for layer in cache.layers))
+        and model._sparta.program.caches.fits(cache)
         and given["input_ids"].device.type == "cpu"
         and given["input_ids"].dim() == 2
         and given["input_ids"].numel() > 0

@@ -173,7 +173,6 @@ class DecodeProgram:
         """
         batch, tokens, _ = embeds.shape
         logits = torch.empty(batch, kept, self.vocabulary)
-        keys, values = ((c_void_p * len(all_))(*all_) for all_ in (places.keys, places.values))
         chunk = max(1, min(tokens, _ROWS // batch))
         cos, sin = (t.expand(batch, tokens, -1) for t in angles)
         for first in range(0, tokens, chunk):
@@ -187,8 +186,8 @@ class DecodeProgram:
                 x.data_ptr(),
                 turned[0].data_ptr(),
                 turned[1].data_ptr(),
-                ctypes.addressof(keys),
-                ctypes.addressof(values),
+                ctypes.addressof(places.keys),
+                ctypes.addressof(places.values),
                 0 if part is None else part.data_ptr(),
                 out.data_ptr(),
                 self._room(batch * count).data_ptr(),
@@ -244,10 +243,15 @@ class DecodeProgram:
         stops = torch.tensor(ends, dtype=torch.int64)
         threads = torch.get_num_threads()
         largest = torch.empty(threads, batch, dtype=torch.int64)
-        keys, values = ((c_void_p * len(all_))(*all_) for all_ in (places.keys, places.values))
         room = self._room(batch)
         call = _GREEDY.pack(
-            *(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), ctypes.addressof(keys), ctypes.addressof(values)),
+            *(
+                x.data_ptr(),
+                cos.data_ptr(),
+                sin.data_ptr(),
+                ctypes.addressof(places.keys),
+                ctypes.addressof(places.values),
+            ),
             *(0 if mask is None else mask.data_ptr(), logits.data_ptr(), room.data_ptr()),
             *(batch, 1, places.past, 1, places.batch_stride, places.head_stride),
             *(0 if mask is None else mask.stride(0), 0, threads, 0),
