@@ -23,6 +23,7 @@ KERNELS = (
     "cpu/test_short.py",
     "cpu/test_short_bytes.py",
     "cpu/test_bf16.py",
+    "cpu/test_attention_bf16.py",
     "linear/test_cpu_generated.py",
     "cpu/test_pool.py",
 )

@@ -416,6 +416,7 @@ def test_a_chain_is_a_host_that_competes_is_saved_and_loaded(monkeypatch, own_st
 def test_short_models_are_computed_in_real_numbers_between_their_ends(monkeypatch, dtype):
     choosing(monkeypatch, tiled)
     monkeypatch.setattr(tracing, "bf16_dense_tile", lambda _tokens: None)  # as on a processor without bf16
+    monkeypatch.setattr(tracing, "attends_by_blocks", lambda: False)
     model, x = nets.pruned(nn.Sequential(Layer(), Layer())).to(dtype), torch.randn(2, 9, 32).to(dtype)
     fast = sparta.compile(model, x, tune="off")
     chain = Chained(fast.graph)
@@ -430,11 +431,12 @@ def test_short_models_are_computed_in_real_numbers_between_their_ends(monkeypatc
 @pytest.mark.parametrize("form", ["blocks:16:16", "pairs:4:32"])
 def test_models_in_bf16_are_computed_in_it_where_the_processor_can(monkeypatch, form):
     monkeypatch.setattr(tracing, "bf16_dense_tile", lambda _tokens: Bf16Tile.parse(form))
+    monkeypatch.setattr(tracing, "attends_by_blocks", lambda: True)
     model, x = nn.Sequential(Layer(), Layer()).eval().bfloat16(), torch.randn(2, 9, 32).bfloat16()
     chain = Chained(sparta.compile(model, x, tune="off").graph)
     program = chain.program(x)
     kinds = [kind for kind, _ in program.timed([x])]
-    assert (program.calls, kinds.count("bf16"), kinds.count("panels")) == (2, 12, 0)
+    assert (program.calls, kinds.count("bf16"), kinds.count("panels"), kinds.count("attention_bf16")) == (2, 12, 0, 2)
     assert program.handed >= 2  # the first product of a feed-forward leaves its result as the second reads it
     assert program.shared >= 2  # queries, keys and values
     with torch.no_grad():

@@ -61,6 +61,7 @@ class StepKind(IntEnum):
     PACK_INT8 = 13
     BF16 = 14
     PACK_BF16 = 15
+    ATTENTION_BF16 = 16
     DENSE_CONV = 20
     DEPTHWISE = 21
     MEAN = 22

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention.h"
+#include "attention_bf16.h"
 #include "bf16.h"
 #include "conv.h"
 #include "dense_conv.h"
@@ -35,6 +36,7 @@ enum StepKind : int32_t {
   kStepPackInt8 = 13,
   kStepBf16 = 14,
   kStepPackBf16 = 15,
+  kStepAttentionBf16 = 16,
   kStepDenseConv = 20,
   kStepDepthwise = 21,
   kStepMean = 22,
@@ -89,7 +91,8 @@ class ChainRun {
       case kStepCopy: return copy_strided(simple<CopyCall>(step)), kChainDone;
       case kStepMap: return map(step);
       case kStepGather: return gather(step);
-      case kStepAttention: return attention(step);
+      case kStepAttention: return code(attend_all(attention(step)));
+      case kStepAttentionBf16: return code(attend_in_bf16(attention(step)));
       case kStepInt8Conv: return int8_conv(step);
       case kStepPack: return pack(step);
       case kStepPackInt8: return pack_int8(step);
@@ -145,7 +148,7 @@ class ChainRun {
     return gather_rows(call) ? kChainDone : kChainNoRow;
   }
 
-  int attention(const ChainStep& step) const {
+  AttentionCall attention(const ChainStep& step) const {
     AttentionCall call = *static_cast<const AttentionCall*>(step.call);
     call.q = at<float>(step.places[0]);
     call.y = at<float>(step.places[1]);
@@ -153,7 +156,7 @@ class ChainRun {
     call.v = at<float>(step.places[3]);
     call.mask = at<char>(step.places[4]);
     call.threads = threads_;
-    return code(attend_all(call));
+    return call;
   }
 
   int dense_conv(const ChainStep& step) const {
