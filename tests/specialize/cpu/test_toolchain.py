@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -243,6 +244,29 @@ def test_a_compiler_that_fails_is_quoted(compiler):
     install(FAKE_COMPILER.replace("sleep {delay}", 'echo "no such flag" >&2; exit 1'))
     with pytest.raises(MissingPackageError, match=r"(?s)no such flag.*set CXX"):
         toolchain.build("portable")
+
+
+def test_a_compiler_that_takes_too_long_ends_with_what_it_started(compiler, tmp_path, monkeypatch):
+    install, _ = compiler
+    install(FAKE_COMPILER.replace("sleep {delay}", f"sleep 1000 & echo $! > {tmp_path}/child; wait"))
+    monkeypatch.setattr(toolchain, "_COMPILE_SECONDS", 1)
+    with pytest.raises(MissingPackageError, match="timed out"):
+        toolchain.build("portable")
+    child = int((tmp_path / "child").read_text())
+    for _ in range(100):  # until it is gone, or waits for whoever adopts it
+        state = Path(f"/proc/{child}/stat").read_text().split()[2] if Path(f"/proc/{child}").exists() else "Z"
+        if state == "Z":
+            break
+        time.sleep(0.05)
+    assert state == "Z"
+
+
+def test_a_compiler_is_not_run_under_what_this_process_is(compiler, tmp_path, monkeypatch):
+    install, _ = compiler
+    install(FAKE_COMPILER.replace("sleep {delay}", f'echo "[$LD_PRELOAD]" > {tmp_path}/preloaded'))
+    monkeypatch.setenv("LD_PRELOAD", "no-such-library.so")
+    toolchain.build("portable")
+    assert (tmp_path / "preloaded").read_text().strip() == "[]"
 
 
 def test_a_compiler_that_cannot_start_is_an_error(compiler, tmp_path):

@@ -12,10 +12,12 @@ library needs ``LD_PRELOAD`` of the compiler's libasan and libubsan, and ``ASAN_
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import shlex
+import signal
 import stat
 import subprocess
 import sys
@@ -220,22 +222,39 @@ def _compile(compiler: Compiler, flags: tuple[str, ...], source: str | None) -> 
             text.write_text(source, encoding="utf-8")
         command = [*compiler.command, *flags, f"-I{SOURCES}", str(text), "-o", str(output)]
         try:
-            done = subprocess.run(  # noqa: S603 - an argument list, and no shell
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_COMPILE_SECONDS,
-                check=False,
-            )
-            if done.returncode == 0:
+            status, said = _finished(command)
+            if status == 0:
                 return output.read_bytes()
-            reason = "\n".join(done.stderr.strip().splitlines()[:20])
+            reason = "\n".join(said.strip().splitlines()[:20])
         except (OSError, subprocess.SubprocessError) as error:
             reason = str(error)
     given = f"the CPU kernels do not compile with {shlex.join(command)}:\n{reason}\n"
     raise MissingPackageError(message(given, "g++ 10 or newer, or clang++ with OpenMP", "set CXX to such a compiler"))
+
+
+def _finished(command: list[str]) -> tuple[int, str]:
+    """Run a compiler; return its exit status and what it said. One that takes too long ends with all it has started.
+
+    What is loaded before this process, such as a sanitizer, is not for the compiler, which it would slow down.
+    """
+    own = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    with subprocess.Popen(  # noqa: S603 - an argument list, and no shell
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=own,
+        start_new_session=True,
+    ) as process:
+        try:
+            _, said = process.communicate(timeout=_COMPILE_SECONDS)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, said
 
 
 def _checksum_file(library: Path) -> Path:
