@@ -161,3 +161,20 @@ def test_bad_input_is_named():
     with pytest.raises(ValueRangeError, match=r"sparsity is 1\.5"):
         Uniform().counts([layer], 1.5)
     assert Uniform().counts([], 0.5) == []
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=8), min_size=1, max_size=4), st.data())
+def test_under_one_threshold_a_layer_at_its_limit_leaves_the_rest_to_the_others(scores, data):
+    limits = [data.draw(st.floats(0, 1)) for _ in scores]
+    layers = [
+        Candidate(str(place), (len(found),), len(found), torch.tensor(found).float(), limit=limit)
+        for place, (found, limit) in enumerate(zip(scores, limits, strict=True))
+    ]
+    most = [layer.most(1.0, 0.5) for layer in layers]
+    total = sum(map(len, scores))
+    budget = data.draw(st.integers(0, sum(most)))
+    expected = [0] * len(scores)
+    for _, place in sorted((score, place) for place, found in enumerate(scores) for score in found):
+        if expected[place] < most[place] and sum(expected) < budget:
+            expected[place] += 1
+    assert Global().counts(layers, budget / total) == expected
