@@ -41,6 +41,7 @@ _MOST_OF = 0.9  # of the rounds must tell
 _FAR = 1.5  # by how much one call of each tells which is faster
 _FEWEST = 3
 _TWO_THIRDS = 2 / 3  # of the rounds, for a chain, where timing is unstable
+_MOST = 0.6  # of the rounds: noise that hits every other call gives half of them
 
 
 def rivals(rounds: Rounds) -> list[Variant]:
@@ -66,12 +67,12 @@ def fastest(rounds: Rounds, *, given: bool = True) -> Variant:
 def surest(rounds: Rounds) -> Variant:
     """Return what runs where timing is unstable: the fastest that is faster than the original graph beyond doubt.
 
-    Where none is, the sparse graph runs eagerly if its median is for it, because its layers have won one by one; or
-    as a chain if two rounds of three are, because a chain makes fewer calls for the same work.
+    Where none is, the sparse graph runs eagerly if most rounds and their median are for it, because its layers have won
+    one by one; or as a chain if two rounds of three are, because a chain makes fewer calls for the same work.
     """
     graphs = rivals(rounds)
     sure = [each for each in graphs if rounds.ratio(ORIGINAL, each).sure]
-    likely = [each for each in graphs if each.kernels and each.host is Host.EAGER]
+    likely = [each for each in graphs if each.kernels and each.host is Host.EAGER and _share_won(rounds, each) >= _MOST]
     likely += [each for each in graphs if each.host is Host.CHAIN and _share_won(rounds, each) >= _TWO_THIRDS]
     likely = [each for each in likely if rounds.ratio(ORIGINAL, each).value >= LEAST_GAIN]
     return max(sure or likely, key=lambda each: rounds.ratio(ORIGINAL, each).value, default=ORIGINAL)
