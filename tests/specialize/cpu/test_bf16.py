@@ -12,10 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparta.errors import SpartaError
+from sparta.measure.machine import probe_cpu
 from sparta.specialize.cpu.bf16 import Bf16Tile, PackedBf16
 from sparta.specialize.cpu.chain import Product, StepKind, place, step_table
-from sparta.specialize.cpu.library import load
+from sparta.specialize.cpu.library import Library, load
 from sparta.specialize.cpu.toolchain import chosen_isa
+from sparta.specialize.implement import Cause, implement_named
+from sparta.specialize.kernel_spec import Epilogue, KernelSpec
+from sparta.specialize.linear import cpu_bf16_panel
+from sparta.specialize.linear.spec import apply_epilogue, linear_spec
+from sparta.specialize.tuning.select import build
+from sparta.tesa.attribute import TeSA
+from sparta.testing import block_mask, check
 
 TILES = [Bf16Tile("pairs", 1, 16), Bf16Tile("pairs", 4, 64), Bf16Tile("blocks", 16, 16), Bf16Tile("blocks", 16, 80)]
 
@@ -181,3 +189,37 @@ def test_the_units_are_those_of_the_processor() -> None:
     assert units <= {"pairs", "blocks"}
     if chosen_isa(None) != "avx512":
         assert not units
+
+
+def _spec(rows: int, dtype: torch.dtype = torch.bfloat16, epilogue: Epilogue | None = None) -> KernelSpec:
+    return linear_spec(TeSA.from_mask(block_mask((64, 96), (4, 1), 0.6, seed=0)), rows, dtype, epilogue=epilogue)
+
+
+def test_the_implement_says_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    implement = implement_named("cpu-bf16-panel", "linear")
+    assert implement.supports(_spec(64, torch.float32)).cause is Cause.DTYPE
+    assert implement.supports(_spec(2)).cause is Cause.SHAPE
+    monkeypatch.setattr(cpu_bf16_panel, "_FLAGS", frozenset())
+    refused = implement.supports(_spec(64))
+    assert refused.cause is Cause.CAPABILITY
+    assert "AMX" in refused.reason
+
+
+@pytest.mark.parametrize("units", [{"pairs"}, {"blocks"}])
+def test_the_implement_computes_a_layer_of_a_bf16_model(monkeypatch: pytest.MonkeyPatch, units: set[str]) -> None:
+    monkeypatch.setattr(cpu_bf16_panel, "_FLAGS", frozenset(probe_cpu().vector_isa))
+    monkeypatch.setattr(Library, "bf16_units", units)
+    spec = _spec(70, epilogue=Epilogue(bias=True, activation="gelu", residual=True))
+    implement = implement_named("cpu-bf16-panel", "linear")
+    assert implement.supports(spec)
+    torch.manual_seed(0)
+    weight = torch.where(spec["weight"].mask("cpu"), torch.randn(64, 96), 0).bfloat16()
+    x, bias, residual = torch.randn(70, 96).bfloat16(), torch.randn(64).bfloat16(), torch.randn(70, 64).bfloat16()
+    exact = x.double() @ weight.double().t() + bias.double()
+    truth = apply_epilogue(exact, spec.epilogue, residual.double())
+    for tile in implement.tiles(spec):  # type: ignore[attr-defined]
+        assert str(tile).split(":")[0] in units
+        kernel = build(spec, {"_name": "cpu-bf16-panel", "tile": str(tile)})
+        y = kernel.run(kernel.pack(weight), x, bias, residual)
+        assert y.dtype == torch.bfloat16
+        check(y, truth, reduction=96)

@@ -64,7 +64,7 @@ class CpuBf16Panel(TiledImplement):
         if spec["input"].shape[0] < _FEWEST_TOKENS:
             return Support.no(f"it is for {_FEWEST_TOKENS} tokens or more, not {spec['input'].shape[0]}", Cause.SHAPE)
         if spec.device == "cpu" and not _FLAGS & set(probe_cpu().vector_isa):
-            return Support.no("the processor has no instructions for bf16 (AVX-512 BF16 or AMX)", Cause.DEVICE)
+            return Support.no("the processor has no instructions for bf16 (AVX-512 BF16 or AMX)", Cause.CAPABILITY)
         return library_here(spec)
 
     def tiles(self, spec: KernelSpec) -> Sequence[object]:
