@@ -44,7 +44,8 @@ class Light:
         factor, entry = self.all / self.kept, choice.entry
         times = entry.milliseconds * factor, entry.dense_milliseconds * factor
         whole = replace(entry, milliseconds=times[0], dense_milliseconds=times[1], size=round(entry.size * factor))
-        why = choice.reason if choice.implement == DENSE else f"{choice.reason}, on {self.kept} of {self.all} rows"
+        part = f"{self.kept} of {self.all} {'rows' if self.x.dim() == 2 else 'images'}"
+        why = choice.reason if choice.implement == DENSE else f"{choice.reason}, on {part}"
         return replace(choice, entry=whole, reason=why)
 
 
