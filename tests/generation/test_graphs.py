@@ -116,8 +116,8 @@ def test_what_cannot_be_recorded_runs_as_it_is(model, monkeypatch):
     "asked",
     [
         {}, {"max_new_tokens": 3}, {"max_new_tokens": 64, "num_beams": 2}, {"max_new_tokens": 64, "use_cache": False},
-        {"max_new_tokens": 64, "past_key_values": object()}, {"max_new_tokens": 64, "cache_implementation": "dynamic"},
-        {"max_new_tokens": 64, "assistant_model": object()}, {"max_new_tokens": 64, "disable_compile": True},
+        {"max_new_tokens": 64, "past_key_values": "a cache"}, {"max_new_tokens": 64, "cache_implementation": "dynamic"},
+        {"max_new_tokens": 64, "assistant_model": "another"}, {"max_new_tokens": 64, "disable_compile": True},
     ],
     ids=str,
 )  # fmt: skip
