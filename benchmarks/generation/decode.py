@@ -43,8 +43,8 @@ PATTERNS: dict[str, tuple[sparta.Pattern, float]] = {
 PROMPT = "The history of the steam engine begins with a kettle, a piece of leather and a great deal of patience:"
 
 
-def model_of(folder: Path | None) -> tuple[nn.Module, Tensor]:
-    """Return the model and the prompt's tokens."""
+def model_of(folder: Path | None, layers: int = 22) -> tuple[nn.Module, Tensor]:
+    """Return the model and the prompt's tokens; without a folder, one of random weights with so many layers."""
     import transformers
 
     if folder is None:
@@ -53,7 +53,7 @@ def model_of(folder: Path | None) -> tuple[nn.Module, Tensor]:
             vocab_size=32000,
             hidden_size=2048,
             intermediate_size=5632,
-            num_hidden_layers=22,
+            num_hidden_layers=layers,
             num_attention_heads=32,
             num_key_value_heads=4,
         )
@@ -175,13 +175,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compiled", action="store_true", help="also time torch.compile with a static cache")
+    parser.add_argument("--layers", type=int, default=22, help="of the model with random weights")
     parser.add_argument("--name", help="what the table calls the model")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     parser.add_argument("--quick", action="store_true", help="one pattern, few tokens, nothing saved")
     options = parser.parse_args()
     if options.quick:
         options.patterns, options.tokens, options.rounds = options.patterns[:1], 8, 1
-    dense, ids = model_of(options.weights)
+    dense, ids = model_of(options.weights, options.layers)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         files = gguf_files(dense, options, Path(folder))
@@ -197,7 +198,7 @@ def _told(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     if options.quick:
         return
     given = options.weights
-    model = options.name or ("Llama-1B's shape" if given is None else given.resolve().name)
+    model = options.name or (f"Llama-1B's shape, {options.layers} layers" if given is None else given.resolve().name)
     results = {"model": model, "threads": torch.get_num_threads(), "tokens": options.tokens, "rows": rows}
     question = QUESTION if given is not None else f"{QUESTION}_1b"
     print(save(question, f"{platform.machine()} CPU", results, folder=options.out), flush=True)
