@@ -469,6 +469,16 @@ def test_a_weight_with_two_biases_is_two_layers():
     torch.testing.assert_close(y, truth, rtol=1e-4, atol=1e-3)
 
 
+def test_packed_weights_hold_what_they_are_known_by():
+    """Layers are known by the addresses of their tensors, which must not be given to others meanwhile."""
+    x, weight = torch.randn(9, 16), torch.randn(8, 16)
+    graph = graph_of(lambda call, x, weight: call(aten.linear.default, (x, weight)), x, held={"weight": weight})
+    chain = Chained(graph)
+    chain(x)
+    packed = [each for value in chain._packed.values() if isinstance(value, tuple) for each in value]
+    assert any(isinstance(each, torch.Tensor) and each.data_ptr() == weight.data_ptr() for each in packed)
+
+
 def test_dense_products_do_what_follows_them():
     model, x = nn.Sequential(Layer(), Layer()).eval(), torch.randn(2, 9, 32)
     chain = Chained(sparta.compile(model, x, tune="off").graph)

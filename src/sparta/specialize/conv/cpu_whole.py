@@ -55,7 +55,7 @@ class _CpuDenseConv(Implement):
         """Weights with few zeros, and depthwise ones, on the CPU in fp32, bf16 and fp16, where there is a compiler."""
         weight = spec["weight"]
         if 0 in weight.shape:
-            return Support.no("its weight is empty")
+            return Support.no("its weight is empty", Cause.SHAPE)
         if weight.density < _FEWEST_LIVE and weight.shape[1] > 1:
             why = f"only {weight.density:.0%} of the weight is live, and it would multiply with all of it"
             return Support.no(why, Cause.PATTERN)

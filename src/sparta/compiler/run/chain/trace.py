@@ -360,6 +360,7 @@ class Trace:
             self.packed[stored] = dense_values(weight, tile) if short is None else bf16_dense_values(weight, short)
         if key not in self.packed:
             values = self.packed[stored]
+            self.packed["kept", key] = weight, bias  # so that no other tensors come to lie at their addresses
             self.packed[key] = (
                 dense_product(weight, bias, tile, values)
                 if short is None
