@@ -58,10 +58,10 @@ CONV_CALL = struct.Struct("@7P17q3i")
 INT8_CONV_CALL = struct.Struct("@7P17q3i4Pqfiiiiifiii")
 
 
-# The same for a dense weight; values, offsets; groups, outputs, columns, columns of a chunk; rows and vectors of a tile.
+# The same for a dense weight; values, offsets; groups, outputs, columns, those of a chunk; rows and vectors of a tile.
 DENSE_CONV_CALL = struct.Struct("@7P17q3i2P4q2i")
-# x, y, bias, residual, values; planes, channels, multiplier, rows and columns of both; kernel, stride, padding, dilation;
-# activation, threads: see native/depthwise.h.
+# x, y, bias, residual, values; planes, channels, multiplier, rows and columns of both; kernel, stride, padding,
+# dilation; activation, threads: see native/depthwise.h.
 DEPTHWISE_CALL = struct.Struct("@5P15q2i")
 
 
