@@ -62,7 +62,7 @@ def specs_of(pattern, sparsity, rows):
         (sparta.Block(64, 64), 0.75, 1, {"triton-block", "triton-block-fp8"}),
         (sparta.Block(64, 64), 0.75, 512, {"triton-block-fp8"}),
     ],
-    ids=str,
+    ids=lambda value: " ".join(sorted(value)) if isinstance(value, set) else str(value),
 )
 def test_sparse_and_dense_kernels_compete_in_fp8(pattern, sparsity, rows, kernels, request):
     specs = specs_of(pattern, sparsity, rows)
