@@ -1,6 +1,6 @@
 """Is what is claimed beside busy processes true? Models are compiled beside them, and timed again when it is quiet.
 
-Run with ``python benchmarks/compiler/claims.py`` on a quiet machine (less than 5 minutes). The kernels are compiled;
+Run with ``python benchmarks/compiler/claims.py`` on a quiet machine (about 7 minutes). The kernels are compiled;
 then eight processes that do nothing but multiply are started, each model is compiled beside them with an empty store,
 and what its report claims is kept.
 Then they are stopped, and the same compiled models are timed beside the models as given. A claim holds if the quiet
