@@ -52,10 +52,11 @@ def test_steps_are_replayed_from_a_graph(dtype):
     assert drawn.shape == found.shape
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8"
+)
 @pytest.mark.parametrize(("pattern", "sparsity"), [(sparta.Block(64, 64), 0.75), (sparta.NM(2, 4), 0.5)])
 def test_a_language_model_in_fp8(pattern, sparsity):
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs a GPU with fp8")
     model = pruned(pattern, sparsity)
     prompt = torch.randint(3, 128, (2, 9), device="cuda")
     fast = sparta.compile(model, {"input_ids": prompt}, precision="fp8", budget_s=30, max_loss=0.2)

@@ -20,6 +20,7 @@ from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_yo
 from sparta.specialize.cpu.chain import Product, StepKind, bf16_places, pack_bf16_call
 from sparta.specialize.cpu.library import PANEL_CALL, PanelMatrix, activation_code, load
 from sparta.specialize.cpu.packing import BLOCK_ROWS, Bools, Ints, is_float, running_sums
+from sparta.specialize.cpu.tile import written_tile
 
 __all__ = ["FORMS", "Bf16Tile", "PackedBf16"]
 
@@ -58,10 +59,8 @@ class Bf16Tile:
     @classmethod
     def parse(cls, text: str) -> Bf16Tile:
         """Return the tile that ``str(tile)`` wrote."""
-        form, *numbers = str(text).split(":")
-        if len(numbers) != 2 or not all(number.isdigit() for number in numbers):
-            raise ValueRangeError(message(f"the tile {text!r}", "form:rows:tokens"))
-        return cls(form, *map(int, numbers))
+        form, numbers = written_tile(text, "form:rows:tokens")
+        return cls(form, *numbers)
 
 
 class PackedBf16:

@@ -20,6 +20,7 @@ from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_yo
 from sparta.specialize.cpu.chain import Product, StepKind, pack_call
 from sparta.specialize.cpu.library import STREAM_CALL, ShortMatrix, activation_code, load
 from sparta.specialize.cpu.packing import Bools, Ints, columns_of, is_float, running_sums, value_sources
+from sparta.specialize.cpu.tile import written_tile
 from sparta.specialize.implement import KernelLayout
 from sparta.specialize.kernel_spec import KernelSpec
 
@@ -60,10 +61,8 @@ class ShortTile:
     @classmethod
     def parse(cls, text: str) -> ShortTile:
         """Return the tile that ``str(tile)`` wrote."""
-        form, *numbers = str(text).split(":")
-        if len(numbers) != 2 or not all(number.isdigit() for number in numbers):
-            raise ValueRangeError(message(f"the tile {text!r}", "form:block:prefetch"))
-        return cls(form, *map(int, numbers))
+        form, numbers = written_tile(text, "form:block:prefetch")
+        return cls(form, *numbers)
 
 
 class PackedShort:

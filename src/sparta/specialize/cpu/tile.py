@@ -11,7 +11,7 @@ from typing import Any
 
 from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, message
 
-__all__ = ["FORMS", "Tile"]
+__all__ = ["FORMS", "Tile", "written_tile"]
 
 # Block heights of each form. ``panel`` is for many tokens, the others for one or a few.
 FORMS = {"panel": (1, 4, 8), "columns": (4, 8, 16), "permuted": (16,), "bitmap": (1,), "rows": (1,)}
@@ -20,6 +20,7 @@ _VECTORS = (1, 2, 3, 4)
 _INTERLEAVES = (1, 2, 4)
 # Lists of offsets are padded by this many entries, so that prefetching may run ahead.
 MOST_AHEAD = 16
+_MOST_DIGITS = 9
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,27 @@ class Tile:
         >>> Tile.parse("panel:4:4:1:0:0") == Tile(block=4, mv=4)
         True
         """
-        form, *numbers = text.split(":")
-        if len(numbers) != 5 or not all(number.isdigit() for number in numbers):
-            raise ValueRangeError(message(f"the tile {text!r}", "form:block:mv:interleave:k_chunk:prefetch"))
-        return cls(form, *map(int, numbers))
+        form, numbers = written_tile(text, "form:block:mv:interleave:k_chunk:prefetch")
+        return cls(form, *numbers)
+
+
+def written_tile(text: str, fields: str) -> tuple[str, list[int]]:
+    """Return the form and the numbers of a tile as it stands in a file.
+
+    Parameters
+    ----------
+    text
+        What was written: a form and numbers, with colons between them.
+    fields
+        The names of the same, for whom it does not fit.
+
+    Examples
+    --------
+    >>> written_tile("panel:4:0", "form:block:prefetch")
+    ('panel', [4, 0])
+    """
+    form, *numbers = str(text).split(":")
+    plain = all(number.isascii() and number.isdigit() and len(number) <= _MOST_DIGITS for number in numbers)
+    if not plain or len(numbers) != fields.count(":"):
+        raise ValueRangeError(message(f"the tile {str(text)[:80]!r}", fields))
+    return form, [int(number) for number in numbers]

@@ -1,0 +1,148 @@
+"""Options of a plan beside patterns of linear layers: rounding, and convolutions."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from planning.benches import FakeBench
+from planning.plans import example, planned, transformer
+from sparta.compiler.session import Session
+from sparta.errors import SpartaError
+from sparta.oneshot.targets import find_targets
+from sparta.planning import Option
+from sparta.planning.api import plan_with
+from sparta.planning.bench import CompilerBench
+from sparta.planning.result import Goal
+
+
+def test_rounding_is_an_option_like_others_and_costs_less_than_pruning_alone():
+    plan, without = planned(speedup=2.2, precisions=["int8"]), planned(speedup=2.2)
+    assert plan.met
+    assert plan.whole.ratio == pytest.approx(2.2, rel=0.03)
+    assert set(plan.precisions.values()) == {"int8"}
+    assert plan.loss < without.loss
+    assert "by plan.compile" in str(plan)
+    assert not without.precisions
+
+
+def test_rounding_and_pruning_go_together_where_neither_is_enough():
+    assert not planned(speedup=2.0, patterns=["unstructured"]).met
+    plan = planned(speedup=2.0, patterns=["unstructured"], precisions=["int8"])
+    assert plan.met
+    both = [option for option in plan.assignment.values() if option.prunes and option.precision]
+    assert both
+    for name, option in plan.assignment.items():
+        costs = plan.table.costs[name]
+        if option.prunes and option.precision:
+            assert costs[option] > costs[option.unrounded]
+
+
+def test_rounding_alone_prunes_nothing_and_compiles_rounded():
+    model = transformer()
+    before = copy.deepcopy(model.state_dict())
+    plan = planned(model, speedup=1.2, patterns=["2:4"], precisions=["int8"])
+    only = {name: option for name, option in plan.assignment.items() if not option.prunes}
+    assert only
+    plan.assignment = only
+    log = plan.apply(model)
+    assert not list(log)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    fast = plan.compile(model, tune="off")
+    rounded = {f"{row.layer}.weight" for row in fast.report.precision.layers if row.format == "int8"}
+    assert rounded == only.keys()
+    with torch.no_grad():
+        gap = (fast(example()) - model(example())).norm() / model(example()).norm()
+    assert gap < 0.05
+
+
+def test_compiling_prunes_a_copy_unless_the_plan_was_applied():
+    model = transformer()
+    plan = planned(model, speedup=1.5, method="wanda")
+    fast = plan.compile(tune="off")
+    assert all(bool((p != 0).all()) for name, p in model.named_parameters() if name in plan.assignment)
+    with torch.no_grad():
+        assert not torch.allclose(fast(example()), model(example()), atol=1e-3)
+    with pytest.raises(SpartaError):
+        plan.compile(transformer(), tune="off")  # which has no zeros
+
+
+def test_the_metric_is_that_of_the_rounded_model():
+    model = transformer()
+    seen = []
+
+    def metric(other):
+        with torch.no_grad():
+            seen.append(float((other(example()) - model(example())).norm()))
+        return -seen[-1]
+
+    plan = planned(model, speedup=1.15, patterns=["2:4"], precisions=["int8"], metric=metric)
+    assert plan.dense_metric == 0
+    assert not any(option.prunes for option in plan.assignment.values())
+    assert plan.metric_of(plan.assignment) < 0
+
+
+def test_the_compiler_times_layers_that_are_rounded():
+    model = transformer()
+    targets = {t.name: t for t in find_targets(model)}
+    bench = CompilerBench(copy.deepcopy(model), example(), targets, Session(budget_s=4.0))
+    for option in (Option("dense", precision="int8"), Option("4x1", 0.9, "int8")):
+        assert 0 < bench.option_ms("1.gate.weight", option) <= bench.dense_ms("1.gate.weight")
+    kinds = {
+        "1.gate.weight": (Option("4x1", 0.9, "int8"), Option("4x1", 0.9).made),
+        "1.up.weight": (Option("dense", precision="int8"), None),
+    }
+    whole = bench.whole(kinds)
+    assert whole.ms > 0
+    assert not bench.notes
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.second, self.head = nn.Conv2d(16, 16, 3, padding=1), nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = torch.relu_(self.norm(self.first(x)))
+        return self.head(torch.relu_(self.second(x)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("patterns", [["4x1"], ["channels"], ["4x1", "channels"]])
+def test_convolutions_are_planned_too(patterns):
+    torch.manual_seed(0)
+    model = Convolutions().eval()
+    targets = {t.name: t for t in find_targets(model)}
+    images = [torch.randn(4, 3, 8, 8) for _ in range(2)]
+    plan = plan_with(
+        FakeBench(targets, rest=0.5), Session(), (model, copy.deepcopy(model)), images[0], images, Goal(speedup=1.3),
+        patterns=patterns,
+    )  # fmt: skip
+    assert plan.met
+    assert plan.assignment
+    pruned = copy.deepcopy(model)
+    plan.apply(pruned)
+    plan.spec.check(pruned)
+
+
+def test_convolutions_with_a_batch_norm_after_them_are_timed_too():
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16))
+    targets = {t.name: t for t in find_targets(model.eval())}
+    bench = CompilerBench(model, torch.randn(1, 3, 12, 12), targets, Session(budget_s=4.0))
+    assert bench.dense_ms("0.weight") > 0
+    assert 0 < bench.option_ms("3.weight", Option("8x1", 0.9)) <= bench.dense_ms("3.weight")
+
+
+def test_rounding_is_timed_before_the_patterns_spend_the_budget():
+    bench = FakeBench({})
+
+    class Short(Session):
+        @property
+        def left_for_layers(self):
+            return 1.0 if bench.calls["option"] < 4 else 0.0
+
+    plan = planned(speedup=1.15, bench=bench, session=Short(), precisions=["int8"])
+    assert plan.met
+    assert all(Option("dense", precision="int8") in times for times in plan.table.times.values())
+    assert any("budget" in note for note in plan.notes)
