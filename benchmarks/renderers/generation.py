@@ -35,7 +35,7 @@ def _decode(record: Record) -> str:
     said = (
         f"{results['model']}: tokens per second, {results['tokens']} greedy tokens through `generate`, batch 1, "
         f"{results['threads']} threads, medians of interleaved runs; the head is {rows[0].get('head', 'as it is')}. "
-        "Tokens are compared with the masked dense model, before rounding. "
+        "Tokens are compared with those of the masked dense model. "
     )
     heads = ["pattern", *rivals, "tokens", "packed MiB, fp32 / int8"]
     return f"{said}{source(record)}\n\n{markdown(heads, lines)}"

@@ -172,6 +172,23 @@ def test_patterns_and_int8(ids, pattern):
     torch.testing.assert_close(fast(ids).logits, rounded(ids).logits, atol=1e-4, rtol=1e-4)
 
 
+def test_int8_tokens_are_those_of_the_rounded_model_in_real_numbers(ids):
+    model = pruned("llama", sparta.Block(4, 1), 0.8)
+    fast = sparta.compile(model, ids, tune="off", precision="int8")
+    rounded = copy.deepcopy(model).double()
+    rounded.lm_head.weight = torch.nn.Parameter(rounded.lm_head.weight.clone())  # no longer the embedding
+    with torch.no_grad():
+        for layer in rounded.modules():
+            if isinstance(layer, torch.nn.Linear):
+                step = layer.weight.abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
+                layer.weight.copy_((layer.weight / step).round() * step)
+    found = fast.generate(**attended(ids), max_new_tokens=24, do_sample=False)
+    with torch.no_grad():
+        expected = rounded(found[:, :-1]).logits[:, ids.shape[1] - 1 :]
+    chosen = expected.gather(2, found[:, ids.shape[1] :, None])[..., 0]
+    assert float((expected.amax(2) - chosen).max()) < 1e-3 * float(expected.abs().max())
+
+
 def test_a_spec_prunes_what_the_weights_have_not(ids):
     torch.manual_seed(0)
     model = llama()
