@@ -197,15 +197,15 @@ def parts(model, x):
     chain = Chained(graph)
     program = chain.program(x)
     assert program is not None
-    return chain, parts_of(program, graph, (x,), chain.program)
+    return chain, parts_of(program, graph, (x,), chain.program_of)
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_batches_of_images_run_in_parts(monkeypatch, name):
     monkeypatch.setattr(batches, "_LARGE_BYTES", 0)
-    monkeypatch.setattr(batches, "_PART_BYTES", 0)
+    monkeypatch.setattr(batches, "_PART_BYTES", (0,))
     model, x = Other(ALONE[name]).eval(), torch.randn(4, 3, 6, 6)
-    chain, found = parts(model, x)
+    chain, (found,) = parts(model, x)
     assert found.images == 1
     with torch.no_grad():
         near(found((x,))[0], model(x))
@@ -217,19 +217,19 @@ def test_batches_whose_images_meet_run_as_they_are(monkeypatch, name):
     monkeypatch.setattr(batches, "_LARGE_BYTES", 0)
     model, x = Other(NOT_ALONE[name]).eval(), torch.randn(4, 3, 6, 6)
     chain, found = parts(model, x)
-    assert found is None
+    assert not found
     with torch.no_grad():
         near(chain(x)[0], model(x))
 
 
 def test_parts_divide_the_batch_and_what_fits_is_not_cut(monkeypatch):
     model, x = trained(Small()), torch.randn(6, 3, 45, 38)
-    assert parts(model, x)[1] is None
+    assert not parts(model, x)[1]
     arena = Chained(sparta.compile(model, x, tune="off").graph).program(x).arena_bytes
     monkeypatch.setattr(batches, "_LARGE_BYTES", 0)
-    monkeypatch.setattr(batches, "_PART_BYTES", arena * 5 // 6)
-    _, found = parts(model, x)
-    assert found.images == 3
+    monkeypatch.setattr(batches, "_PART_BYTES", (arena * 5 // 6, 0))
+    _, (found, single) = parts(model, x)
+    assert (found.images, single.images) == (3, 1)
     with torch.no_grad():
         near(found((x,))[0], model(x))
-    assert parts(model, x[:1])[1] is None
+    assert not parts(model, x[:1])[1]

@@ -6,7 +6,7 @@ Whatever cannot be followed, on another device or with data that decides sizes, 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,9 +74,13 @@ class Chained:
 
     def program(self, *leaves: Any) -> Program | None:
         """Return the program for inputs like these; None where they run eagerly."""
+        return self.program_of(self._module, leaves)
+
+    def program_of(self, module: fx.GraphModule, leaves: Sequence[Any]) -> Program | None:
+        """Return the program of a graph like this one's, with what is packed for it."""
         try:
             with torch.no_grad():
-                return Program(Trace(self._module, leaves, torch.get_num_threads(), self._packed))
+                return Program(Trace(module, leaves, torch.get_num_threads(), self._packed))
         except Exception:  # noqa: BLE001 - whatever cannot be followed runs eagerly, and says itself what is wrong
             return None
 
@@ -89,8 +93,8 @@ class Chained:
 
     def _made(self, key: Any, leaves: tuple[Any, ...]) -> Program | InParts | None:
         whole = self.program(*leaves)
-        parts = None if whole is None else parts_of(whole, self._module, leaves, self.program)
-        program = whole if whole is None or parts is None else quicker_of(whole, parts, leaves)
+        parts = [] if whole is None else parts_of(whole, self._module, leaves, self.program_of)
+        program = quicker_of(whole, parts, leaves) if whole is not None and parts else whole
         self._programs[key] = program
         while len(self._programs) > _MOST_SIZES:
             self._programs.popitem(last=False)

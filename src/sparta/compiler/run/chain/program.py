@@ -73,7 +73,7 @@ class Program:
     """
 
     def __init__(self, trace: Trace) -> None:
-        self.slots, self.library, self.ranks = trace.slots, load(), trace.ranks
+        self.slots, self.library, self.shapes = trace.slots, load(), trace.shapes
         fuse(trace)
         round_early(trace)
         self.handed, self.shared = hand_over_panels(trace) + hand_over_bytes(trace), share_packed(trace)

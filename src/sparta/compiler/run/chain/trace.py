@@ -168,9 +168,9 @@ class Trace:
             self._narrow_outputs()
 
     @property
-    def ranks(self) -> dict[fx.Node, int]:
-        """How many dims the tensors of the graph have."""
-        return {node: value.meta.dim() for node, value in self._values.items() if isinstance(value, Value)}
+    def shapes(self) -> dict[fx.Node, torch.Size]:
+        """Shapes of the tensors of the graph."""
+        return {node: value.meta.shape for node, value in self._values.items() if isinstance(value, Value)}
 
     # ------------------------------------------------------------------ what is there before
 
