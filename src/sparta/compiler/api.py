@@ -116,7 +116,8 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     metric
         Takes a model and returns a number, higher is better.
     inductor
-        Whether `torch.compile` competes as a host; None decides by `tune`.
+        Whether `torch.compile` competes as a host; None lets it with ``tune="full"``, and on CUDA for models with
+        many calls between their layers.
     cuda_graphs
         Whether CUDA graphs compete on CUDA, for models whose sizes are all fixed. A model that is replayed copies its
         inputs in and its results out, and holds the memory of its activations.
@@ -138,7 +139,8 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     if not isinstance(model, nn.Module):
         raise ValueRangeError(message(f"a {type(model).__name__}", "a torch.nn.Module"))
     given = unwrapped(model)
-    competes = inductor if inductor is not None else (tune == "full" or hasattr(model, "_orig_mod"))
+    wrapped = hasattr(model, "_orig_mod")
+    competes = inductor if inductor is not None else (True if tune == "full" or wrapped else None)
     if not is_folded(given):
         given, spec = folded_copy(given, spec)
     calls = several(example_inputs, more_inputs)
@@ -182,7 +184,7 @@ def compile_in(  # noqa: PLR0913 - as above
     *,
     dynamic_shapes: Any = AUTO,
     activations: Mapping[str, Any] | None = None,
-    inductor: bool = False,
+    inductor: bool | None = False,
     cuda_graphs: bool = True,
     cast: bool = False,
     check: bool = True,
@@ -193,6 +195,8 @@ def compile_in(  # noqa: PLR0913 - as above
     ----------
     sizes
         Example inputs, one or more.
+    inductor
+        As for :func:`compile_model`.
     cast
         Whether floating-point inputs are converted to the model's dtype.
     check
@@ -277,7 +281,7 @@ def _compiled_whole(  # noqa: PLR0913 - as above
     *,
     dynamic_shapes: Any,
     activations: Mapping[str, Any],
-    inductor: bool,
+    inductor: bool | None,
     cuda_graphs: bool,
     cast: bool,
     check: bool,

@@ -55,6 +55,7 @@ from sparta.tesa.spec import Spec
 __all__ = ["Job"]
 
 _CALLS_TO_VERIFY = 6  # the original and the compiled model, each on three inputs
+_MANY_CALLS = 32  # between layers: from so many on, compiling them is worth the wait
 _T = TypeVar("_T")
 _Parts = tuple[tuple[SubGraph, ...], tuple[SizeSample, ...]]
 
@@ -152,8 +153,17 @@ class Job:
             return self
         return replace(self, subgraphs=tuple(subgraphs), samples=tuple(samples))
 
-    def contest(self, *, inductor: bool) -> Contest:
-        """Choose layer by layer, and return what competes for the whole."""
+    def contest(self, *, inductor: bool | None) -> Contest:
+        """Choose layer by layer, and return what competes for the whole.
+
+        Parameters
+        ----------
+        inductor
+            Whether `torch.compile` competes; None lets it where graphs are replayed and there is much between layers.
+        """
+        if inductor is None:
+            between = sum(node.op == "call_function" for node in self.reduced.graph.nodes) - len(self.subgraphs)
+            inductor = self.session.in_graphs and self.session.tune != "off" and between >= _MANY_CALLS
         args, kwargs = call_arguments(self.example)
 
         def as_given() -> Any:
@@ -170,7 +180,8 @@ class Job:
             none,
         )
         timed = self._given() if self.session.tune != "off" else None
-        workshop = Workshop(self.original, self.reduced, subgraphs, self.samples, timed)
+        replays = self.session.in_graphs
+        workshop = Workshop(self.original, self.reduced, subgraphs, self.samples, timed, replays)
         timer = Timer(self.session, self.session.measure, self.session.call_seconds, cuda=self._cuda)
         return Contest(as_given, workshop, tuple(plans), self.inputs, timer, inductor=inductor)
 

@@ -354,8 +354,7 @@ class Contest:
         """Whether a host can be made ready in what is left of the budget: compiling cannot be cut short."""
         seconds = 0.0
         if variant.host is Host.INDUCTOR:
-            graph = self.workshop.graph(variant, plans).graph
-            seconds = self.inductor_seconds * sum(node.op in ("call_function", "call_module") for node in graph.nodes)
+            seconds = self.inductor_seconds * self.workshop.calls_to_compile(variant, plans)
         plain = replace(variant, host=variant.host.plain)
         if variant.host is Host.INDUCTOR_GRAPH and (plain in self._failed or not self.workshop.has(plain, plans)):
             return False  # what is recorded is what was compiled just now
@@ -381,8 +380,8 @@ class Contest:
         except Exception as error:  # noqa: BLE001 - whatever a candidate raises, the others remain
             problem = in_words(error)
         if variant.host is Host.INDUCTOR:
-            nodes = max(1, len(self.workshop.graph(variant, plans).graph.nodes))
-            self.inductor_seconds = max(1e-3, (self.session.elapsed - before) / nodes)
+            calls = max(1, self.workshop.calls_to_compile(variant, plans))
+            self.inductor_seconds = max(1e-3, (self.session.elapsed - before) / calls)
         if problem:
             self._failed.add(variant)
             self.session.note(f"{variant} does not run: {problem}")

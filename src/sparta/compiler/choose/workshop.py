@@ -25,6 +25,7 @@ from sparta.compiler.run.cuda_graph import Graphed, on_cuda
 from sparta.compiler.run.given import GivenModel
 from sparta.compiler.run.host import Host, hosted
 from sparta.compiler.run.kernel_module import KernelModule
+from sparta.compiler.run.stages import calls_to_compile
 from sparta.compiler.variant import Base, Variant
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import apply_epilogue
@@ -65,6 +66,8 @@ class Workshop:
         The activations of the sub-graphs at each size that is measured.
     given
         The model as the user gave it; None where that cannot run in a graph's place.
+    replays
+        Whether what is compiled will be replayed from CUDA graphs as well.
     """
 
     original: Program
@@ -72,6 +75,7 @@ class Workshop:
     subgraphs: Sequence[SubGraph]
     samples: Sequence[SizeSample]
     given: GivenModel | None = None
+    replays: bool = False
     _kernels: dict[_Layer, KernelModule] = field(default_factory=dict)
     _graphs: dict[_Key, fx.GraphModule] = field(default_factory=dict)
     _hosted: dict[tuple[_Key, Host], Callable[..., Any]] = field(default_factory=dict)
@@ -117,9 +121,16 @@ class Workshop:
                 plain = Variant(variant.base, variant.kernels, host.plain)
                 made: Callable[..., Any] = Graphed(self.run(plain, plans), quiet=True, module=graph)
             else:
-                made = hosted(graph, host.plain)
+                made = hosted(graph, host.plain, stages=self.replays)
             self._hosted[key, host] = made
         return self._hosted[key, host]
+
+    def calls_to_compile(self, variant: Variant, plans: Plans) -> int:
+        """Return how many calls Inductor would compile of a variant's graph."""
+        graph = self.graph(variant, plans).graph
+        if self.replays:
+            return calls_to_compile(graph)
+        return sum(node.op in ("call_function", "call_module") for node in graph.nodes)
 
     def has(self, variant: Variant, plans: Plans) -> bool:
         """Whether a variant was made already."""

@@ -101,7 +101,11 @@ def with_fast_paths(
 def _fast_path_of(module: fx.GraphModule, node: fx.Node, sizes: Mapping[str, int] | None) -> Callable[..., Any] | None:
     """Return the short way through a kernel that a node calls."""
     layer = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return layer.fast_path((sizes or {}).get(str(node.target))) if isinstance(layer, KernelModule) else None
+    if not isinstance(layer, KernelModule):
+        return None
+    if "scales" in node.kwargs:  # x is rounded already
+        return layer.forward
+    return layer.fast_path((sizes or {}).get(str(node.target)))
 
 
 def _owns_its_input(node: fx.Node) -> bool:

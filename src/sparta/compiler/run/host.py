@@ -18,6 +18,8 @@ from sparta.compiler.run.chain.chained import Chained
 from sparta.compiler.run.cuda_graph import Graphed, on_cuda
 from sparta.compiler.run.eager import with_fast_paths
 from sparta.compiler.run.panels import panelled
+from sparta.compiler.run.rounding import with_shared_rounding
+from sparta.compiler.run.stages import staged
 from sparta.errors import FileFormatError, did_you_mean
 
 __all__ = ["Host", "hosted"]
@@ -56,21 +58,32 @@ class Host(StrEnum):
         return {Host.GRAPH: Host.EAGER, Host.INDUCTOR_GRAPH: Host.INDUCTOR}.get(self, self)
 
 
-def hosted(module: fx.GraphModule, host: Host, *, any_size: bool = False) -> Callable[..., Any]:
+def hosted(
+    module: fx.GraphModule, host: Host, *, any_size: bool = False, stages: bool | None = None
+) -> Callable[..., Any]:
     """Return a graph as its host runs it; without a CUDA graph where its tensors are not on CUDA.
 
     Parameters
     ----------
     any_size
         Whether it will be called with inputs of many sizes, so that kernels are looked up at each call.
+    stages
+        Whether Inductor compiles what lies between layers, and not the whole; by default where that is replayed.
     """
     plain = host.plain
-    if plain is Host.INDUCTOR:
+    if on_cuda(module) and not any_size:
+        stages = host.graphed if stages is None else stages
+        rounded = with_shared_rounding(module, traced=stages and plain is Host.INDUCTOR)
+    else:
+        stages, rounded = False, module
+    if plain is Host.INDUCTOR and stages:
+        run: Callable[..., Any] = staged(rounded)
+    elif plain is Host.INDUCTOR:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            run: Callable[..., Any] = torch.compile(module)
+            run = torch.compile(module)
     elif plain is Host.CHAIN:
         run = Chained(module, any_size=any_size)
     else:
-        run = with_fast_paths(panelled(module) if plain is Host.PANELS else module, any_size=any_size)
+        run = with_fast_paths(panelled(module) if plain is Host.PANELS else rounded, any_size=any_size)
     return Graphed(run, module=module) if host.graphed and on_cuda(module) else run

@@ -24,6 +24,7 @@ from sparta.errors import ShapeError, SpartaError, message
 from sparta.specialize.implement import Kernel
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.runtime.handles import find, register
+from sparta.specialize.scaled_linear.inputs import RoundsInputs, rounded_once
 from sparta.specialize.tuning.forgiving import ForgivingStore
 from sparta.specialize.tuning.select import DENSE, Choice, build, choose
 from sparta.specialize.tuning.store import key_of
@@ -109,8 +110,10 @@ class KernelModule(nn.Module):
             self._others[key] = KernelModule(replace(self.fused, attributes=attributes), self.live, self.bias, specs)
         return self._others[key]
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return ``activation(layer(x) + bias) + residual``."""
+    def forward(self, x: Tensor, residual: Tensor | None = None, scales: Tensor | None = None) -> Tensor:
+        """Return ``activation(layer(x) + bias) + residual``; with scales (M,), x is codes in fp8."""
+        if scales is not None:
+            return self.run_rounded(x, residual, scales)
         if torch.compiler.is_compiling():
             return cast("Tensor", torch.ops.sparta.subgraph(x, residual, self.handle))
         return self.run(x, residual)
@@ -119,7 +122,26 @@ class KernelModule(nn.Module):
         """Run the kernel for this size."""
         lowering = self.fused.lowering
         kernel, packed = self.kernel_for(lowering.size(x)) if len(self._built) > 1 else self._built[0][1:]
+        if isinstance(kernel, RoundsInputs) and x.is_cuda:
+            codes, scales = rounded_once(x, self.fused.attributes["input_scale"])
+            return self.run_rounded(codes, residual, scales)
         return lowering.run(kernel, packed, x, self.bias, residual, self.fused.attributes)
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether all its kernels round x to fp8, so that they can take one that is rounded already."""
+        return bool(self._built) and all(isinstance(kernel, RoundsInputs) for _, kernel, _ in self._built)
+
+    def run_rounded(self, codes: Tensor, residual: Tensor | None, scales: Tensor) -> Tensor:
+        """Run the kernel for this size on codes (..., K) in fp8 with the scales (M,) of their rows."""
+        lowering = self.fused.lowering
+        kernel, packed = self.kernel_for(lowering.size(codes)) if len(self._built) > 1 else self._built[0][1:]
+        if not isinstance(kernel, RoundsInputs):  # it was replaced after the graph was made
+            real = codes.to(torch.float32) * scales.view(*codes.shape[:-1], 1)
+            return self.run(real.to(self.live.dtype), residual)
+        rows = lowering.flat(codes), scales
+        y = kernel.run_rounded(packed, rows, self.bias, None if residual is None else lowering.flat(residual))
+        return lowering.result(y, codes)
 
     def fast_path(self, size: int | None = None) -> Callable[..., Tensor] | None:
         """Return a function like :meth:`forward` that holds the kernel as it is now, with little Python around it.

@@ -15,14 +15,14 @@ from sparta.specialize.implement import Cause, Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cuda_24_matrix import MatrixKernel, MatrixTile, matrix_fits, matrix_tiles
 from sparta.specialize.linear.spec import LinearKernel
-from sparta.specialize.scaled_linear.inputs import InputRounding
+from sparta.specialize.scaled_linear.inputs import InputRounding, RoundsInputs
 from sparta.specialize.scaled_linear.packed import takes_scaled
 from sparta.specialize.scaled_linear.spec import FP8, OP, codes_of, rounds_inputs
 
 __all__ = ["Fp8Matrix"]
 
 
-class _Fp8MatrixKernel(MatrixKernel):
+class _Fp8MatrixKernel(RoundsInputs, MatrixKernel):
     def __init__(self, spec: KernelSpec, tile: MatrixTile) -> None:
         super().__init__(spec, tile, torch.float8_e4m3fn)
         self._weight, self._round = spec["weight"], InputRounding(spec.attributes["input_scale"])
@@ -31,12 +31,6 @@ class _Fp8MatrixKernel(MatrixKernel):
         """Return the packed codes of a real weight (N, K) and the scales of its outputs."""
         codes, scales = codes_of(operand, self._weight)
         return *super().pack(codes), scales[:, 0].contiguous()
-
-    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
-        """Return (M, N) for the inputs x (M, K), bias (N,) or None, residual (M, N) or None."""
-        x, bias, residual = inputs
-        assert x is not None  # noqa: S101 - the operation's convention
-        return self.run_rounded(packed, self._round(x), bias, residual)
 
     def run_rounded(
         self, packed: Sequence[Tensor], x: tuple[Tensor, Tensor], bias: Tensor | None, residual: Tensor | None

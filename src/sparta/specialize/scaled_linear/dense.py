@@ -18,7 +18,7 @@ from sparta.specialize.cuda.device import HOPPER, cuda_here
 from sparta.specialize.implement import Cause, DenseImplement, Implement, Params, Support
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import LinearKernel, apply_epilogue
-from sparta.specialize.scaled_linear.inputs import InputRounding
+from sparta.specialize.scaled_linear.inputs import InputRounding, RoundsInputs
 from sparta.specialize.scaled_linear.packed import takes_scaled
 from sparta.specialize.scaled_linear.spec import FP8, OP, codes_of, rounded_weight, rounds_inputs
 from sparta.tesa.bits import bit_format
@@ -54,7 +54,7 @@ class DenseScaled(DenseImplement):
         return _DenseKernel(spec)
 
 
-class _Fp8Kernel(LinearKernel):
+class _Fp8Kernel(RoundsInputs):
     """The product of torch in fp8; sums that it rounds are those of its own precision."""
 
     def __init__(self, spec: KernelSpec) -> None:
@@ -66,15 +66,14 @@ class _Fp8Kernel(LinearKernel):
         codes, scales = codes_of(operand, self._weight)
         return codes, scales[:, :1].t().contiguous()
 
-    def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
-        x, bias, residual = inputs
-        assert x is not None  # noqa: S101 - the operation's convention
-        codes, scales = packed
-        if x.dim() != 2 or x.shape[1] != codes.shape[1]:
-            raise ShapeError(message(f"an input of shape {tuple(x.shape)}", f"(M, {codes.shape[1]})"))
-        if not x.shape[0]:
-            return x.new_empty(0, codes.shape[0])
-        rounded, x_scales = self._round(x)
+    def run_rounded(
+        self, packed: Sequence[Tensor], x: tuple[Tensor, Tensor], bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        (rounded, x_scales), (codes, scales) = x, packed
+        if rounded.dim() != 2 or rounded.shape[1] != codes.shape[1]:
+            raise ShapeError(message(f"an input of shape {tuple(rounded.shape)}", f"(M, {codes.shape[1]})"))
+        if not rounded.shape[0]:
+            return rounded.new_empty(0, codes.shape[0], dtype=self._dtype)
         y: Tensor = torch._scaled_mm(
             rounded, codes.t(), x_scales.unsqueeze(1), scales, bias=bias, out_dtype=self._dtype, use_fast_accum=True
         )

@@ -19,7 +19,7 @@ from sparta.specialize.linear.spec import LinearKernel
 from sparta.specialize.linear.triton_block.candidates import candidates, coverage
 from sparta.specialize.linear.triton_block.layout import BlockLayout
 from sparta.specialize.linear.triton_block.tile import BlockTile
-from sparta.specialize.scaled_linear.inputs import InputRounding
+from sparta.specialize.scaled_linear.inputs import InputRounding, RoundsInputs
 from sparta.specialize.scaled_linear.packed import takes_scaled
 from sparta.specialize.scaled_linear.spec import FP8, OP, codes_of, rounds_inputs
 
@@ -32,12 +32,11 @@ _FEW_TOKENS = 128
 class _ScaledBlockKernel(LinearKernel):
     """Sums in float32 over the kept blocks of a row in one fixed order: equal inputs give equal bits."""
 
-    def __init__(self, spec: KernelSpec, tile: BlockTile, *, fp8: bool) -> None:
+    def __init__(self, spec: KernelSpec, tile: BlockTile) -> None:
         need_triton()
         from sparta.specialize.linear.triton_block.launch import BlockLinearLauncher
 
         self._weight, self._layout = spec["weight"], BlockLayout(spec["weight"], tile)
-        self._round = InputRounding(spec.attributes["input_scale"]) if fp8 else None
         self._launch = BlockLinearLauncher(
             (self._weight.shape[0], self._weight.shape[1]),
             tile,
@@ -55,9 +54,15 @@ class _ScaledBlockKernel(LinearKernel):
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         x, bias, residual = inputs
         assert x is not None  # noqa: S101 - the operation's convention
-        if self._round is None:
-            return self._launch(packed, x, bias, residual)
-        return self.run_rounded(packed, self._round(x), bias, residual)
+        return self._launch(packed, x, bias, residual)
+
+
+class _Fp8BlockKernel(RoundsInputs, _ScaledBlockKernel):
+    """The same on an x that is rounded to fp8."""
+
+    def __init__(self, spec: KernelSpec, tile: BlockTile) -> None:
+        super().__init__(spec, tile)
+        self._round = InputRounding(spec.attributes["input_scale"])
 
     def run_rounded(
         self, packed: Sequence[Tensor], x: tuple[Tensor, Tensor], bias: Tensor | None, residual: Tensor | None
@@ -72,18 +77,18 @@ class _Block(TiledImplement):
 
     op = OP
     first_run_compiles = True
-    fp8: bool
+    kernel: type[_ScaledBlockKernel]
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
         """Lay out the kept blocks; the kernel is compiled at its first run."""
-        return _ScaledBlockKernel(spec, BlockTile.parse(params["tile"]), fp8=self.fp8)
+        return self.kernel(spec, BlockTile.parse(params["tile"]))
 
 
 class ScaledBlock(_Block):
     """Triton kernels on kept blocks in 8 bits; x stays as it is."""
 
     name = "triton-block"
-    fp8 = False
+    kernel = _ScaledBlockKernel
 
     def supports(self, spec: KernelSpec) -> Support:
         """Bf16 and fp16 on CUDA, few tokens, where kept blocks leave enough out."""
@@ -103,7 +108,7 @@ class Fp8Block(_Block):
     """Triton kernels on kept blocks in fp8; x is rounded to fp8."""
 
     name = "triton-block-fp8"
-    fp8 = True
+    kernel = _Fp8BlockKernel
 
     def supports(self, spec: KernelSpec) -> Support:
         """Bf16 and fp16 on Hopper where x may be rounded, and where kept blocks leave enough out."""

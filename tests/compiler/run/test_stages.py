@@ -1,0 +1,172 @@
+"""What lies between layers is compiled once for equal stretches, activations are rounded once, and results stay."""
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+import sparta
+from compiler import nets
+from sparta.compiler.lower.scaled_linear import ScaledLinearLowering
+from sparta.compiler.run.kernel_module import Fused, KernelModule
+from sparta.compiler.run.rounding import rounded_tokens, traced_rounding, with_shared_rounding
+from sparta.compiler.run.stages import calls_to_compile, staged
+from sparta.specialize.kernel_spec import Epilogue
+from sparta.specialize.scaled_linear.inputs import InputRounding, RoundsInputs
+from sparta.specialize.scaled_linear.spec import FP8, OP, rounded_weight, scaled_weight
+from sparta.specialize.tuning.select import DENSE, Choice
+
+
+class Block(nn.Module):
+    """Gated layers beside a second branch, which stands after the layers that do not need it."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.gate, self.up, self.down, self.side = (nn.Linear(width, width) for _ in range(4))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        h = self.norm(x)
+        y = self.down(functional.silu(self.gate(h)) * torch.tanh(self.up(h)))
+        return x + y + torch.sigmoid(self.side(h)) * 0.5
+
+
+def graph_of(model, x):
+    return sparta.compile(model, x, tune="off", dynamic_shapes=None).graph
+
+
+def compiled_with(graph, x):
+    made = []
+
+    def compiler(stretch):
+        made.append(stretch)
+        return stretch
+
+    run = staged(graph, compiler)
+    with torch.no_grad():
+        found, right = pytree.tree_leaves(run(x)), pytree.tree_leaves(graph(x))
+    assert len(found) == len(right)
+    assert all(torch.equal(one, two) for one, two in zip(found, right, strict=True))
+    return made
+
+
+def test_equal_stretches_are_compiled_once():
+    torch.manual_seed(0)
+    x = torch.randn(3, 16)
+    graph = graph_of(nn.Sequential(*[Block() for _ in range(3)]).eval(), x)
+    made = compiled_with(graph, x)
+    assert len(made) == 4  # the first norm, gates, sums with the norm of the next block, the last sums
+    targets = [node.target for stretch in made for node in stretch.graph.nodes]
+    assert torch.ops.aten.linear.default not in targets
+    assert calls_to_compile(graph.graph) == sum(
+        node.op == "call_function" for stretch in made for node in stretch.graph.nodes
+    )
+
+
+@pytest.mark.parametrize("shape", [(6, 32), (2, 6, 32)])
+def test_networks_give_the_same(shape):
+    x = torch.randn(shape)
+    compiled_with(graph_of(nets.pruned(nets.Mlp()), x), x)
+
+
+def test_stretches_of_other_constants_or_sizes_are_others():
+    class Powers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 8), nn.Linear(8, 8)])
+
+        def forward(self, x):
+            for exponent, layer in zip((2.0, 3.0, 2.0, 2.0), self.layers, strict=True):
+                x = torch.pow(layer(x), exponent)
+            return x
+
+    x = torch.randn(5, 8)
+    graph = graph_of(Powers().eval(), x)
+    assert len(compiled_with(graph, x)) == 2
+    assert calls_to_compile(graph.graph) == 2
+
+
+def test_views_alone_are_not_compiled():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(4, 8)
+
+        def forward(self, x):
+            return self.second(self.first(x).reshape(-1, 2, 4).transpose(0, 1))
+
+    x = torch.randn(5, 8)
+    assert not compiled_with(graph_of(Heads().eval(), x), x)
+
+
+# ---------------------------------------------------------------- rounding
+
+
+class Reference(RoundsInputs):
+    """The product of codes in real numbers."""
+
+    def __init__(self, tesa, scale):
+        self._tesa, self._round = tesa, InputRounding(scale)
+
+    def pack(self, operand):
+        return (rounded_weight(operand, self._tesa),)
+
+    def run_rounded(self, packed, x, bias, residual):
+        y = functional.linear(x[0].float() * x[1][:, None], packed[0], bias)
+        return y if residual is None else y + residual
+
+
+def layer(outputs, inputs, scale=None, *, residual=False, rounds=True):
+    weight = torch.randn(outputs, inputs)
+    tesa = scaled_weight(weight)
+    attributes = {"activations": FP8, "group": inputs, "input_scale": scale}
+    fused = Fused(OP, tesa, attributes, Epilogue(residual=residual))
+    x = torch.empty(4, inputs)
+    spec = ScaledLinearLowering().spec(tesa, x, attributes, fused.epilogue, device="cpu")
+    made = KernelModule(fused, weight.flatten(), None, {4: (spec, Choice(DENSE, {}, "a test"))})
+    if rounds:
+        kernel = Reference(tesa, scale)
+        made._built = [(4, kernel, kernel.pack(weight))]
+    return made
+
+
+def network(**layers):
+    root = nn.Module()
+    for name, each in layers.items():
+        root.add_module(name, each)
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    q, k, p = (graph.call_module(name, (x,)) for name in ("query", "key", "plain"))
+    y = graph.call_function(torch.ops.aten.mul.Tensor, (q, k))
+    out = graph.call_module("out", (y, x))
+    graph.output((out, graph.call_module("static", (y,)), p))
+    return fx.GraphModule(root, graph)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_layers_that_read_the_same_share_its_codes(traced):
+    torch.manual_seed(0)
+    module = network(
+        query=layer(16, 16),
+        key=layer(16, 16),
+        plain=layer(8, 16, rounds=False),
+        out=layer(16, 16, residual=True),
+        static=layer(16, 16, 0.25),
+    )
+    rounded = with_shared_rounding(module, traced=traced)
+    target = traced_rounding if traced else rounded_tokens
+    assert sum(node.target is target for node in rounded.graph.nodes) == 3  # x, y by rows, y with one scale
+    x = torch.randn(2, 2, 16)
+    for one, two in zip(rounded(x), module(x), strict=True):
+        assert one.shape == two.shape
+        assert torch.equal(one, two)
+    for one, two in zip(staged(rounded, lambda stretch: stretch)(x), module(x), strict=True):
+        assert torch.equal(one, two)
+    module.query._built = [(4, layer(16, 16, rounds=False)._built[0][1], (module.query.weight(),))]
+    assert (rounded(x)[0] - module(x)[0]).norm() < 0.2 * module(x)[0].norm()  # dense took its place, and takes codes
+
+
+def test_a_graph_without_fp8_is_left_alone():
+    module = graph_of(nets.pruned(nets.Mlp()), torch.randn(6, 32))
+    assert with_shared_rounding(module) is module
