@@ -66,6 +66,7 @@ _PRECISIONS = ("fp32", "int8", "fp8", "auto")
 _MOST_CHANGE = 0.1
 _SPARSE = 0.95  # weights with more live values than that are dense with a few zeros
 _LEAST = 0.97  # of the speed of the model as given
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 def generates(model: object, example_inputs: object = None) -> bool:
@@ -200,6 +201,7 @@ class _Compilation:
         self.base, self.example, self.tesas, self.session = base, example, tesas, session
         self.int8, self.limit, self.check = int8, limit, check
         self.fp8 = False
+        self._wide: nn.Module | None = None
         self.prompts = prompts or [example]
         try:
             with torch.no_grad():
@@ -234,9 +236,9 @@ class _Compilation:
         )
         return fast
 
-    def _copy(self) -> GenerativeModel:
+    def _copy(self, of: nn.Module | None = None) -> GenerativeModel:
         """Return a copy of the masked model, of the compiled class."""
-        fast = shared_copy(self.base)
+        fast = shared_copy(self.base if of is None else of)
         fast.__class__ = compiled_class(type(self.base))  # type: ignore[arg-type]
         compiled = cast("GenerativeModel", fast)
         object.__setattr__(compiled, "_sparta", Compiled(output=self.output))
@@ -248,12 +250,13 @@ class _Compilation:
         """Return the model with its steps, or at least its layers, packed; None where it is not to be."""
         if next(self.base.parameters()).device.type != "cpu":
             return None
-        decoder = find_decoder(self.base)
+        wide = self._widened()
+        decoder = find_decoder(wide)
         if isinstance(decoder, str):
             self.session.note(f"no decode program: {decoder}")
             if not self.int8:
                 return None
-        fast = self._copy()
+        fast = self._copy(wide)
         masks = {name: tesa.mask() for name, tesa in self.tesas.items()}
         try:
             if isinstance(decoder, str):
@@ -261,13 +264,25 @@ class _Compilation:
                 self._note_experts(put_experts(fast, int8=True))
             else:
                 matrices = put_program(fast, decoder, masks, int8=self.int8)
-            certificate = self._certificate(fast)
+            certificate = self._certificate(fast, wide)
         except (CheckError, MissingPackageError) as error:
             self.session.gave_up("no decode program", error)
             return None
         if self.int8 and self._costs_too_much(fast, "int8"):
             return None
+        if wide is not self.base:
+            dtype = str(next(self.base.parameters()).dtype).removeprefix("torch.")
+            self.session.note(f"the decode program computes in float32 what the model computes in {dtype}")
         return fast, program_plans(matrices, masks), certificate
+
+    def _widened(self) -> nn.Module:
+        """Return the masked model in float32 where it is a decoder in fewer bits, else as it is."""
+        if isinstance(find_decoder(self.base, _HALVES), str):
+            return self.base
+        if self._wide is None:
+            self._wide = deepcopy(self.base).float()
+            cast("Any", self._wide).config.dtype = torch.float32
+        return self._wide
 
     def _costs_too_much(self, fast: GenerativeModel, precision: str) -> bool:
         """Note what rounding changes; return whether that is more than is allowed."""
@@ -313,19 +328,22 @@ class _Compilation:
         for name, experts in put.items():
             self.session.note(f"{name}: {experts.extra_repr()}")
 
-    def _certificate(self, fast: GenerativeModel) -> Certificate:
-        dtype = next(self.base.parameters()).dtype
+    def _certificate(self, fast: GenerativeModel, like: nn.Module | None = None) -> Certificate:
+        """Compare with the masked model, or with `like`, what it is in another dtype."""
+        base = self.base if like is None else like
+        dtype = next(base.parameters()).dtype
+        example = pytree.tree_map(lambda leaf: _moved_leaf(leaf, base), self.example)
         if not self.check:
             return Certificate((), str(dtype).removeprefix("torch."), 0.0, 0.0, 0.0, 0, passed=False)
         if self.fp8:
-            like = partial(outputs, simulated(fast))
-            return certified(like, partial(outputs, fast), self.base, self.example, rounding=True)
+            in_fp8 = partial(outputs, simulated(fast))
+            return certified(in_fp8, partial(outputs, fast), base, example, rounding=True)
         if not self.int8:
-            return certified(partial(outputs, self.base), partial(outputs, fast), self.base, self.example)
+            return certified(partial(outputs, base), partial(outputs, fast), base, example)
         rounded = cast("GenerativeModel", shared_copy(fast))  # the same packed weights in the model's own code
         rounded._sparta.program = None
         with dense_products(rounded):
-            return certified(partial(outputs, rounded), partial(outputs, fast), self.base, self.example, rounding=True)
+            return certified(partial(outputs, rounded), partial(outputs, fast), base, example, rounding=True)
 
     # ------------------------------------------------------------------ on CUDA
 

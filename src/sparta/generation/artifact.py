@@ -42,6 +42,7 @@ __all__ = ["KIND", "load_generator", "save"]
 KIND = "language model"
 _VERSION = 1
 _PLAIN = (bool, int, float, str, type(None))
+_DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 
 
 def save(model: GenerativeModel, path: str | os.PathLike[str], sign: object = None) -> None:
@@ -96,7 +97,9 @@ def _layer_fields(name: str, layer: nn.Module, mask: Tensor, tensors: dict[str, 
     """Return what a pruned layer is, with its weight stored as the fewest bytes, and its kernels if it has any."""
     fields = _matrix_fields(name, packed(weight_of(layer).cpu().float(), mask.cpu().contiguous()), tensors)
     kernels = layer.kernel.choices if isinstance(layer, SparseLayer) else {}
-    return {**fields, "choices": {str(size): choice.to_dict() for size, (_, choice) in kernels.items()}}
+    dtype = str(weight_of(layer).dtype).removeprefix("torch.")
+    choices = {str(size): choice.to_dict() for size, (_, choice) in kernels.items()}
+    return {**fields, "dtype": dtype, "choices": choices}
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -262,7 +265,7 @@ class _Reader:
             matrix = self.matrices[name] = self.matrix(model, name, fields)
             layer = model.get_submodule(name)
             like: Any = layer.weight
-            weight = matrix.weight().to(self.where, like.dtype)
+            weight = matrix.weight().to(self.where, _dtype(fields))
             _set(model, f"{name}.weight", weight.t().contiguous() if is_transposed(layer) else weight, like=like)
             tesa = TeSA.from_mask(matrix.mask())
             choices = {int(size): self.choice(layer, tesa, int(size), c) for size, c in fields["choices"].items()}
@@ -281,6 +284,14 @@ class _Reader:
         """Return the stored choice where it runs here, else this machine's own."""
         spec, choice = layer_spec(layer, tesa, rows), choice_from_dict(stored)
         return spec, choose(spec, ForgivingStore()) if misfit(spec, cast("Any", choice)) else choice
+
+
+def _dtype(fields: Mapping[str, Any]) -> torch.dtype:
+    """Return what a sparse layer's weight is in; older files hold float32 only."""
+    name = fields.get("dtype", "float32")
+    if name not in _DTYPES:
+        raise FileFormatError(message(f"a weight in {str(name)[:100]!r}", ", ".join(_DTYPES), "save it again"))
+    return _DTYPES[name]
 
 
 def _set(model: nn.Module, name: str, tensor: Tensor, *, like: Tensor) -> None:

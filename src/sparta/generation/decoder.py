@@ -6,6 +6,7 @@ compared with the model's before it is used. What does not fit is told in words.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -67,19 +68,24 @@ class _NoDecoderError(Exception):
     """Why a model is no such decoder."""
 
 
-def find_decoder(model: nn.Module) -> Decoder | str:
+def find_decoder(model: nn.Module, dtypes: Collection[torch.dtype] = (torch.float32,)) -> Decoder | str:
     """Return the decoder in a model, or in words why it is none.
+
+    Parameters
+    ----------
+    dtypes
+        What its parameters may be in; programs take float32 only.
 
     >>> find_decoder(nn.Linear(2, 2))
     'it has no decoder layers'
     """
     try:
-        return _found(model)
+        return _found(model, dtypes)
     except _NoDecoderError as reason:
         return str(reason)
 
 
-def _found(model: nn.Module) -> Decoder:
+def _found(model: nn.Module, dtypes: Collection[torch.dtype]) -> Decoder:
     prefix = str(getattr(model, "base_model_prefix", ""))
     base = getattr(model, prefix, None) if prefix else None
     if not isinstance(base, nn.Module) or not isinstance(getattr(base, "layers", None), nn.ModuleList):
@@ -95,7 +101,7 @@ def _found(model: nn.Module) -> Decoder:
     head = model.lm_head
     if type(head) is not nn.Linear or type(base.embed_tokens) is not nn.Embedding:
         raise _NoDecoderError("its head or its embedding is of another kind")
-    if any(p.dtype != torch.float32 or p.device.type not in ("cpu", "meta") for p in model.parameters()):
+    if any(p.dtype not in dtypes or p.device.type not in ("cpu", "meta") for p in model.parameters()):
         raise _NoDecoderError("it is not in float32 on the CPU")
     blocks = [_block(f"{prefix}.layers.{i}", block) for i, block in enumerate(base.layers)]  # type: ignore[arg-type]
     first: Any = base.layers[0]  # type: ignore[index]

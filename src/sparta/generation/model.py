@@ -142,6 +142,9 @@ def compiled_class(original: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(forward)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        embeds = kwargs.get("inputs_embeds")
+        if self._sparta.program is not None and isinstance(embeds, Tensor):
+            kwargs["inputs_embeds"] = embeds.float()  # a model in fewer bits was made one in float32
         with torch.no_grad():
             found = _stepped(self, forward, signature, args, kwargs)
             return forward(self, *args, **kwargs) if found is None else found
