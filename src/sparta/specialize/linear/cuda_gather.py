@@ -1,8 +1,8 @@
 """``cuda-gather``: unstructured weights of which little is live, for very few tokens.
 
-The kernel is CUDA C++ (``native/gather.cu``), compiled at run time for one tile. It reads a byte more than a live value
-for each, and does nothing for those that are pruned, so that its time follows the density; a bitmap takes a bit and a
-look for every element.
+The kernel is CUDA C++ (``native/gather.cu``), compiled at run time for one tile. It reads a byte or half of one more
+than a live value for each, and does nothing for those that are pruned, so that its time follows the density; a bitmap
+takes a bit and a look for every element.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparta.specialize.cuda.few_tokens import SHARED_BYTES, nvrtc_here
 from sparta.specialize.cuda.text_tile import TextTile
 from sparta.specialize.implement import Cause, Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
-from sparta.specialize.linear.cuda_gather_layout import GatherLayout
+from sparta.specialize.linear.cuda_gather_layout import BANKS, GatherLayout, spread_of
 from sparta.specialize.linear.spec import LinearKernel
 from sparta.specialize.linear.streamed import StreamedKernel, streamed_call
 
@@ -25,6 +25,8 @@ __all__ = ["CudaGather", "GatherTile", "gather_fits", "gather_tiles"]
 _TOKENS = (1, 2, 4)
 _MOST_LIVE = {1: 0.4, 2: 0.2, 4: 0.1}  # density by tokens; each of them is one more look into shared memory
 _SHAPES = ((16, 256, 3), (32, 256, 3), (32, 512, 2), (16, 256, 4), (16, 128, 4), (64, 512, 3))  # rows, threads, depth
+_NIBBLE_SHAPES = ((16, 256, 2), (32, 256, 2), (32, 512, 2), (16, 256, 3), (16, 128, 3))
+_NIBBLES_PAY = 0.14  # density from which on most distances fit into half a byte
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ class GatherTile(TextTile):
     threads
         Of a block; threads / rows of them share an output.
     depth
-        Pieces of 8 live values that a thread has on their way at once.
+        Pieces of 8 live values, or 16, that a thread has on their way at once.
+    nibbles
+        1 if distances take half a byte, in pieces of 16; 0 if they take a byte.
 
     Examples
     --------
@@ -52,12 +56,14 @@ class GatherTile(TextTile):
     rows: int = 16
     threads: int = 256
     depth: int = 3
+    nibbles: int = 0
 
     _choices: ClassVar[dict[str, tuple[int, ...]]] = {
         "tokens": _TOKENS,
         "rows": (8, 16, 32, 64),
         "threads": (64, 128, 256, 512),
         "depth": (1, 2, 3, 4, 6),
+        "nibbles": (0, 1),
     }
 
     @property
@@ -67,7 +73,8 @@ class GatherTile(TextTile):
 
     def shared_bytes(self, inputs: int) -> int:
         """Return the shared memory of a block: all of x, later the partial sums."""
-        return max(-(-inputs // 8) * 8 * self.tokens * 2, self.threads * self.tokens * 4)
+        planes = -(-self.tokens // 2)
+        return max(planes * BANKS * 4 * spread_of(inputs), self.threads * self.tokens * 4)
 
 
 class GatherKernel(StreamedKernel):
@@ -78,7 +85,7 @@ class GatherKernel(StreamedKernel):
     early = True
 
     def __init__(self, spec: KernelSpec, tile: GatherTile, constants: Mapping[str, int] | None = None) -> None:
-        layout = GatherLayout(spec["weight"], tile.rows, tile.parts)
+        layout = GatherLayout(spec["weight"], tile.rows, tile.parts, bool(tile.nibbles))
         block = (tile.threads, tile.shared_bytes(spec["weight"].shape[1]))
         super().__init__(spec, tile, layout, (tile.tokens, tile.rows, 1), block, constants=constants)
 
@@ -88,6 +95,7 @@ class CudaGather(TiledImplement):
 
     name = "cuda-gather"
     op = "linear"
+    version = 2
     first_run_compiles = True
 
     def supports(self, spec: KernelSpec) -> Support:
@@ -126,11 +134,20 @@ def gather_fits(spec: KernelSpec) -> Support:
     return Support.yes("live values and distances are streamed once")
 
 
-def gather_tiles(spec: KernelSpec) -> list[GatherTile]:
-    """Return tiles that fit into shared memory, the best guess first."""
+def gather_tiles(spec: KernelSpec, *, narrow: bool = False) -> list[GatherTile]:
+    """Return tiles that fit into shared memory, the best guess first.
+
+    Parameters
+    ----------
+    narrow
+        Whether values take 8 bits.
+    """
     inputs, width = spec["weight"].shape[1], _width(spec["input"].shape[0])
-    tiles = [GatherTile(tokens, *shape) for tokens in (width, width // 2) if tokens for shape in _SHAPES]
-    return [tile for tile in tiles if tile.shared_bytes(inputs) <= SHARED_BYTES][: len(_SHAPES)]
+    shapes = [(*shape, 0) for shape in _SHAPES]
+    if narrow and spec["weight"].density >= _NIBBLES_PAY:
+        shapes = [*((*shape, 1) for shape in _NIBBLE_SHAPES), *shapes[:2]]
+    tiles = [GatherTile(tokens, *shape) for tokens in (width, width // 2) if tokens for shape in shapes]
+    return [tile for tile in tiles if tile.shared_bytes(inputs) <= SHARED_BYTES][: len(shapes)]
 
 
 def _width(tokens: int) -> int:

@@ -1,7 +1,7 @@
 """``cuda-gather`` in 8 bits: unstructured weights in fp8 or int8 for very few tokens; x is not rounded.
 
 The kernel is that of :mod:`sparta.specialize.linear.cuda_gather`; a live value takes two bytes, one of them for its
-place.
+place, or one and a half where distances are short.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _ScaledGatherKernel(GatherKernel):
         super().__init__(spec, tile, {"FORMAT": FORMAT_NUMBERS[str(self._weight.format)]})
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
-        """Return records, nothing, the index and scales of a real weight (N, K)."""
+        """Return values with distances or apart from them, the index and scales of a real weight (N, K)."""
         codes, scales = codes_of(operand, self._weight)
         return *self._layout.pack(codes), scales[:, 0].contiguous()
 
@@ -43,6 +43,7 @@ class ScaledGather(TiledImplement):
 
     name = "cuda-gather"
     op = OP
+    version = 2
     first_run_compiles = True
 
     def supports(self, spec: KernelSpec) -> Support:
@@ -51,7 +52,7 @@ class ScaledGather(TiledImplement):
 
     def tiles(self, spec: KernelSpec) -> Sequence[object]:
         """Return the tiles that are worth timing, the best guess first."""
-        return gather_tiles(spec)
+        return gather_tiles(spec, narrow=True)
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
         """Lay out the weight; the kernel is compiled at its first run."""

@@ -1,24 +1,30 @@
 // y = activation(x W^T + bias) + residual for an unstructured weight of which little is live, and very few tokens.
 //
 // A lane owns an output and walks over a share of its live values: each comes with the distance to its input from the one
-// before, in one byte, so a weight is read as little more than its live values. All of x waits in shared memory, the
-// tokens of an input side by side. Outputs with about as many live values stand together, so that lanes end together.
-// Shares are summed in a fixed order, so equal inputs give equal bits. What is pruned is not read at all.
+// before, in a byte or half of one, so a weight is read as little more than its live values. All of x waits in shared
+// memory, which answers 32 lanes at once only if they look into different banks. So the first SPREAD inputs stand in one
+// bank, the next ones in the next, and so on around; the lanes of a warp begin SPREAD inputs apart, and walk around as
+// well. Outputs with about as many live values stand together, so that lanes end together. Shares are summed in a fixed
+// order, so equal inputs give equal bits. What is pruned is not read at all.
 //
-// Compile-time numbers: TOKENS, ROWS, THREADS, DEPTH, IS_HALF, ACTIVATION, FORMAT (0: 16 bits, 1: fp8 e4m3, 2: int8).
+// Compile-time numbers: TOKENS, ROWS, THREADS, DEPTH, NIBBLES, IS_HALF, ACTIVATION, FORMAT (0: 16 bits, 1: fp8 e4m3,
+// 2: int8).
 
 #define CLUSTER 1
 #include "few_tokens.cuh"
 
-constexpr int STEP = 8;                 // live values that a lane takes at once
-constexpr int PARTS = THREADS / ROWS;   // lanes that share an output
-constexpr u32 STRIDE = TOKENS * 2;      // bytes of an input in shared memory
+constexpr int STEP = NIBBLES ? 16 : 8;            // live values that a lane takes at once
+constexpr int PARTS = THREADS / ROWS;             // lanes that share an output
+constexpr int PLANES = (TOKENS + 1) / 2;          // words of an input: one token as a float, or two as they are
+constexpr u32 BANKS = 128;                        // bytes of all banks
+constexpr int BESIDE = ROWS < 32 ? 32 / ROWS : 1; // lanes of a warp that share an output
+static_assert(ROWS % 32 == 0 || (32 % ROWS == 0 && PARTS % BESIDE == 0), "warps hold whole outputs");
 
 struct Call {
     const u16* x;
     const uint4* values;
-    const uint2* distances; // with values of 8 bits they stand in front of them, and this is not read
-    const int* index;       // (blocks + 1) first steps; (blocks, ROWS) outputs; (blocks, PARTS, ROWS) first inputs
+    const uint2* distances; // with values and distances of 8 bits they stand in front of the values, and this is not read
+    const int* index;       // (blocks + 1) first steps; (blocks, ROWS) outputs; (blocks, PARTS, ROWS) first places
 #if FORMAT
     const float* scales;
 #endif
@@ -29,24 +35,32 @@ struct Call {
     int tokens, outputs, inputs, blocks;
 };
 
-// Eight live values and their distances.
+// Live values and their distances.
 struct Piece {
     u32 distances[2];
-#if FORMAT
+#if FORMAT && !NIBBLES
     u32 values[2];
 #else
-    uint4 values;
+    u32 values[4];
 #endif
 
     __device__ __forceinline__ void load(const Call& call, long long place) {
-#if FORMAT
-        uint4 all = stream16(call.values + place);
+        const uint4 all = stream16(call.values + place);
+#if FORMAT && !NIBBLES
         distances[0] = all.x, distances[1] = all.y, values[0] = all.z, values[1] = all.w;
 #else
         asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];"
                      : "=r"(distances[0]), "=r"(distances[1])
                      : "l"(call.distances + place));
-        values = stream16(call.values + place);
+        values[0] = all.x, values[1] = all.y, values[2] = all.z, values[3] = all.w;
+#endif
+    }
+
+    __device__ __forceinline__ u32 distance(int number) const {
+#if NIBBLES
+        return distances[number / 8] >> (number % 8 * 4) & 0xf;
+#else
+        return distances[number / 4] >> (number % 4 * 8) & 0xff;
 #endif
     }
 
@@ -68,66 +82,72 @@ struct Piece {
         const u32 high = __byte_perm(shifted, 0x4b000000, pair % 2 ? 0x7443 : 0x7441);
         return make_float2(__uint_as_float(low) - 8388736.f, __uint_as_float(high) - 8388736.f);
 #else
-        const u32 word = pair == 0 ? values.x : pair == 1 ? values.y : pair == 2 ? values.z : values.w;
-        return make_float2(to_float((u16)word), to_float((u16)(word >> 16)));
+        return make_float2(to_float((u16)values[pair]), to_float((u16)(values[pair] >> 16)));
 #endif
     }
 };
 
-// Adds one value times its input of all tokens.
-__device__ __forceinline__ void add(float (&sums)[TOKENS], float value, u32 at) {
-#if TOKENS == 1
-    u16 x;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(at) : "memory");
-    sums[0] = fmaf(value, to_float(x), sums[0]);
-#else
-    u32 x[TOKENS / 2];
-#if TOKENS == 2
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x[0]) : "r"(at) : "memory");
-#elif TOKENS == 4
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(at) : "memory");
-#else
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(at)
-                 : "memory");
-#endif
-#pragma unroll
-    for (int t = 0; t < TOKENS / 2; ++t) {
-        sums[2 * t] = fmaf(value, to_float((u16)x[t]), sums[2 * t]);
-        sums[2 * t + 1] = fmaf(value, to_float((u16)(x[t] >> 16)), sums[2 * t + 1]);
-    }
-#endif
-}
+// The inputs of all tokens in shared memory. Input k of them all stands at k times 128 bytes, around a ring that is 4
+// bytes short of a whole number of rows, so that each time around ends in the next bank.
+struct Inputs {
+    unsigned char* memory;
+    u32 rows, around; // inputs in a bank; bytes of the ring
 
-__device__ __forceinline__ void add_piece(float (&sums)[TOKENS], const Piece& piece, u32& at) {
+    __device__ __forceinline__ void walk(u32& at, u32 distance) const {
+        at += distance * BANKS;
+        at = min(at, at - around); // what is not beyond the end becomes a very large number
+    }
+
+    // Adds one value times its input of all tokens.
+    __device__ __forceinline__ void add(float (&sums)[TOKENS], float value, u32 at) const {
+#if TOKENS == 1
+        sums[0] = fmaf(value, *reinterpret_cast<const float*>(memory + at), sums[0]);
+#else
+#pragma unroll
+        for (int plane = 0; plane < PLANES; ++plane) {
+            const u32 two = *reinterpret_cast<const u32*>(memory + plane * rows * BANKS + at);
+            sums[2 * plane] = fmaf(value, to_float((u16)two), sums[2 * plane]);
+            sums[2 * plane + 1] = fmaf(value, to_float((u16)(two >> 16)), sums[2 * plane + 1]);
+        }
+#endif
+    }
+
+    // Copies x; inputs and tokens beyond the last are 0. A lane writes to its own bank.
+    __device__ __forceinline__ void fetch(const Call& call, int first_token) const {
+        for (int piece = threadIdx.x; piece < 4 * (int)rows; piece += THREADS) {
+            const int bank = piece % 32, row = piece / 32 * 8, input = bank * (int)rows + row;
+            u32 words[2 * PLANES][4] = {};
+#pragma unroll
+            for (int t = 0; t < TOKENS; ++t)
+                if (first_token + t < call.tokens && input < call.inputs) {
+                    const uint4 x = *reinterpret_cast<const uint4*>(call.x + (first_token + t) * call.x_stride + input);
+                    words[t][0] = x.x, words[t][1] = x.y, words[t][2] = x.z, words[t][3] = x.w;
+                }
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+#pragma unroll
+                for (int plane = 0; plane < PLANES; ++plane) {
+                    unsigned char* to = memory + (plane * rows + row + i) * BANKS + bank * 4;
+                    const u32 one = words[2 * plane][i / 2] >> (i % 2 * 16) & 0xffff;
+#if TOKENS == 1
+                    *reinterpret_cast<float*>(to) = to_float((u16)one);
+#else
+                    const u32 two = words[2 * plane + 1][i / 2] >> (i % 2 * 16) & 0xffff;
+                    *reinterpret_cast<u32*>(to) = one | two << 16;
+#endif
+                }
+        }
+    }
+};
+
+__device__ __forceinline__ void add_piece(float (&sums)[TOKENS], const Inputs& inputs, const Piece& piece, u32& at) {
 #pragma unroll
     for (int pair = 0; pair < STEP / 2; ++pair) {
         const float2 value = piece.two(pair);
-        const u32 word = piece.distances[pair / 2] >> (pair % 2 * 16);
-        at += (word & 0xff) * STRIDE;
-        add(sums, value.x, at);
-        at += (word >> 8 & 0xff) * STRIDE;
-        add(sums, value.y, at);
-    }
-}
-
-// Copies x to shared memory, (inputs, TOKENS); tokens beyond the last are 0.
-__device__ __forceinline__ void fetch(const Call& call, u16* shared, int first_token) {
-    for (int piece = threadIdx.x; piece < call.inputs / 8; piece += THREADS) {
-#pragma unroll
-        for (int t = 0; t < TOKENS; ++t) {
-            uint4 x = make_uint4(0, 0, 0, 0);
-            if (first_token + t < call.tokens)
-                x = *reinterpret_cast<const uint4*>(call.x + (first_token + t) * call.x_stride + piece * 8);
-#if TOKENS == 1
-            reinterpret_cast<uint4*>(shared)[piece] = x;
-#else
-            const u32 words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-            for (int i = 0; i < 8; ++i) shared[(piece * 8 + i) * TOKENS + t] = (u16)(words[i / 2] >> (i % 2 * 16));
-#endif
-        }
+        inputs.walk(at, piece.distance(2 * pair));
+        inputs.add(sums, value.x, at);
+        inputs.walk(at, piece.distance(2 * pair + 1));
+        inputs.add(sums, value.y, at);
     }
 }
 
@@ -137,8 +157,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather(const Call call) {
     const int* outputs = call.index + call.blocks + 1;
     const int* firsts = outputs + call.blocks * ROWS;
     const int from = __ldg(call.index + blockIdx.x), steps = __ldg(call.index + blockIdx.x + 1) - from;
-    const int begin = steps * part / PARTS, end = steps * (part + 1) / PARTS;
-    u32 at = (u32)__cvta_generic_to_shared(shared) + __ldg(firsts + (blockIdx.x * PARTS + part) * ROWS + slot) * STRIDE;
+    const int share = part % BESIDE * (PARTS / BESIDE) + part / BESIDE; // lanes side by side walk far apart
+    const int begin = steps * share / PARTS, end = steps * (share + 1) / PARTS;
+    const u32 rows = 8 * (call.inputs / 256 + 1);
+    const Inputs inputs = {shared, rows, rows * BANKS - 4};
+    u32 at = __ldg(firsts + (blockIdx.x * PARTS + share) * ROWS + slot);
     long long place = ((long long)from + begin) * ROWS + slot;
 
     follow(); // where values are is older than the kernel before this one; values and x may not be
@@ -146,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather(const Call call) {
 #pragma unroll
     for (int d = 0; d < DEPTH; ++d)
         if (begin + d < end) ring[d].load(call, place + d * ROWS);
-    fetch(call, reinterpret_cast<u16*>(shared), first_token);
+    inputs.fetch(call, first_token);
     __syncthreads();
 
     float sums[TOKENS] = {};
@@ -157,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather(const Call call) {
                 const Piece piece = ring[d];
                 if (step + d + DEPTH < end) ring[d].load(call, place + DEPTH * ROWS);
                 place += ROWS;
-                add_piece(sums, piece, at);
+                add_piece(sums, inputs, piece, at);
             }
         }
     }
