@@ -4,10 +4,15 @@ import pytest
 import torch
 
 import sparta
-from sparta.errors import ValueRangeError
+from sparta.compiler.session import Session
+from sparta.errors import FileFormatError, ValueRangeError
+from sparta.files import Budget
 from sparta.generation import api, fp8, layers
-from sparta.generation.layers import SparseLayer, kernel_of, layer_spec
+from sparta.generation.fp8_files import fp8_fields, fp8_weight
+from sparta.generation.layers import SparseLayer, kernel_of, layer_spec, put_layers
+from sparta.specialize.scaled_linear.spec import rounded_weight, scaled_weight
 from sparta.specialize.tuning.select import DENSE, Choice
+from sparta.specialize.tuning.store import key_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -30,7 +35,7 @@ def anywhere(monkeypatch):
     """Let models in fp8 run here, with kernels of fp8 in all layers but queries."""
     monkeypatch.setattr(api, "fp8_obstacle", lambda _model: "")
 
-    def chosen(layer, tesa, rows, _session, _share):
+    def chosen(layer, tesa, rows, _known):
         if layer.out_features == 32 and tesa.density == 1 and chosen.calls % 7 == 0:
             chosen.calls += 1
             return None
@@ -60,8 +65,19 @@ def test_every_linear_layer_is_rounded_but_the_last_and_patterns_stay(model, any
     assert any(note.startswith("fp8: logits of the example differ") for note in fast.report.notes)
     options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     assert fast.generate(ids, **options).shape == model.generate(ids, **options).shape
-    with pytest.raises(ValueRangeError, match="compile it again"):
-        fast.save(tmp_path / "model.sparta")
+    fast.save(tmp_path / "model.sparta")
+    again = sparta.load(tmp_path / "model.sparta")
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, fast(ids).logits)
+    assert torch.equal(again.generate(ids, **options), fast.generate(ids, **options))
+    assert again.provenance["precision"] == "fp8"
+    for name, layer in put.items():
+        other = again.get_submodule(name)
+        assert torch.equal(other.weight, layer.weight)
+        assert str(other.kernel.fused.weight.format) == "fp8_e4m3"
+        assert torch.equal(other.kernel.fused.weight.mask(), layer.kernel.fused.weight.mask())
+    assert {name: tesa.density for name, tesa in again.spec.items()} == {n: t.density for n, t in fast.spec.items()}
+    again.save(tmp_path / "again.sparta")  # as often as one likes
 
 
 def test_a_loss_beyond_what_is_allowed_leaves_the_model_as_it_was(model, anywhere):
@@ -81,6 +97,44 @@ def test_rounded_inputs_are_simulated_where_kernels_round_them(model, monkeypatc
     torch.testing.assert_close(plain, sparse(x))
     monkeypatch.setattr(fp8, "FP8_IMPLEMENTS", frozenset({DENSE}))
     assert not torch.equal(fp8._Simulated(sparse)(x), plain)
+
+
+def test_weights_in_fp8_take_a_byte_and_damaged_ones_are_refused():
+    layer = torch.nn.Linear(48, 40, bias=False).bfloat16()
+    for mask in (torch.ones(40, 48, dtype=torch.bool), torch.rand(40, 48) < 0.3):
+        tesa = scaled_weight(layer.weight.detach() * mask, sparta.TeSA.from_mask(mask))
+        choices = {1: (layer_spec(layer, tesa, 1), Choice(DENSE, {}, ""))}
+        tensors = {}
+        fields = fp8_fields("fc", SparseLayer(layer, kernel_of(layer, tesa, choices)), tensors)
+        assert tensors["fp8/fc/codes"].nbytes == int(mask.sum())
+        weight, known = fp8_weight("fc", fields, tensors, (40, 48), Budget(10**6, "a file"))
+        assert torch.equal(weight, rounded_weight(layer.weight.detach().float() * mask, tesa))
+        assert torch.equal(known.mask(), mask)
+        changes = {"codes": torch.zeros(3, dtype=torch.uint8), "scales": torch.zeros(40)}
+        if fields["pruned"]:
+            changes["mask"] = torch.ones(40, 5, dtype=torch.uint8)
+        for part, bad in changes.items():
+            with pytest.raises(FileFormatError):
+                fp8_weight("fc", fields, tensors | {f"fp8/fc/{part}": bad}, (40, 48), Budget(10**6, "a file"))
+        with pytest.raises(FileFormatError, match=r"a weight of"):
+            fp8_weight("fc", fields, tensors, (48, 40), Budget(10**6, "a file"))
+
+
+def test_layers_that_cost_alike_are_measured_once(monkeypatch):
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)], torch.nn.Linear(64, 32))
+    masks = {name: sparta.NM(2, 4).project(each.weight.detach().abs()) for name, each in model.named_children()}
+    tesas = {name: sparta.TeSA.from_mask(mask) for name, mask in masks.items()}
+    measured = []
+
+    def measure(spec, problem, known, _session, *, share):
+        assert problem().expected.shape == (spec["input"].shape[0], spec["weight"].shape[0])
+        assert 0 < share <= 1
+        known[key_of(spec)] = Choice(DENSE, {}, "")
+        measured.append((spec["weight"].shape, spec["input"].shape[0]))
+
+    monkeypatch.setattr(layers, "choice_for", measure)
+    assert not put_layers(model, tesas, {name: [1, 8] for name in tesas}, Session())
+    assert measured == [((64, 64), 8), ((32, 64), 8), ((64, 64), 1), ((32, 64), 1)]  # what costs most first
 
 
 def test_it_says_what_fp8_needs(model):

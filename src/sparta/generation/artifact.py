@@ -22,7 +22,8 @@ from sparta.errors import FileFormatError, ValueRangeError, message
 from sparta.files import Budget, load_tensors, reading, save_tensors
 from sparta.generation.decoder import find_decoder
 from sparta.generation.experts import PackedExperts, experts_of
-from sparta.generation.layers import SparseLayer, is_transposed, kernel_of, layer_spec, weight_of
+from sparta.generation.fp8_files import fp8_fields, fp8_weight, is_fp8
+from sparta.generation.layers import SparseLayer, is_linear, is_transposed, kernel_of, layer_spec, weight_of
 from sparta.generation.matrices import PackedMatrix, packed, restored
 from sparta.generation.model import Compiled, GenerativeModel, compiled_class
 from sparta.generation.packed_linear import PackedLinear
@@ -58,18 +59,17 @@ def save(model: GenerativeModel, path: str | os.PathLike[str], sign: object = No
         fix = "save it with save_pretrained and compile it where it is used"
         raise ValueRangeError(message(given, "a class of its auto classes", fix)) from error
     tensors: dict[str, Tensor] = {}
-    if any(isinstance(module, SparseLayer) and module.kernel.fused.op != "linear" for module in model.modules()):
-        fix = "save the original and compile it again after loading"
-        raise ValueRangeError(message("a compiled language model in fp8", "files of models as given or in int8", fix))
-    matrices, layers = {}, {}
+    matrices, layers, rounded = {}, {}, {}
     pruned = {name.removesuffix(".weight"): tesa for name, tesa in model.spec.items()}
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
             matrices[name] = _matrix_fields(name, module.matrix, tensors)
+        elif isinstance(module, SparseLayer) and is_fp8(module):
+            rounded[name] = {**fp8_fields(name, module, tensors), **_kernel_fields(module)}
         elif name in pruned:
             mask = pruned[name].mask()
             layers[name] = _layer_fields(name, module, mask.t() if is_transposed(module) else mask, tensors)
-    ties = _put_state(model, set(layers), tensors)
+    ties = _put_state(model, {*layers, *rounded}, tensors)
     payload = {
         "architecture": original.__name__,
         "model_type": kind,
@@ -77,6 +77,7 @@ def save(model: GenerativeModel, path: str | os.PathLike[str], sign: object = No
         "generation": _generation_fields(getattr(model, "generation_config", None)),
         "matrices": matrices,
         "layers": layers,
+        "fp8": rounded,
         "ties": ties,
         "experts": {name: m.int8 for name, m in model.named_modules() if isinstance(m, PackedExperts)},
         "program": model.program is not None,
@@ -96,10 +97,15 @@ def _matrix_fields(name: str, matrix: PackedMatrix, tensors: dict[str, Tensor]) 
 def _layer_fields(name: str, layer: nn.Module, mask: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return what a pruned layer is, with its weight stored as the fewest bytes, and its kernels if it has any."""
     fields = _matrix_fields(name, packed(weight_of(layer).cpu().float(), mask.cpu().contiguous()), tensors)
+    return {**fields, **_kernel_fields(layer)}
+
+
+def _kernel_fields(layer: nn.Module) -> dict[str, Any]:
+    """Return what a layer computes in, and the kernels that were chosen for it."""
     kernels = layer.kernel.choices if isinstance(layer, SparseLayer) else {}
     dtype = str(weight_of(layer).dtype).removeprefix("torch.")
     choices = {str(size): choice.to_dict() for size, (_, choice) in kernels.items()}
-    return {**fields, "dtype": dtype, "choices": choices}
+    return {"dtype": dtype, "choices": choices}
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -181,6 +187,7 @@ class _Reader:
     ) -> None:
         self.tensors, self.payload, self.budget = tensors, payload, budget
         self.matrices: dict[str, PackedMatrix] = {}
+        self.masks: dict[str, Tensor] = {}
         self.turned: set[str] = set()
         stored = "cuda" if payload["provenance"]["device"] == "cuda" and torch.cuda.is_available() else "cpu"
         self.where = torch.device(stored if device is None else device)
@@ -200,6 +207,7 @@ class _Reader:
         self.fill(model, set(matrices))
         compiled = Compiled(longest=self.longest())
         self.put_layers(model)
+        self.put_fp8(model)
         if self.payload["program"]:
             compiled.program = _program(model, matrices)
             compiled.output = _output_class()
@@ -226,7 +234,7 @@ class _Reader:
         found = {}
         for name in self.payload["pruned"]:
             path = str(name).removesuffix(".weight")
-            mask = self.matrices[path].mask()
+            mask = self.masks[path] if path in self.masks else self.matrices[path].mask()
             found[str(name)] = TeSA.from_mask(mask.t().contiguous() if path in self.turned else mask)
         compiled.spec = Spec(found)
         fields = self.payload["generation"]
@@ -271,6 +279,21 @@ class _Reader:
             choices = {int(size): self.choice(layer, tesa, int(size), c) for size, c in fields["choices"].items()}
             if choices:
                 replace_module(model, name, SparseLayer(layer, kernel_of(layer, tesa, choices)))
+
+    def put_fp8(self, model: nn.Module) -> None:
+        """Put layers in fp8 in place, with kernels that run here; older files have none."""
+        for key, fields in self.payload.get("fp8", {}).items():
+            name, layer = str(key), model.get_submodule(str(key))
+            if not is_linear(layer):
+                raise FileFormatError(message(f"a weight in fp8 for {name[:100]}", "a linear layer", "save it again"))
+            like: Any = layer.weight
+            shape = (like.shape[1], like.shape[0]) if is_transposed(layer) else (like.shape[0], like.shape[1])
+            weight, tesa = fp8_weight(name, fields, self.tensors, shape, self.budget)
+            self.masks[name] = tesa.mask()
+            weight = weight.to(self.where, _dtype(fields))
+            _set(model, f"{name}.weight", weight.t().contiguous() if is_transposed(layer) else weight, like=like)
+            choices = {int(size): self.choice(layer, tesa, int(size), c) for size, c in fields["choices"].items()}
+            replace_module(model, name, SparseLayer(layer, kernel_of(layer, tesa, choices)))
 
     def put_experts(self, model: nn.Module) -> None:
         """Put packed experts in place; their matrices follow from the tensors."""

@@ -7,22 +7,24 @@ chosen by measurement for the rows of one decoding step and for those of the exa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sparta.compiler.choose.layers import choice_for
 from sparta.compiler.lower import lowering_of
 from sparta.compiler.plan import LayerPlan
 from sparta.compiler.run.kernel_module import Fused, KernelModule
-from sparta.compiler.session import EFFORT, Session
-from sparta.errors import SpartaError
+from sparta.compiler.session import Session
 from sparta.modules import replace_module
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.scaled_linear.spec import FP8
 from sparta.specialize.scaled_linear.spec import OP as SCALED_OP
-from sparta.specialize.tuning.select import DENSE, Choice, choose, tune_kernel
+from sparta.specialize.tuning.select import DENSE, Choice, Problem
+from sparta.specialize.tuning.store import key_of
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.prunable import input_axis
 
@@ -134,50 +136,56 @@ def put_layers(
         The numbers of rows that kernels are chosen for, by layer.
     """
     put: dict[str, SparseLayer] = {}
-    for at, (name, tesa) in enumerate(tesas.items()):
+    known = _measured(model, tesas, rows, session)
+    for name, tesa in tesas.items():
         layer = model.get_submodule(name)
-        kernel = _chosen(layer, tesa, rows.get(name) or [1], session, 1 / (len(tesas) - at))
-        if kernel is None:
-            continue
-        put[name] = SparseLayer(layer, kernel)
-        replace_module(model, name, put[name])
-        session.show(f"{name}: {kernel.extra_repr()}")
+        kernel = _chosen(layer, tesa, rows.get(name) or [1], known)
+        if kernel is not None:
+            put[name] = SparseLayer(layer, kernel)
+            replace_module(model, name, put[name])
     return put
 
 
-def _chosen(layer: nn.Module, tesa: TeSA, rows: list[int], session: Session, share: float) -> KernelModule | None:
-    """Return the kernels of a layer; None where dense runs all its sizes, or its dtype has no kernels."""
+def _measured(
+    model: nn.Module, tesas: Mapping[str, TeSA], rows: Mapping[str, list[int]], session: Session
+) -> dict[str, Choice]:
+    """Return what runs each kind of layer, measured once for all that cost alike, the most expensive ones first."""
+    first: dict[str, tuple[nn.Module, TeSA, int]] = {}
+    costs: dict[str, int] = {}
+    for name, tesa in tesas.items():
+        layer = model.get_submodule(name)
+        for count in rows.get(name) or [1]:
+            kind = key_of(layer_spec(layer, tesa, count))
+            first.setdefault(kind, (layer, tesa, count))
+            costs[kind] = costs.get(kind, 0) + count * tesa.numel
+    session.begin_measuring(0)
+    known: dict[str, Choice] = {}
+    for number, kind in enumerate(sorted(first, key=lambda kind: -costs[kind])):
+        layer, tesa, count = first[kind]
+        session.show(f"kind of layer {number + 1}/{len(first)}: {tuple(tesa.shape)}, {count} rows")
+        left = sum(cost for other, cost in costs.items() if other not in known)
+        share = max(costs[kind] / max(1, left), 0.5 / (len(first) - number))
+        choice_for(layer_spec(layer, tesa, count), partial(_problem, *first[kind]), known, session, share=share)
+    return known
+
+
+def _problem(layer: nn.Module, tesa: TeSA, count: int) -> Problem:
+    """Return what is measured for a layer and a number of rows."""
     weight, bias = weight_of(layer), cast("Tensor | None", layer.bias)
-    lowering = lowering_of(_operation(tesa)[0])
+    x = torch.randn(count, weight.shape[1], generator=torch.Generator().manual_seed(0))
     shift = None if bias is None else bias.detach()
-    choices: dict[int, tuple[KernelSpec, Choice]] = {}
+    lowering, spec = lowering_of(_operation(tesa)[0]), layer_spec(layer, tesa, count)
     with torch.no_grad():
-        masked = tesa.apply(weight)
-        for count in rows:
-            x = torch.randn(count, weight.shape[1], generator=torch.Generator().manual_seed(0))
-            x = x.to(weight.device, weight.dtype)
-            spec = layer_spec(layer, tesa, count)
-            try:
-                if session.tune == "off" or session.left <= 0:
-                    choices[count] = (spec, choose(spec, session.store))
-                else:
-                    trials, seconds = EFFORT[session.tune]
-                    problem = lowering.problem(spec, masked, x, shift, None)
-                    most = session.share(share, seconds)
-                    with session.step(most):
-                        choice = tune_kernel(
-                            problem,
-                            max_trials=trials,
-                            max_seconds=most,
-                            store=session.store,
-                            in_graphs=session.in_graphs,
-                        )
-                    choices[count] = (spec, choice)
-            except (SpartaError, RuntimeError) as error:
-                session.gave_up(f"a linear layer of {tuple(weight.shape)}", error)
-                return None
-        if all(choice.implement == DENSE for _, choice in choices.values()):
-            return None
+        return lowering.problem(spec, tesa.apply(weight), x.to(weight.device, weight.dtype), shift, None)
+
+
+def _chosen(layer: nn.Module, tesa: TeSA, rows: list[int], known: Mapping[str, Choice]) -> KernelModule | None:
+    """Return the kernels of a layer by what is known of its kind; None where dense runs all its sizes."""
+    specs = {count: layer_spec(layer, tesa, count) for count in rows}
+    choices = {count: (spec, known[key_of(spec)]) for count, spec in specs.items()}
+    if all(choice.implement == DENSE for _, choice in choices.values()):
+        return None
+    with torch.no_grad():
         return kernel_of(layer, tesa, choices)
 
 
