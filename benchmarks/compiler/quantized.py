@@ -3,7 +3,8 @@
 Run with ``python benchmarks/compiler/quantized.py --threads 2``; ``--only`` and ``--batch`` take some of the cases,
 ``--quick`` small models. The dense model runs in ONNX Runtime and OpenVINO (where they are installed) in int8, bf16 and
 fp32 and eagerly in bf16; the sparse one is compiled with ``precision="int8"``, ``"bf16"`` or as it is. All calls of a
-model take turns. Results are saved after every model; ``--continue`` goes on where a run ended.
+model take turns. Results are saved after every model; ``--continue`` goes on where a run ended, ``--keep`` keeps the
+rivals' files for the next run, and ``--variants`` takes some of ours.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import platform
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import sparta
+from sparta.specialize.cpu.library import load
 from sparta.tables import table
 from sparta.tesa.patterns import parse_pattern
 from sparta.testing import compare
@@ -63,11 +66,16 @@ VARIANTS = (
 )
 
 
+LABELS = tuple(f"{p} {f'{s:.0%} ' if s else ''}{q or 'fp32'}" for p, s, q in VARIANTS)
+_LARGE = 4  # from this batch on one batch of calibration is enough: the rivals keep all activations of it
+
+
 def main() -> int:
     """Measure every model and batch."""
     options = _options()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
+    load()  # compiled before any budget begins
     results = _before(options.out) if options.go_on else []
     done = {(row["model"], row["batch"]) for row in results}
     for name in options.only:
@@ -90,6 +98,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=15.0, help="for the last timing of each model")
     parser.add_argument("--budget", type=float, default=90.0, help="for compiling each variant")
+    parser.add_argument("--variants", nargs="+", choices=LABELS, default=list(LABELS))
+    parser.add_argument("--keep", type=Path, help="a folder for the rivals' files")
     parser.add_argument("--continue", dest="go_on", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -108,16 +118,22 @@ def _measured(name: str, batch: int, options: argparse.Namespace) -> dict[str, A
     torch.manual_seed(0)
     full, small, inputs = MODELS[name]
     model, x = (small if options.quick else full)().eval(), inputs(batch, options.quick)
-    calibration = [inputs(batch, options.quick) for _ in range(4)]
+    calibration = [inputs(batch, options.quick) for _ in range(1 if batch >= _LARGE else 4)]
     calls: dict[str, Callable[[Tensor], Any]] = {"eager fp32": model, "eager bf16": _in_bf16(model)}
     changes: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+    with tempfile.TemporaryDirectory() as temporary, torch.no_grad():
+        folder = Path(temporary) if options.keep is None else options.keep / f"{name}-{batch}"
+        folder.mkdir(parents=True, exist_ok=True)
         calls |= rival_calls(
-            model, x, Path(folder), options.threads, calibration=calibration, precisions=("fp32", "bf16", "int8")
+            model, x, folder, options.threads, calibration=calibration, precisions=("fp32", "bf16", "int8")
         )
-        for pattern, sparsity, precision in VARIANTS:
-            label = f"sparta {pattern} {f'{sparsity:.0%} ' if sparsity else ''}{precision or 'fp32'}"
+        for short, (pattern, sparsity, precision) in zip(LABELS, VARIANTS, strict=True):
+            if short not in options.variants:
+                continue
+            label = f"sparta {short}"
+            begin = time.perf_counter()
             fast = _compiled(model, x, pattern, sparsity, precision, calibration, options.budget)
+            print(f"{name}, batch {batch}: {label} compiled in {time.perf_counter() - begin:.0f} s", flush=True)
             calls[label] = fast
             if fast.report.precision is not None:
                 changes[label] = fast.report.precision.change

@@ -41,6 +41,8 @@ def rival_calls(
     ----------
     x
         The input, of the size that is timed.
+    folder
+        Where files are written; those that are there already are taken as they are.
     calibration
         Batches for int8.
     precisions
@@ -49,10 +51,12 @@ def rival_calls(
     found: dict[str, Call] = {}
     if not (has("onnxruntime") and has("onnx") and has("onnxscript")):
         return found
-    plain = _exported(model, x, folder / "dense.onnx")
-    files = {"fp32": plain, "bf16": plain}
-    if "int8" in precisions:
-        files["int8"] = _quantized(plain, calibration or [x], folder / "dense-int8.onnx")
+    plain, rounded = folder / "dense.onnx", folder / "dense-int8.onnx"
+    files = {"fp32": plain, "bf16": plain, "int8": rounded}
+    if not plain.exists():
+        _exported(model, x, plain)
+    if "int8" in precisions and not rounded.exists():
+        _quantized(plain, calibration or [x], rounded)
     for precision in precisions:
         if precision != "bf16":
             found[f"onnxruntime {precision}"] = _onnxruntime(files[precision], threads)
@@ -61,14 +65,13 @@ def rival_calls(
     return found
 
 
-def _exported(model: nn.Module, x: Tensor, path: Path) -> Path:
+def _exported(model: nn.Module, x: Tensor, path: Path) -> None:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         torch.onnx.export(model, (x,), str(path), dynamo=True, external_data=False, verbose=False)
-    return path
 
 
-def _quantized(plain: Path, batches: Sequence[Tensor], path: Path) -> Path:
+def _quantized(plain: Path, batches: Sequence[Tensor], path: Path) -> None:
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -89,7 +92,6 @@ def _quantized(plain: Path, batches: Sequence[Tensor], path: Path) -> Path:
     quant_pre_process(str(plain), str(ready), skip_symbolic_shape=True)
     types = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
     quantize_static(str(ready), str(path), Reader(), quant_format=QuantFormat.QDQ, per_channel=True, **types)
-    return path
 
 
 def _onnxruntime(path: Path, threads: int) -> Call:
@@ -107,7 +109,8 @@ def _openvino(path: Path, x: Tensor, threads: int, precision: str) -> Call:
 
     graph = openvino.Core().read_model(str(path))
     graph.reshape(list(x.shape))
-    hint = "bf16" if precision == "bf16" else "f32"
-    settings = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": hint}
+    settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1}
+    if precision != "int8":  # what is not rounded is then computed in what it takes to be fastest
+        settings["INFERENCE_PRECISION_HINT"] = "bf16" if precision == "bf16" else "f32"
     request = openvino.compile_model(graph, "CPU", settings).create_infer_request()
     return lambda given: request.infer([openvino.Tensor(given.numpy(), shared_memory=True)])[0]

@@ -214,17 +214,21 @@ def test_texts_of_all_lengths_with_padding(monkeypatch):
         run(torch.full((2, 12), 50), torch.ones(2, 12, dtype=torch.int64))
 
 
-def test_int8_layers_hand_over_bytes_and_share_what_they_round(monkeypatch):
+@pytest.mark.parametrize(("tile", "blocks"), [(Tile(block=4, mv=1), False), (Tile("gathered", 16, 2), True)])
+def test_int8_layers_hand_over_bytes_and_share_what_they_round(monkeypatch, tile, blocks):
+    monkeypatch.setattr(tracing, "attends_by_blocks", lambda: blocks)
     model = nn.Sequential(Layer(), Layer()).eval()
-    batches = [torch.randn(2, 20, 32) for _ in range(4)]
+    batches = [torch.randn(2, 35, 32) for _ in range(4)]
     spec, _ = sparta.prune(model, batches, "4x4", 0.5, method="magnitude")
-    choosing(monkeypatch, lambda s: Choice("cpu-int8", {"tile": str(Tile(block=4, mv=1))}, "forced", chosen(s).entry))
+    choosing(monkeypatch, lambda s: Choice("cpu-int8", {"tile": str(tile)}, "forced", chosen(s).entry))
     options = {"precision": "int8", "calibration": batches, "tune": "off"}
     fast = sparta.compile(model, batches[0], spec, **options)
     chain = Chained(fast.graph)
     program = chain.program(batches[0])
     assert program.calls == 0
     assert program.shared == 2
+    kinds = [kind for kind, _ in program.timed([batches[0]])]
+    assert kinds.count("attention_bf16" if blocks else "attention") == 2
     with torch.no_grad():
         y, plain = chain(batches[1])[0], with_fast_paths(fast.graph)(batches[1])[0]
     # Sums are exact in both; norms and attention are rounded in their own order, which may move a number by a step.

@@ -73,7 +73,8 @@ def built(spec, tile, isa):
 
 
 def panel_tiles():
-    return st.builds(lambda block, mv: Tile(block=block, mv=mv), st.sampled_from([1, 4]), st.integers(1, 4))
+    forms = st.sampled_from([("panel", 1), ("panel", 4), ("gathered", 16)])
+    return st.builds(lambda form, mv: Tile(*form, mv), forms, st.integers(1, 4))
 
 
 def strided(x, kind):
@@ -95,6 +96,15 @@ def test_results_equal_the_integer_product(mask, isa, tokens, tile, data):
     y = kernel.run(kernel.pack(integers), strided(x, kind), bias, residual)
     assert torch.equal(y, reference(spec, integers, x, bias, residual))
     assert y.dtype == (torch.float32 if output is None else output.dtype)
+
+
+def test_tiles_that_are_not_full_do_not_look_like_neighbours():
+    mask, x = torch.ones(16, 64, dtype=torch.bool), random_bytes((16, 64), "int8")
+    mask[:, 56:60] = False  # 15 places of 16, the last of which is as far from the first as in a full tile
+    weight = random_bytes(mask.shape, "int8")
+    packed = PackedInt8Linear(mask, **Tile("gathered", 16, 2).to_dict())
+    y = packed(x, packed.pack(weight), torch.ones(16))
+    assert torch.equal(y.long(), x.long() @ torch.where(mask, weight, 0).long().t())
 
 
 @settings(max_examples=60)

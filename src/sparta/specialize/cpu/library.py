@@ -182,6 +182,11 @@ class Library:
         """Whether the processor expands bytes under a mask and adds their products: see ``native/decode_bytes.h``."""
         return bool(self.handle.sparta_byte_products())
 
+    @property
+    def byte_tiles(self) -> bool:
+        """Whether the processor multiplies tiles of bytes: see ``native/int8_tiles.h``."""
+        return bool(self.handle.sparta_byte_tiles())
+
     def multiply_short(self, matrix: int, call: bytes) -> None:
         """Run the kernel for short formats: the address of a :class:`ShortMatrix`, and a ``STREAM_CALL``."""
         code = self.handle.sparta_multiply_short(matrix, call)
@@ -259,6 +264,7 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.sparta_decode.argtypes = (c_void_p, c_char_p)
     handle.sparta_decode_greedy.argtypes = (c_void_p, c_void_p)
     handle.sparta_byte_products.restype = c_int
+    handle.sparta_byte_tiles.restype = c_int
     handle.sparta_run_chain.argtypes = (c_void_p, c_int64, c_char_p, c_int)
     handle.sparta_pack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int)
     handle.sparta_unpack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int)

@@ -13,8 +13,8 @@ from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, mess
 
 __all__ = ["FORMS", "Tile", "written_tile"]
 
-# Block heights of each form. ``panel`` is for many tokens, the others for one or a few.
-FORMS = {"panel": (1, 4, 8), "columns": (4, 8, 16), "permuted": (16,), "bitmap": (1,), "rows": (1,)}
+# Block heights of each form. ``panel`` and ``gathered`` are for many tokens, the others for one or a few.
+FORMS = {"panel": (1, 4, 8), "gathered": (16,), "columns": (4, 8, 16), "permuted": (16,), "bitmap": (1,), "rows": (1,)}
 AVX512_FORMS = ("permuted", "bitmap")
 _VECTORS = (1, 2, 3, 4)
 _INTERLEAVES = (1, 2, 4)
@@ -30,13 +30,14 @@ class Tile:
     Parameters
     ----------
     form
-        ``'panel'`` vectorises over tokens; ``'columns'``, ``'permuted'``, ``'bitmap'`` (these two only with
-        AVX-512) and ``'rows'`` read the weights as one stream, for one token or a few.
+        ``'panel'`` vectorises over tokens, and ``'gathered'`` multiplies tiles of 16 rows (int8 only); ``'columns'``,
+        ``'permuted'``, ``'bitmap'`` (these two only with AVX-512) and ``'rows'`` read the weights as one stream, for
+        one token or a few.
     block
         Output channels that share one list of input channels. An input channel is stored for a block if any of its
         weights is live.
     mv
-        Vectors of tokens that are computed at once (panel).
+        Vectors of tokens that are computed at once (panel, gathered).
     interleave
         Rows that are computed at once, for ``block=1`` (panel).
     k_chunk
@@ -62,11 +63,12 @@ class Tile:
             raise NameNotFoundError(did_you_mean(str(self.form), FORMS, "form"))
         self._need("block", self.block, FORMS[self.form])
         panel = self.form == "panel"
-        self._need("mv", self.mv, _VECTORS[:3] if self.block == 8 else _VECTORS if panel else (1,))
+        many = panel or self.form == "gathered"
+        self._need("mv", self.mv, _VECTORS[:3] if self.block == 8 else _VECTORS if many else (1,))
         self._need("interleave", self.interleave, _INTERLEAVES if panel and self.block == 1 else (1,))
         if self.k_chunk < 0 or (self.k_chunk and not panel):
             raise ValueRangeError(message(f"k_chunk is {self.k_chunk}", "0 or more for panels, else 0"))
-        most = (0 if self.block == 1 else MOST_AHEAD) if panel else 1 << 20
+        most = (0 if self.block in (1, 16) else MOST_AHEAD) if many else 1 << 20
         if not 0 <= self.prefetch <= most:
             given = f"prefetch is {self.prefetch}"
             raise ValueRangeError(message(given, f"0 to {most} for blocks of {self.block} in the form {self.form}"))

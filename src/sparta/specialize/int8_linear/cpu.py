@@ -32,6 +32,7 @@ __all__ = ["CpuInt8Linear", "Int8Options", "Int8Panel", "PackedInt8Linear", "int
 
 # Vectors of tokens for blocks of 4, the best guess first: sixteen registers hold the sums of two.
 _VECTORS = {"avx512": (4, 3, 2, 1), "avx2": (2, 3, 4, 1), "portable": (2, 1)}
+_GATHERED = (4, 2, 1)  # vectors of tokens for tile registers
 
 
 class _CpuInt8Kernel(Int8Kernel):
@@ -85,10 +86,10 @@ class _CpuInt8Kernel(Int8Kernel):
 
 
 class CpuInt8Linear(TiledImplement):
-    """Hand-written C++ kernels on units of 1x4, with VNNI where the processor has it."""
+    """Hand-written C++ kernels on units of 1x4, with VNNI or the tiles of AMX where the processor has them."""
 
     name = "cpu-int8"
-    version = 3
+    version = 4
     op = OP
     every_epilogue = True
     any_mask = True
@@ -104,7 +105,8 @@ class CpuInt8Linear(TiledImplement):
         vectors = max(1, -(-spec["input"].shape[0] // library.lanes))
         whole = weight.state.block[0] % 4 == 0 or weight.density > 0.5
         orders = {4: _VECTORS[library.isa], 1: (4, 3, 2, 1)}
-        return [
+        gathered = [Tile("gathered", 16, mv) for mv in _GATHERED if mv <= vectors] if library.byte_tiles else []
+        return gathered[:2] + [
             Tile(block=height, mv=mv)
             for height in ((4, 1) if whole else (1, 4))
             for mv in orders[height]

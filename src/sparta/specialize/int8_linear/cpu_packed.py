@@ -18,8 +18,9 @@ from torch import Tensor
 
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.specialize.cpu.library import INT8_CALL, PanelMatrix, activation_code, load, raise_for
-from sparta.specialize.cpu.packing import is_float, pack_mask
+from sparta.specialize.cpu.packing import Layout, is_float, pack_mask
 from sparta.specialize.cpu.tile import Tile
+from sparta.specialize.int8_linear.cpu_gathered import gathered_layout
 from sparta.specialize.int8_linear.cpu_panel import UNIT, Int8Panel, whole_units
 
 __all__ = ["SCALES", "Int8Options", "Int8Panel", "PackedInt8Linear", "no_least_weight"]
@@ -93,7 +94,7 @@ class PackedInt8Linear:
     isa
         Instruction set; ``None`` for the best.
     tile
-        ``block`` 1 or 4 and ``mv`` 1 to 4 of a :class:`~sparta.specialize.cpu.tile.Tile`.
+        ``block`` 1 or 4 and ``mv`` 1 to 4 of a :class:`~sparta.specialize.cpu.tile.Tile`, or the form ``'gathered'``.
 
     Examples
     --------
@@ -106,9 +107,10 @@ class PackedInt8Linear:
 
     def __init__(self, mask: Tensor, *, isa: str | None = None, **tile: Any) -> None:
         self.tile = Tile(**tile)
+        gathers = self.tile.form == "gathered"
         plain = self.tile.form == "panel" and self.tile.block in (1, 4) and self.tile.interleave == 1
-        if not plain or self.tile.k_chunk or self.tile.prefetch:
-            raise ValueRangeError(message(f"the tile {self.tile}", "panels of blocks of 1 or 4, and mv"))
+        if not (plain or gathers) or self.tile.k_chunk or self.tile.prefetch:
+            raise ValueRangeError(message(f"the tile {self.tile}", "panels of blocks of 1 or 4, or gathered, and mv"))
         if mask.ndim != 2 or mask.dtype != torch.bool:
             raise ShapeError(message(f"a mask of shape {tuple(mask.shape)} and {mask.dtype}", "bool (N, K)"))
         self.library = load(isa)
@@ -117,7 +119,9 @@ class PackedInt8Linear:
         self.shape = (outputs, inputs)
         self._units = -(-inputs // UNIT)
         units = whole_units(self.mask).view(outputs, self._units, UNIT).any(-1)
-        self.layout = pack_mask(units, self.tile, self.library.lanes)
+        lanes = self.library.lanes
+        layout = gathered_layout(units.numpy(), self.tile, lanes) if gathers else pack_mask(units, self.tile, lanes)
+        self.layout: Layout = layout
         self._bound: Bound | None = None
 
     def pack(self, weight: Tensor) -> tuple[Tensor, Tensor]:

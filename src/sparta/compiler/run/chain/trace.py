@@ -38,6 +38,7 @@ __all__ = ["ImageItem", "Item", "Linear", "Native", "PythonCall", "Trace"]
 
 _SHORT = (torch.bfloat16, torch.float16)
 _FEWEST_TOKENS = 3  # of a dense layer; with fewer, vectors of tokens stay empty
+_MANY_QUERIES = 32  # from here on blocks of bf16 pay in models that are not in it
 _LARGEST_CONSTANT = 1 << 24  # bytes that are kept for one size
 
 
@@ -149,6 +150,7 @@ class Trace:
     _storages: Storages = field(default_factory=Storages)
     _widened: bool = False
     _in_bf16: bool = False
+    _rounded: set[int] = field(default_factory=set)  # memory that int8 layers write
 
     def __post_init__(self) -> None:
         self.slots = len(self.leaves)
@@ -284,11 +286,17 @@ class Trace:
         return value
 
     def _native(self, call: NativeCall) -> Value:
-        if self._in_bf16 and call.step.kind is StepKind.ATTENTION and attends_by_blocks():
+        if call.step.kind is StepKind.ATTENTION and self._may_attend_in_bf16(call) and attends_by_blocks():
             call = replace(call, step=replace(call.step, kind=StepKind.ATTENTION_BF16))
         result = self._made(call.result)
         self.items.append(Native(call, result))
         return result
+
+    def _may_attend_in_bf16(self, call: NativeCall) -> bool:
+        """Whether attention may round to bf16: the model does, or int8 layers made all it reads, rounded coarser."""
+        made = (call.x, *call.others[:2])
+        rounded = all(each is not None and id(each.source) in self._rounded for each in made)
+        return self._in_bf16 or (rounded and call.x.meta.shape[-2] >= _MANY_QUERIES)
 
     def _python(self, target: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> Any:
         slot = self.slots
@@ -382,6 +390,8 @@ class Trace:
         shape = (*x.meta.shape[:-1], product.outputs)
         result = self._made(torch.empty(shape, dtype=product.output, device="meta"))
         self.items.append(Linear(product, x, residual, result, *rows))
+        if product.kind is StepKind.INT8:
+            self._rounded.add(id(result.source))
         return result
 
     def _contiguous(self, x: Value) -> Value:

@@ -87,6 +87,9 @@ SPARTA_EXPORT int sparta_multiply_bf16(const sparta::PanelMatrix* matrix, const 
 // What this processor computes in bf16 by instructions of its own: 1 for products of pairs, 2 for tiles.
 SPARTA_EXPORT int sparta_bf16_units() { return (sparta::has_bf16() ? 1 : 0) + (sparta::has_tiles() ? 2 : 0); }
 
+// Whether this processor multiplies tiles of bytes.
+SPARTA_EXPORT int sparta_byte_tiles() { return sparta::has_byte_tiles() ? 1 : 0; }
+
 SPARTA_EXPORT int sparta_multiply_short(const sparta::ShortMatrix* matrix, const sparta::StreamCall* call) {
   if (!sparta::knows_short(*matrix)) return kUnknownTile;
   if (call->tokens <= 0 || matrix->channels <= 0) return kDone;

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 
 #include "simd.h"
@@ -137,13 +136,10 @@ class NativeTiles {
 #undef SPARTA_CASE
   }
 };
-#undef SPARTA_FOR_SUM
 
-// Whether the processor has tiles of bf16, the kernel of the system keeps them, and this process may use them. The
-// present form of the kernels has been proven with PlainTiles only, so real tiles are used where they are asked for.
+// Whether the processor has tiles of bf16, the kernel of the system keeps them, and this process may use them.
 inline bool has_tiles() {
   static const bool found = [] {
-    if (std::getenv("SPARTA_TRY_KERNELS") == nullptr) return false;
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 22 & 1) == 0 || (d >> 24 & 1) == 0) return false;
     if (!__get_cpuid(1, &a, &b, &c, &d) || (c >> 27 & 1) == 0) return false;
