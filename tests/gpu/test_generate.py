@@ -56,7 +56,7 @@ def test_steps_are_replayed_from_a_graph(dtype):
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8"
 )
 @pytest.mark.parametrize(("pattern", "sparsity"), [(sparta.Block(64, 64), 0.75), (sparta.NM(2, 4), 0.5)])
-def test_a_language_model_in_fp8(pattern, sparsity):
+def test_a_language_model_in_fp8(pattern, sparsity, tmp_path):
     model = pruned(pattern, sparsity)
     prompt = torch.randint(3, 128, (2, 9), device="cuda")
     fast = sparta.compile(model, {"input_ids": prompt}, precision="fp8", budget_s=30, max_loss=0.2)
@@ -67,3 +67,8 @@ def test_a_language_model_in_fp8(pattern, sparsity):
     with torch.no_grad():
         exact, close = model(prompt).logits, fast(prompt).logits.float()
     assert float((close - exact).norm() / exact.norm()) < 0.2
+    fast.save(tmp_path / "model.sparta")
+    again = sparta.load(tmp_path / "model.sparta")
+    with torch.no_grad():
+        torch.testing.assert_close(again(prompt).logits.float(), close, rtol=0.05, atol=0.05)
+    assert again.generate(prompt, attention_mask=torch.ones_like(prompt), **options).shape == found.shape

@@ -5,7 +5,11 @@ import torch
 from torch import nn
 
 import sparta
+from compiler.conftest import forcing
+from sparta.compiler.run.host import Host, hosted
+from sparta.compiler.run.rounding import rounded_tokens, with_shared_rounding
 from sparta.errors import ValueRangeError
+from sparta.specialize.scaled_linear.inputs import rounded_once
 from sparta.specialize.scaled_linear.spec import OP
 
 pytestmark = pytest.mark.skipif(
@@ -59,6 +63,62 @@ def test_large_layers_run_sparse_in_fp8_within_a_budget():
     sparta.Spec.from_pattern(model, sparta.Block(64, 64), 0.9).apply(model)
     fast = sparta.compile(model, x, precision="fp8", calibration=[x], budget_s=30, dynamic_shapes=None)
     assert {layer.first.implement for layer in fast.report.plan.layers} == {"triton-block-fp8"}
+
+
+class Gated(nn.Module):
+    """Attention and a gated layer: five layers read two activations."""
+
+    def __init__(self, width=512):
+        super().__init__()
+        self.query, self.key, self.value, self.out, self.gate, self.up, self.down = (
+            nn.Linear(width, width, bias=False) for _ in range(7)
+        )
+        self.first, self.second = nn.RMSNorm(width), nn.RMSNorm(width)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        h = self.first(x)
+        q, k, v = (each(h).reshape(b, t, 4, -1).transpose(1, 2) for each in (self.query, self.key, self.value))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
+        h = self.second(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+@pytest.mark.filterwarnings("ignore")  # Inductor's own
+@pytest.mark.parametrize("host", ["eager", "graph", "inductor graph"])
+def test_activations_are_rounded_once_under_every_host(host):
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated(), Gated()).to("cuda", torch.bfloat16).eval()
+    x = torch.randn(2, 64, 512, device="cuda").bfloat16()
+    sparta.Spec.from_pattern(model, sparta.Block(64, 64), 0.8).apply(model)
+    with forcing("triton-block-fp8"):
+        fast = sparta.compile(model, x, precision="fp8", calibration=[x], tune="off", dynamic_shapes=None)
+    assert len(fast.kernels) == 14, str(fast.report)
+    shared = with_shared_rounding(fast.graph)
+    assert sum(node.target is rounded_tokens for node in shared.graph.nodes) == 8  # 4 in each block, of 7 layers
+    run = hosted(fast.graph, Host.from_text(host))
+    with torch.no_grad():
+        for seed in range(3):
+            torch.manual_seed(seed)
+            other = torch.randn_like(x)
+            exact, found = fast.graph(other)[0].float(), run(other)[0].float()
+            assert float((found - exact).norm() / exact.norm()) < 0.02
+    assert not getattr(run, "problem", "")
+
+
+def test_a_tensor_that_is_read_again_is_rounded_once():
+    x = torch.randn(4, 512, device="cuda").bfloat16()
+    first = rounded_once(x, None)
+    assert rounded_once(x, None)[0] is first[0]
+    assert rounded_once(x, 0.5)[0] is not first[0]
+    again = rounded_once(x, None)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert rounded_once(x, None)[0] is not again[0]
+    x.mul_(2)
+    codes, scales = rounded_once(x, None)
+    assert torch.equal(codes.float(), first[0].float())
+    assert torch.equal(scales, 2 * first[1])
 
 
 def test_int8_is_refused_with_advice():

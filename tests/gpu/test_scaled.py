@@ -85,7 +85,15 @@ def test_two_four_beside_a_resident_input(m, n, k, format, group):
 @pytest.mark.parametrize("format", [FP8, "int8"])
 @pytest.mark.parametrize(
     ("m", "n", "k", "density"),
-    [(1, 64, 256, 0.3), (3, 17, 50, 0.05), (2, 100, 1300, 0.001), (4, 77, 5000, 0.08), (2, 300, 700, 0.15)],
+    [
+        (1, 64, 256, 0.3),
+        (1, 333, 4100, 0.3),
+        (3, 17, 50, 0.05),
+        (2, 100, 1300, 0.001),
+        (4, 77, 5000, 0.08),
+        (2, 300, 700, 0.15),
+        (1, 9, 40, 0.0),
+    ],
 )
 def test_unstructured(m, n, k, density, format):
     dtype = torch.float16 if m == 3 else torch.bfloat16

@@ -97,3 +97,17 @@ def test_timing_uses_the_device():
 def test_the_environment_names_the_device():
     machine = testing.environment().to_dict()
     assert torch.cuda.get_device_name() in str(machine)
+
+
+@pytest.mark.parametrize(("pattern", "sparsity"), PATTERNS, ids=str)
+def test_large_masks_are_looked_at_on_the_gpu_and_look_the_same(pattern, sparsity):
+    mask = pattern.project(torch.rand(2048, 1024), sparsity)
+    torch.zeros(1, device="cuda")
+    tesa = TeSA.from_mask(mask)
+    large = tesa.state.cells.numel() >= 1 << 20
+    assert tesa.soon().cells.is_cuda == large
+    assert tesa.pattern.pattern == detect(mask).pattern
+    assert tesa.count("live") == int(mask.sum())
+    blocks = mask.view(32, 64, 16, 64).any(3).any(1)
+    assert torch.equal(tesa.kept_blocks((64, 64)), blocks)
+    assert not tesa.state.cells.is_cuda

@@ -294,3 +294,20 @@ def test_print_tells_shape_pattern_density_and_bits():
 def test_wrong_inputs_say_what_is_allowed(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+def test_what_was_found_out_about_live_elements_stays_in_another_format():
+    mask = torch.rand(40, 24) < 0.3
+    tesa = TeSA.from_mask(mask)
+    pattern, density = tesa.pattern, tesa.density
+    tesa.found["asked"] = 1
+    for other in (tesa.with_format("bf16"), tesa.with_format("int8", scale=torch.rand(40) + 0.1)):
+        assert other.pattern is pattern
+        assert other.density == density
+        other.found["also"] = 2
+        assert tesa.found == {"asked": 1, "also": 2}
+        del tesa.found["also"]
+    fresh = TeSA.from_mask(mask).with_format("bf16")
+    assert str(fresh.pattern) == str(pattern)
+    assert fresh.found == {}
+    assert TeSA.from_mask(~mask).found == {}

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ __all__ = ["TeSA"]
 
 LIVE, CONSTANT, DEAD = algebra.LIVE, algebra.CONSTANT, algebra.DEAD
 _STATES = {"live": LIVE, "constant": CONSTANT, "dead": DEAD}
+_OF_LIVE = ("_live", "density", "pattern")  # properties of the live elements alone
+_MANY = 1 << 20  # cells from which on a GPU answers sooner
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -235,12 +237,19 @@ class TeSA(GridBundle):
         code = Grid.uniform(self.shape, chosen.code, torch.uint8)
         if scale is None:
             unknown = Grid.uniform(self.shape, math.inf, torch.float64)
-            return replace(self, code=code, scale=unknown, zero_point=Grid.uniform(self.shape, 0.0, torch.float64))
+            zero = Grid.uniform(self.shape, 0.0, torch.float64)
+            return self._telling(replace(self, code=code, scale=unknown, zero_point=zero))
         scales = parameter_grid(self.shape, scale, group, "scale")
         if not bool(((scales.cells > 0) & scales.cells.isfinite()).all()):
             raise ValueRangeError(message("a scale that is not a positive finite number", "scales > 0"))
         zeros = parameter_grid(self.shape, zero_point, group, "zero_point")
-        return replace(self, code=code, scale=scales, zero_point=zeros)
+        return self._telling(replace(self, code=code, scale=scales, zero_point=zeros))
+
+    def _telling(self, other: Self) -> Self:
+        """Return a TeSA with the same live elements, told what has been found out about these."""
+        other.__dict__.update({name: self.__dict__[name] for name in _OF_LIVE if name in self.__dict__})
+        other.__dict__["found"] = self.found
+        return other
 
     def _is_plain(self, chosen: BitFormat) -> bool:
         """Whether all elements have one bit format, without quantisation parameters."""
@@ -270,7 +279,7 @@ class TeSA(GridBundle):
 
     @cached_property
     def _live(self) -> int:
-        return self._where(LIVE).count()
+        return self._live_cells().count()
 
     @cached_property
     def density(self) -> float:
@@ -298,18 +307,37 @@ class TeSA(GridBundle):
         return {f: count for f, count in counts.items() if count}
 
     @cached_property
+    def found(self) -> dict[str, Any]:
+        """What others have found out about the live elements, which is the same in any bit format."""
+        return {}
+
+    @cached_property
     def pattern(self) -> Detection:
         """The most regular pattern that the live elements obey, and the density inside it."""
-        varying = [d for d in range(self.ndim) if self.state.varies_along(d)]
+        try:
+            return self._detected(self.soon())
+        except torch.OutOfMemoryError:
+            return self._detected(self.state)
+
+    def soon(self) -> Grid:
+        """Return the state where questions about all of it are answered soonest: on a GPU that is in use, if large."""
+        cells, used = self.state.cells, bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        if cells.numel() < _MANY or not used or torch.cuda.is_current_stream_capturing():
+            return self.state
+        return Grid(self.shape, self.state.block, cells.cuda())
+
+    def _detected(self, state: Grid) -> Detection:
+        varying = [d for d in range(self.ndim) if state.varies_along(d)]
         exact: Pattern | None = None
         if len(varying) == 1 and self.ndim > 1:
             exact = Channel(varying[0])
-        elif len(varying) == 2 and math.prod(self.state.block[d] for d in varying) >= 4:
-            h, w = (self.state.block[d] for d in varying)
+        elif len(varying) == 2 and math.prod(state.block[d] for d in varying) >= 4:
+            h, w = (state.block[d] for d in varying)
             exact = Block(h, w, axes=(varying[0], varying[1]))
-        if exact is not None and bool((self.state.cells != LIVE).any()) and bool((self.state.cells == LIVE).any()):
+        if exact is not None and bool((state.cells != LIVE).any()) and bool((state.cells == LIVE).any()):
             return Detection(exact, self.density, 1.0)
-        return detect(self._where(LIVE).cells if self.state.is_uniform else self.mask())
+        live = Grid(self.shape, state.block, state.cells == LIVE)
+        return detect(live.cells if state.is_uniform else live.dense())
 
     def mask(self, device: torch.device | str | None = None) -> Tensor:
         """Return the bool tensor of live elements, a fresh one of the full shape."""
@@ -349,7 +377,7 @@ class TeSA(GridBundle):
 
     def kept_blocks(self, block: Sequence[int]) -> Tensor:
         """Return, for each block, whether it has a live element: bool of shape ``ceil(shape / block)``."""
-        return self._where(LIVE).any_in_blocks(block)
+        return self._live_cells().any_in_blocks(block).cpu()
 
     # ------------------------------------------------------------------ using
 
@@ -436,6 +464,10 @@ class TeSA(GridBundle):
         return f"<{self}>"
 
     # ------------------------------------------------------------------ inside
+
+    def _live_cells(self) -> Grid:
+        state = self.soon()
+        return Grid(self.shape, state.block, state.cells == LIVE)
 
     def _where(self, state: int) -> Grid:
         return Grid(self.shape, self.state.block, self.state.cells == state)

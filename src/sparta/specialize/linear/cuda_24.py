@@ -140,15 +140,14 @@ def is_two_four(weight: TeSA) -> bool:
     >>> is_two_four(TeSA.from_mask(torch.tensor([[True, False, True, False, True]])))
     True
     """
-    known: dict[str, bool] = weight.__dict__.setdefault("_two_four", {})  # a TeSA does not change
-    if not known:
-        known["is"] = _is_two_four(weight)
-    return known["is"]
+    if "two four" not in weight.found:
+        weight.found["two four"] = _is_two_four(weight)
+    return bool(weight.found["two four"])
 
 
 def _is_two_four(weight: TeSA) -> bool:
     if weight.count("live") > -(-weight.shape[1] // 4) * 2 * weight.shape[0]:
         return False
-    padded = functional.pad(weight.mask(), (0, -weight.shape[1] % 4)).contiguous()
+    padded = functional.pad(weight.mask(weight.soon().cells.device), (0, -weight.shape[1] % 4)).contiguous()
     # Four flags are the bytes of one number; the product sums them up in its highest byte.
     return not bool(((padded.view(torch.int32) * 0x01010101) >> 24 > 2).any())

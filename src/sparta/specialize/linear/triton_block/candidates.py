@@ -50,7 +50,7 @@ def coverage(weight: TeSA, blocks: list[tuple[int, int]]) -> Covered:
     >>> coverage(TeSA.from_mask(mask), [(16, 16), (32, 64)])
     {(16, 16): 0.0625, (32, 64): 0.5}
     """
-    known: dict[int, Tensor] = weight.__dict__.setdefault("_kept_blocks", {})  # a TeSA does not change
+    known: dict[int, Tensor] = weight.found.setdefault("kept blocks", {})
     if _FINEST not in known:
         known[_FINEST] = kept_grid(weight, (_FINEST, _FINEST)).float()
     finest = known[_FINEST]
