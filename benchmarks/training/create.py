@@ -84,7 +84,7 @@ SPARSE = (
     *(
         Method(kind, {"pruning": kind, "quantization": False}, {"allocation": allocation})
         for kind, allocations in {
-            "magnitude": ("erk", "lamp", "sensitivity"),
+            "magnitude": ("global", "erk", "sensitivity"),
             "acdc": ("global",),
             "movement": ("global", "uniform"),
             "obs": ("erk",),

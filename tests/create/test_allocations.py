@@ -77,8 +77,20 @@ def test_small_layers_stay_denser_where_all_would_be_pruned_alike(kind):
     assert trained(kind, None) == trained(kind, "erk")
 
 
-def test_magnitude_has_one_threshold():
-    assert trained("magnitude", None) == trained("magnitude", "global")
+def test_magnitude_ranks_all_layers_together_whatever_the_size_of_their_weights():
+    assert trained("magnitude", None) == trained("magnitude", "lamp")
+
+    def densities(scale, **variables):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+        with torch.no_grad():
+            model[1].weight.mul_(scale)
+        made = sparta.create.recipe_for(quantization=False, variables={"sparsity": 0.9, **variables})
+        run = sparta.create.Run(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return made.modifiers()[-1].preview(run)
+
+    assert densities(0.125) == densities(1.0)
+    assert densities(0.125, global_sparsity=True) == densities(0.125, allocation="global") != densities(1.0)
 
 
 @pytest.mark.parametrize("kind", ["magnitude", "obs", "mfac", "topkast"])

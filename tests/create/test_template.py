@@ -52,6 +52,9 @@ def test_the_defaults():
     prune = made["GlobalMagnitudePruning"]
     assert (prune.init_sparsity, prune.final_sparsity, prune.epochs()) == (0.05, 0.8, (0.0, 7.5))
     assert (prune.params, prune.update_frequency, prune.leave_enabled) == ("__ALL_PRUNABLE__", 0.375, True)
+    assert prune.spread_by == "lamp"
+    asked = named(recipe_for(variables={"global_sparsity": True}))["GlobalMagnitudePruning"]
+    assert (asked.allocation, asked.spread_by) == (None, "global")
     quantize = made["Quantization"]
     assert quantize.start_epoch == 15.0
     assert quantize.disable_quantization_observer_epoch == quantize.freeze_bn_stats_epoch == 17.5

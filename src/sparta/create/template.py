@@ -30,7 +30,7 @@ LR_KINDS = ("linear", "cosine", "cyclic_linear", "constant", "stepped", "exponen
 """The learning-rate schedules that a recipe can be generated with."""
 
 PRUNING_KINDS = {
-    "magnitude": "gradual, by magnitude (the default)",
+    "magnitude": "gradual, by magnitude, all layers ranked together by LAMP (the default)",
     "acdc": "phases of dense and of pruned training by turns",
     "movement": "gradual, what moves away from zero stays; small layers stay denser",
     "obs": "gradual, by second-order saliency, the survivors updated; needs a loss closure or data",
@@ -202,7 +202,7 @@ def _pruning(kind: str, given: RecipeVariables, *, quantize: bool) -> _Part:
     name, more = _method(kind, given)
     fields |= more
     allocation = given.allocation or _own_allocation(kind, given)
-    if allocation is not None and name != "GlobalMagnitudePruning":
+    if allocation is not None and (name, allocation) != ("GlobalMagnitudePruning", "global"):
         fields.pop("global_sparsity", None)
         fields["allocation"], variables["allocation"] = "${allocation}", allocation
     if "init_sparsity" in fields:
@@ -213,12 +213,14 @@ def _pruning(kind: str, given: RecipeVariables, *, quantize: bool) -> _Part:
 def _own_allocation(kind: str, given: RecipeVariables) -> str | None:
     """Return the allocation of a kind whose modifier does better with another one than its default.
 
-    AC/DC cuts to the full sparsity at once, and a single threshold then starves small layers: it takes ERK. Movement
-    and Top-KAST prune every layer alike by themselves, which costs a small stem most of what it has.
+    One threshold for plain magnitudes starves layers whose weights are small, in transformers above all: magnitude
+    ranks by LAMP, relative to what a layer would have left. AC/DC cuts to the full sparsity at once, where ERK keeps
+    more. Movement and Top-KAST prune every layer alike by themselves, which costs a small stem most of what it has.
     """
-    if given.pattern.own_sparsity() is not None or (kind == "acdc" and "global_sparsity" in given.model_fields_set):
+    asked = kind in {"magnitude", "acdc"} and "global_sparsity" in given.model_fields_set
+    if asked or given.pattern.own_sparsity() is not None:
         return None
-    return "erk" if kind in {"acdc", "movement", "topkast"} else None
+    return {"magnitude": "lamp", "acdc": "erk", "movement": "erk", "topkast": "erk"}.get(kind)
 
 
 def _method(kind: str, given: RecipeVariables) -> tuple[str, dict[str, Any]]:

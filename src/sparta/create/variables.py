@@ -53,7 +53,7 @@ class RecipeVariables(BaseModel):
         description="where zeros may be: unstructured, N:M (N kept), block4, block:HxW or [H, W], filter, channel",
     )
     global_sparsity: bool = Field(
-        default=True, description="rank the weights of all layers together; false: the same sparsity in each layer"
+        default=True, description="rank all layers together, by one threshold if it is given; false: each layer alike"
     )
     allocation: str | None = Field(
         default=None,

@@ -393,6 +393,7 @@ def _lamp_scores(scores: Tensor, candidate: Candidate) -> Tensor:
     not_smaller = squares[order].flip(0).cumsum(0).flip(0)
     result = torch.empty_like(squares)
     result[order] = squares[order] / not_smaller.clamp(min=torch.finfo(torch.float64).tiny)
+    result = result.float()  # what is held of all layers together
     return result if shards.is_whole else result.reshape(shards.shape)[shards.slices()].flatten()
 
 
