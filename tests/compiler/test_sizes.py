@@ -278,3 +278,31 @@ def test_a_trace_for_any_size_that_takes_too_long_is_given_up(monkeypatch):
     fast = sparta.compile(model, torch.randn(4, 32), tune="off")
     assert "takes more than" in fast.report.notes[0]
     agree(fast(x), model(x))  # by the model as given
+
+
+def test_torchs_own_arithmetic_of_sizes_may_fail(monkeypatch):
+    def fails(graph):
+        raise AssertionError(-1)  # as torch's remainder of a number below zero
+
+    monkeypatch.setattr("sparta.compiler.graph.capturing.pinned", fails)
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    fast = sparta.compile(model, x, tune="off")
+    assert hasattr(fast, "graph")  # the whole, and not parts of it
+    assert any("the example's sizes only: AssertionError: -1" in note for note in fast.report.notes)
+    agree(fast(x), model(x))
+
+
+def test_an_example_of_one_that_the_trace_fixes():
+    class Looped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nets.pruned(nn.Linear(16, 8))
+
+        def forward(self, x):
+            return torch.stack([self.layer(each).relu() for each in x])  # as many as there are when it is traced
+
+    model, x = Looped().eval(), torch.randn(1, 3, 16)
+    fast = sparta.compile(model, x, tune="off")
+    agree(fast(x), model(x))
+    more = torch.randn(3, 3, 16)
+    agree(fast(more), model(more))

@@ -157,5 +157,6 @@ def test_a_cache_that_is_reset_or_goes_back_is_filled_again(both, ids):
     assert torch.equal(cache.layers[0].keys, before)
     cache.reset()
     assert cache.get_seq_length() == 0
+    assert cache.layers[0].keys is None  # and not a tensor of zeros, whatever layers of transformers do
     found = fast(ids, past_key_values=cache).logits
     torch.testing.assert_close(found, model(ids).logits, atol=1e-4, rtol=1e-4)

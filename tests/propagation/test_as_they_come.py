@@ -16,7 +16,7 @@ from sparta import Spec, TeSA
 from sparta.errors import CheckError, ShapeError, ValueRangeError
 from sparta.propagation import CompactModel, capture, compact, propagate, prune_structured
 from sparta.propagation.caches import without_caches
-from sparta.propagation.sizes import Sizes, _Guard
+from sparta.propagation.sizes import Sizes, _Guard, _only_of_one
 
 
 def same(small, model, *inputs, **kwargs):
@@ -304,6 +304,18 @@ def test_a_relation_that_divides_by_zero_does_not_hold():
         sizes(torch.randn(3), torch.randn(6))
     with pytest.raises(ShapeError, match="dim 0 of y"):
         sizes(torch.randn(6), torch.randn(6))
+
+
+def test_remainders_of_numbers_below_zero_are_conditions_that_do_not_hold():
+    sympy = pytest.importorskip("sympy")
+    mod = pytest.importorskip("torch.utils._sympy.functions").Mod
+    size = sympy.Symbol("s", integer=True, positive=True)
+    condition = sympy.Eq(mod(size - 3, 4), 1)  # of a pooled image, as torch has it: no value for sizes below 3
+    assert not _only_of_one(condition)
+    sizes = Sizes([("x", (size,))], [_Guard(condition, "a remainder")])
+    sizes(torch.randn(8))
+    with pytest.raises(ShapeError, match="a remainder"):
+        sizes(torch.randn(2))
 
 
 def test_a_sum_along_a_free_dim_is_not_the_examples():

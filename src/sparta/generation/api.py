@@ -47,6 +47,7 @@ from sparta.generation.trials import (
     agreement,
     certified,
     decode_call,
+    generate_call,
     named_example,
     outputs,
     prompt_call,
@@ -306,8 +307,8 @@ class _Compilation:
         if next(self.base.parameters()).device.type == "cuda":
             self.session.use_graphs()  # as steps are replayed
         tesas = round_weights(fast, self.tesas) if self.fp8 else self.tesas
-        calls = [call for call in (decode_call(fast, self.example), prompt_call(fast, self.example)) if call]
-        rows = row_counts(fast, tesas, calls)
+        step = decode_call(fast, self.example) or generate_call(fast, self.example)
+        rows = row_counts(fast, tesas, [step, prompt_call(fast, self.example)])
         try:
             put = put_layers(fast, tesas, rows, self.session)
             if self.fp8:

@@ -111,6 +111,11 @@ def _growing() -> Any:
         def get_seq_length(self) -> int:
             return self._buffer.length if self._buffer is not None else int(super().get_seq_length())
 
+        def reset(self) -> None:
+            """Hold nothing, in every version of transformers: older ones fill with zeros and keep the length."""
+            self._buffer = self._keys = self._values = None
+            self.is_initialized = False
+
         def __reduce__(self) -> Any:
             return _plain_layer, tuple(None if t is None else t.clone() for t in (self.keys, self.values))
 

@@ -7,6 +7,7 @@ chosen by measurement for the rows of one decoding step and for those of the exa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -100,7 +101,10 @@ class SparseLayer(nn.Module):
 
 
 def row_counts(model: nn.Module, names: Mapping[str, Any], calls: list[Callable[[], Any]]) -> dict[str, list[int]]:
-    """Return how many rows each of the named layers gets in each of several calls, without repetition."""
+    """Return how many rows each of the named layers gets in each of several calls, without repetition.
+
+    A call that the model does not take tells nothing.
+    """
     seen: dict[str, list[int]] = {name: [] for name in names}
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -116,7 +120,8 @@ def row_counts(model: nn.Module, names: Mapping[str, Any], calls: list[Callable[
     try:
         with torch.no_grad():
             for call in calls:
-                call()
+                with suppress(Exception):
+                    call()
     finally:
         for hook in hooks:
             hook.remove()

@@ -25,6 +25,7 @@ __all__ = [
     "agreement",
     "certified",
     "decode_call",
+    "generate_call",
     "named_example",
     "prompt_call",
     "replayed_call",
@@ -88,7 +89,10 @@ def certified(
             if count:
                 continue  # other tokens than the example's, which the model may not take: places of a picture's patches
             raise
-        for expected, actual in zip(right, compiled(named), strict=True):
+        results = compiled(named)
+        if len(results) != len(right):
+            raise CheckError(message("a compiled model that takes other calls than the original"))
+        for expected, actual in zip(right, results, strict=True):
             dtype = expected.dtype
             relative, single = _difference(expected, actual, TOLERANCES.get(dtype, 0.0) * looser)
             error, worst, count = max(error, relative), max(worst, single), count + 1
@@ -97,7 +101,7 @@ def certified(
 
 
 def outputs(model: Any, named: Mapping[str, Any]) -> list[Tensor]:
-    """Return the logits of a prompt and, for a decoder with a cache, of one token after it."""
+    """Return the logits of a prompt and, for a decoder with a cache, of one token after it where it takes that."""
     with torch.no_grad():
         first = model(**named)
         mask: Any = named.get("attention_mask")
@@ -110,7 +114,10 @@ def outputs(model: Any, named: Mapping[str, Any]) -> list[Tensor]:
         more: dict[str, Any] = {"input_ids": ids[:, -1:], "past_key_values": cache}
         if isinstance(mask, Tensor) and mask.dim() == 2:
             more["attention_mask"] = torch.cat([mask, mask.new_ones(mask.shape[0], 1)], 1)
-        return [*found, model(**more).logits]
+        try:
+            return [*found, model(**more).logits]
+        except Exception:  # noqa: BLE001 - a model that needs more, such as places of a picture's patches
+            return found
 
 
 def agreement(expected: list[Tensor], actual: list[Tensor]) -> tuple[float, float]:
@@ -222,13 +229,32 @@ def decode_call(model: Any, example: Mapping[str, Any]) -> Callable[[], Tensor] 
             cache.crop(-1)
             return logits  # type: ignore[no-any-return]
 
-    try:
-        call()
-    except Exception:  # noqa: BLE001 - a window that is full, or a state that cannot go back
+    for step in (call, _over_copies(model, example, more)):
+        try:
+            step()
+        except Exception:  # noqa: BLE001, S112 - a window that is full, a state that cannot go back, arguments it misses
+            continue
+        return step
+    return None
+
+
+def _over_copies(model: Any, example: Mapping[str, Any], more: Mapping[str, Any]) -> Callable[[], Tensor]:
+    """Return a function that runs one token after the example, each time over a copy of its cache."""
+    kept: list[Any] = []
+
+    def call() -> Tensor:
         with torch.no_grad():
-            kept = model(**example).past_key_values
-        return lambda: _after(model, {**more, "past_key_values": deepcopy(kept)})
+            if not kept:
+                kept.append(model(**example).past_key_values)
+            return model(**{**more, "past_key_values": deepcopy(kept[0])}).logits  # type: ignore[no-any-return]
+
     return call
+
+
+def generate_call(model: Any, example: Mapping[str, Any]) -> Callable[[], Any]:
+    """Return a function that generates two tokens after the example, by what transformers makes of it."""
+    named = {name: value for name, value in example.items() if not name.startswith("decoder_")}
+    return lambda: model.generate(**named, max_new_tokens=2, do_sample=False)
 
 
 def replayed_call(model: Any, example: Mapping[str, Any]) -> Callable[[], Tensor] | None:
@@ -260,11 +286,6 @@ def replayed_call(model: Any, example: Mapping[str, Any]) -> Callable[[], Tensor
     for _ in range(_UNTIL_RECORDED):
         call()
     return call if graph.replays > before else None
-
-
-def _after(model: Any, more: Mapping[str, Any]) -> Tensor:
-    with torch.no_grad():
-        return model(**more).logits  # type: ignore[no-any-return]
 
 
 def timed(functions: Mapping[str, Callable[[], Tensor]], seconds: float = _SECONDS) -> Comparison:

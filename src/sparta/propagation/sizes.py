@@ -174,19 +174,29 @@ def _only_of_one(expression: Any) -> bool:
 
 
 def _holds(expression: Any, sizes: Mapping[Any, int], *, zero: bool = False) -> bool:
-    """Whether a relation holds for sizes, or (`zero`) an expression is 0; one that divides by 0 does not."""
+    """Whether a relation holds for sizes, or (`zero`) an expression is 0; one that has no value there does not.
+
+    Torch's terms have none where they divide by 0, or take the remainder of a number below 0.
+    """
     try:
         value = expression.subs(sizes)
         return bool(value == 0) if zero else bool(value)
-    except (ZeroDivisionError, TypeError):
+    except (ArithmeticError, AssertionError, TypeError):
         return False
+
+
+def _simple(environment: Any, expression: Any) -> Any:
+    try:
+        return environment.simplify(expression)
+    except (ArithmeticError, AssertionError):
+        return expression
 
 
 def _guards(environment: Any) -> list[_Guard]:
     """Return the relations that a trace relied on, those of ranges included."""
     found: dict[str, Any] = {}
     for guard in environment.guards:
-        expression = environment.simplify(guard.expr)
+        expression = _simple(environment, guard.expr)
         if expression.free_symbols and not _only_of_one(expression):
             found[str(expression)] = expression
     for symbol, bounds in environment.var_to_range.items():

@@ -49,13 +49,15 @@ def captured_for(
         try:
             with _within(None if shapes is None else _MOST_SECONDS):
                 captured, sizes = _sized(capture(model, given, shapes), example)
-        except (CaptureError, ValueError, ArithmeticError) as error:
+            hindrance = "" if shapes is None else _hindrance(captured, sizes)
+        except Exception as error:
             if shapes is None:
                 raise
-            reasons.append(str(error).splitlines()[0][:300])
+            said = str(error).strip().splitlines() or [""]
+            reasons.append((said[0] if isinstance(error, CaptureError) else f"{type(error).__name__}: {said[0]}")[:300])
             continue
-        if shapes is not None and pinned(captured.graph):
-            reasons.append("a layer takes a certain number of them, such as a linear layer after Flatten")
+        if hindrance:
+            reasons.append(hindrance)
             continue
         if reasons:
             note(f"captured for {what} only: {reasons[0]}")
@@ -90,6 +92,22 @@ def _sized(captured: Captured, example: Any) -> tuple[Captured, Sizes]:
     places = [node for node in captured.graph.nodes if node.op == "placeholder"]
     args, kwargs = call_arguments(example)
     return captured, Sizes.of(places, pytree.tree_leaves((args, kwargs)))
+
+
+def _hindrance(captured: Captured, sizes: Sizes) -> str:
+    """Return why a graph that was traced for many sizes is not taken; nothing where it is."""
+    if pinned(captured.graph):
+        return "a layer takes a certain number of them, such as a linear layer after Flatten"
+    return "" if _has_example(sizes) else "what is 1 in the example is fixed by the model where it is 2"
+
+
+def _has_example(sizes: Sizes) -> bool:
+    """Whether sizes that a trace has fixed are the example's own, which may have been traced with 2 instead of 1."""
+    return all(
+        not isinstance(term, int) or term == size
+        for terms, shape in zip(sizes.dims, sizes.example, strict=True)
+        for term, size in zip(terms or (), shape or (), strict=True)
+    )
 
 
 def _attempts(model: nn.Module, example: Any) -> Iterator[tuple[str, Any, Any]]:

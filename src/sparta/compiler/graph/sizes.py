@@ -283,7 +283,7 @@ def _replaced(environment: Any, expression: Any) -> Any:
     """Return an expression in the symbols that remain; as it is where torch's arithmetic does not get there."""
     try:
         return environment.replace(expression)
-    except ArithmeticError:
+    except (ArithmeticError, AssertionError):
         return expression
 
 
