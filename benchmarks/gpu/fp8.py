@@ -11,6 +11,7 @@ copy and its live operations over the measured rate of a large dense product in 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from graphed import rotated
 
-from record import save
+from record import RESULTS, save
 from sparta.errors import SpartaError
 from sparta.specialize.implement import implement_named
 from sparta.specialize.kernel_spec import KernelSpec
@@ -173,10 +174,15 @@ def main() -> None:
     """Measure all cases, print the ratios, save the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=None, help="folder of the results")
+    parser.add_argument("--only", default="", help="patterns with this text; results of an earlier run are kept")
     options = parser.parse_args()
     torch.manual_seed(0)
     limits, known, records = ceilings(), {}, []
-    for case in CASES:
+    earlier = RESULTS / "fp8.nvidia-h200.json"
+    if options.only and earlier.exists():
+        kept = json.loads(earlier.read_text(encoding="utf-8"))["results"]["linear"]
+        records = [record for record in kept if options.only not in record["pattern"]]
+    for case in [each for each in CASES if options.only in each.pattern]:
         for shape in case.shapes:
             n, k = shape
             weight, tesa = torch.randn(n, k, device="cuda"), TeSA.from_mask(mask_of(case.pattern, shape))

@@ -197,7 +197,7 @@ def measure(case: Case, device: torch.device, seconds: float) -> dict[str, Any]:
     fp8 = device.type == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
     begin = time.perf_counter()
     given = {"precision": "fp8", "calibration": [x]} if fp8 else {}
-    fast = sparta.compile(model, x, budget_s=seconds, inductor=fp8, dynamic_shapes=None, **given)
+    fast = sparta.compile(model, x, budget_s=seconds, dynamic_shapes=None, **given)
     took = time.perf_counter() - begin
     rivals: dict[str, Callable[[Tensor], Any]] = {"bf16": model, "sparta": fast}
     if fp8:
