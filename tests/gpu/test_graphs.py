@@ -22,7 +22,7 @@ from sparta.specialize.cuda.graphs import recorded
 from sparta.specialize.implement import supported
 from sparta.specialize.linear.spec import linear_spec
 from sparta.specialize.moe import op
-from sparta.specialize.tuning.select import Problem, _replayed, build
+from sparta.specialize.tuning.rivals import Problem, build, replayed
 from sparta.testing import block_mask, check, linear_reference
 
 POISON = 2**31 - 1  # as a number of a block it is out of any bounds, and as bf16 not a number
@@ -168,7 +168,7 @@ def test_a_timed_candidate_outlives_its_kernel(name):
     problem, candidates = problems()[name], []
     for implement in supported(problem.spec)[0]:
         kernel = build(problem.spec, {"_name": implement.name, **implement.default(problem.spec)})
-        candidates.append((implement.name, _replayed(problem, kernel, 3), weakref.ref(kernel)))
+        candidates.append((implement.name, replayed(problem, kernel, 3), weakref.ref(kernel)))
         del kernel
     op._made_table.cache_clear()
     for turn in range(6):

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from sparta.compiler.certificate import Certificate
 from sparta.compiler.choose.calls import with_operators
 from sparta.compiler.choose.end_to_end import Contest, Outcome
-from sparta.compiler.choose.layers import choose_layers
+from sparta.compiler.choose.layers import choose_layers, looked_at
 from sparta.compiler.choose.partition import partition
 from sparta.compiler.choose.precision import Calibration
 from sparta.compiler.choose.timer import Timer
@@ -171,6 +171,7 @@ class Job:
                 return self.model(*args, **kwargs)
 
         self._time_a_call(as_given)
+        _tried(self.session, "no zeros were found", lambda: looked_at(self.subgraphs, self.samples), None)
         self.session.begin_measuring(_CALLS_TO_VERIFY * len(self.inputs))
         none: tuple[tuple[SubGraph, ...], list[LayerPlan]] = ((), [])
         subgraphs, plans = _tried(

@@ -29,7 +29,7 @@ from sparta.compiler.variant import GIVEN, ORIGINAL, Base, Variant
 __all__ = ["Contest", "Outcome"]
 
 _INDUCTOR_SECONDS = 0.1  # for a call of the graph, about, before one was compiled here
-_TRIES, _BRIEF_TRIES = 2, 8  # more, where timing is unstable; the latter where each takes little
+_TRIES, _BRIEF_TRIES = 4, 8  # more, where timing is unstable; the latter where each takes little
 _BRIEF_SECONDS = 0.3
 _AGREES = 2.0  # the factor within which a fresh time of the model as given must agree with the stored one
 
@@ -139,7 +139,7 @@ class Contest:
         elif self.session.brief:
             rounds = self.timer.rounds(self._variants(plans))
             best, doubt = self._verdict(rounds)
-            result = _Result((rounds,), judge.surest(rounds) if doubt else best, doubt)
+            result = _Result((rounds,), self._surest(rounds, plans) if doubt else best, doubt)
         else:
             host = Host.GRAPH if self.session.in_graphs else Host.EAGER
             plans = Trim(self.timer, host, self._call, self.workshop.forget).trimmed(plans)
@@ -227,7 +227,7 @@ class Contest:
             rounds.append(rounds[-1].joined(self.timer.rounds(again, 2 * ROUNDS)))
             best, doubt = self._verdict(rounds[-1])
         if doubt:
-            best = judge.surest(rounds[-1])
+            best = self._surest(rounds[-1], plans)
         return _Result(tuple(rounds), best, doubt, bound)
 
     def _settled_briefly(self, plans: Plans) -> _Result:
@@ -252,13 +252,17 @@ class Contest:
         chosen = judge.fastest(rounds[-1], given=self.workshop.given is not None)
         doubt = judge.doubt_of_few(rounds[-1], chosen)
         if doubt and not judge.are_few(rounds[-1]):
-            chosen = judge.surest(rounds[-1])
+            chosen = self._surest(rounds[-1], plans)
         return _Result(tuple(rounds), chosen, doubt)
 
     def _verdict(self, rounds: Rounds) -> tuple[Variant, str]:
         """Return what is fastest, and why that cannot be claimed, if so."""
         best = judge.fastest(rounds, given=self.workshop.given is not None)
         return best, judge.doubt(rounds, best)
+
+    def _surest(self, rounds: Rounds, plans: Plans) -> Variant:
+        """Return what runs where timing is unstable."""
+        return judge.surest(rounds, layers_win=judge.layers_win(plans))
 
     def _questioned(self, result: _Result, plans: Plans) -> _Result:
         """Measure a ratio beyond what sparse layers can account for again; if it stays, say what else was gained."""
@@ -276,7 +280,7 @@ class Contest:
         alone = self.workshop.layers_alone(plans)
         rounds = self.timer.rounds({**calls, LAYERS: alone} if alone is not None else calls, 2 * ROUNDS)
         bound, doubt = judge.bound(rounds, dense), judge.doubt(rounds, result.best)
-        best = judge.surest(rounds) if doubt else result.best
+        best = self._surest(rounds, plans) if doubt else result.best
         alike = judge.explained(rounds.ratio(GIVEN, best), best, bound)
         beyond = judge.gained_elsewhere(rounds, best, reduced=reduced, all_of_it=not alike)
         return _Result((*result.rounds, rounds), best, doubt, bound, beyond)

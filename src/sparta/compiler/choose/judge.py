@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sparta.compiler.clock import Ratio, Rounds, machine_load, ratio_of
+from sparta.compiler.plan import LayerPlan
 from sparta.compiler.run.host import Host
 from sparta.compiler.variant import GIVEN, ORIGINAL, Base, Variant
-from sparta.specialize.tuning.significance import LEAST_GAIN
+from sparta.specialize.tuning.shipped import CLEAR_WIN
+from sparta.specialize.tuning.significance import LEAST_GAIN, Pairs
 
 __all__ = [
     "LAYERS",
@@ -23,6 +25,7 @@ __all__ = [
     "explained",
     "fastest",
     "gained_elsewhere",
+    "layers_win",
     "near_ones",
     "rivals",
     "surest",
@@ -42,6 +45,9 @@ _FAR = 1.5  # by how much one call of each tells which is faster
 _FEWEST = 3
 _TWO_THIRDS = 2 / 3  # of the rounds, for a chain, where timing is unstable
 _MOST = 0.6  # of the rounds: noise that hits every other call gives half of them
+_OURS = {Host.EAGER, Host.CHAIN, Host.PANELS}  # hosts that need not win beyond doubt
+_FEWEST_QUICK = 8  # rounds, for the quickest calls of either half to tell
+_ALIKE, _CLEARLY_FASTER = 1.25, 1.1  # of gains by the quickest calls
 
 
 def rivals(rounds: Rounds) -> list[Variant]:
@@ -64,23 +70,55 @@ def fastest(rounds: Rounds, *, given: bool = True) -> Variant:
     return GIVEN if given and rounds.ratio(best, GIVEN).sure else best
 
 
-def surest(rounds: Rounds) -> Variant:
+def surest(rounds: Rounds, *, layers_win: bool = False) -> Variant:
     """Return what runs where timing is unstable: the fastest that is faster than the original graph beyond doubt.
 
-    Where none is, the sparse graph runs eagerly if most rounds and their median are for it, because its layers have won
-    one by one; or as a chain if two rounds of three are, because a chain makes fewer calls for the same work.
+    Where none is, the fastest of those that likely are. The sparse graph runs eagerly if most rounds and their median
+    are for it, because its layers have won one by one; as a chain if two rounds of three are, because a chain makes
+    fewer calls for the same work. Whatever disturbs a call only makes it longer, so a graph also runs if its quickest
+    calls are clearly faster in either half of the rounds; one with kernels, if they are faster at all.
+
+    Parameters
+    ----------
+    layers_win
+        Whether kernels were measured one by one to be clearly faster.
     """
     graphs = rivals(rounds)
     sure = [each for each in graphs if rounds.ratio(ORIGINAL, each).sure]
+    if sure:
+        return max(sure, key=lambda each: rounds.ratio(ORIGINAL, each).value)
     likely = [each for each in graphs if each.kernels and each.host is Host.EAGER and _share_won(rounds, each) >= _MOST]
     likely += [each for each in graphs if each.host is Host.CHAIN and _share_won(rounds, each) >= _TWO_THIRDS]
     likely = [each for each in likely if rounds.ratio(ORIGINAL, each).value >= LEAST_GAIN]
-    return max(sure or likely, key=lambda each: rounds.ratio(ORIGINAL, each).value, default=ORIGINAL)
+    ours = [each for each in graphs if each.host in _OURS and each != ORIGINAL]
+    quick = {each: _by_quickest(rounds, each) for each in ours}
+    least = {each: LEAST_GAIN if layers_win and each.kernels else _CLEARLY_FASTER for each in quick}
+    likely += [each for each, gain in quick.items() if gain >= least[each]]
+    return max(likely, key=lambda each: (quick[each], rounds.ratio(ORIGINAL, each).value), default=ORIGINAL)
 
 
 def _share_won(rounds: Rounds, variant: Variant) -> float:
     pairs = list(zip(rounds.samples[ORIGINAL], rounds.samples[variant], strict=True))
     return sum(time < original for original, time in pairs) / max(len(pairs), 1)
+
+
+def _by_quickest(rounds: Rounds, variant: Variant) -> float:
+    """Return how many times faster than the original graph a variant's quickest calls are, by the worse half of rounds.
+
+    Every other round is a half; 1 where the halves do not agree, or are too short to tell.
+    """
+    pairs = tuple(zip(rounds.samples[ORIGINAL], rounds.samples[variant], strict=True))
+    if len(pairs) < _FEWEST_QUICK:
+        return 1.0
+    halves = [Pairs(pairs[half::2]).quiet_gain for half in range(2)]
+    return min(halves) if max(halves) <= _ALIKE * min(halves) else 1.0
+
+
+def layers_win(plans: Sequence[LayerPlan]) -> bool:
+    """Whether the kernels of plans, measured one by one, are clearly faster than dense together."""
+    entries = [plan.first.entry for plan in plans if plan.sparse and plan.first.entry is not None]
+    dense = sum(entry.dense_milliseconds for entry in entries)
+    return bool(entries) and dense >= CLEAR_WIN * sum(entry.milliseconds for entry in entries)
 
 
 def close_ones(rounds: Rounds) -> list[Variant]:

@@ -1,8 +1,9 @@
 """Choose, layer by layer: every sub-graph's candidates are timed, dense among them; the fastest that is right stays.
 
 The specialiser's tuner does the measuring, on the activations that the layer really gets. Layers of one kernel-spec
-bucket cost alike, so they are measured once and share the result; a layer that the budget does not reach runs what won
-for the most similar one.
+bucket cost alike, so they are measured once and share the result. Layers of nearly the same sizes, as cut channels
+leave them, share the search: what won for the first is confirmed for the others. A layer that the budget does not reach
+runs what won for the most similar one.
 """
 
 from __future__ import annotations
@@ -29,10 +30,16 @@ from sparta.specialize.tuning.select import DENSE, Choice, Problem, choose, tune
 from sparta.specialize.tuning.shipped import CLEAR_WIN
 from sparta.specialize.tuning.store import key_of
 
-__all__ = ["TOO_DENSE", "best_ratio", "choice_for", "choose_layers"]
+__all__ = ["TOO_DENSE", "best_ratio", "choice_for", "choose_layers", "looked_at"]
 
 TOO_DENSE = 0.98
 _ALIKE = 2.0  # the factor within which densities of similar layers lie
+_STEPS = 4  # to which sizes that are nearly the same are rounded, per doubling
+
+
+def looked_at(subgraphs: Sequence[SubGraph], samples: Sequence[SizeSample]) -> None:
+    """Find out where the zeros of layers are, which takes its time and is no measuring."""
+    _kinds(subgraphs, samples)
 
 
 def choose_layers(subgraphs: Sequence[SubGraph], samples: Sequence[SizeSample], session: Session) -> list[LayerPlan]:
@@ -76,7 +83,10 @@ def _chosen(
     for (subgraph, at), kind in kinds.items():
         x, attributes = samples[at].values[subgraph][0], subgraph.anchor.attributes
         costs[kind] += subgraph.lowering.flops(subgraph.tesa, x, attributes, live=False)
+    specs = {kind: subgraph.spec(samples[at].values[subgraph][0]) for kind, (subgraph, at) in first.items()}
+    families = {kind: _family(spec) for kind, spec in specs.items()}
     known: dict[str, Choice] = {}
+    won: dict[str, Choice] = {}
     late: set[str] = set()
 
     def measure(kind: str, number: int) -> None:
@@ -87,7 +97,10 @@ def _chosen(
         size = subgraph.lowering.size(x)
         pattern = subgraph.tesa.describe_pattern()
         session.show(f"kind of layer {number + 1}/{len(first)}: {subgraph.name} ({pattern}), size {size}")
-        _choice(subgraph, x, residual, known, session, share=_share(kind, costs, known))
+        share, like = _share(kind, costs, known), won.get(families[kind])
+        choice = _choice(subgraph, x, residual, known, session, share=share, like=like)
+        if choice.implement != DENSE and choice.entry is not None:
+            won.setdefault(families[kind], choice)
 
     slowest = sorted(first, key=lambda kind: -costs[kind])
     for number, kind in enumerate(slowest):
@@ -96,7 +109,6 @@ def _chosen(
         if _hurried(known[kind]) and session.left_for_layers > 0:
             del known[kind]
             measure(kind, number)
-    specs = {kind: subgraph.spec(samples[at].values[subgraph][0]) for kind, (subgraph, at) in first.items()}
     for kind in slowest:
         if kind in late or _hurried(known[kind]):
             known[kind] = _as_its_like(kind, specs, known)
@@ -118,11 +130,15 @@ def _hurried(choice: Choice) -> bool:
 def _as_its_like(kind: str, specs: Mapping[str, KernelSpec], known: Mapping[str, Choice]) -> Choice:
     """Return for a layer that nobody had time for what won clearly for the most similar one; what it has, if none did.
 
-    The whole model is timed with it in any case, and what it computes is checked.
+    What the table that comes with the package says of it comes before that. The whole model is timed with it in any
+    case, and what it computes is checked.
     """
     now, spec = known[kind], specs[kind]
     if now.implement != DENSE or now.entry is not None:
         return now
+    shipped = choose(spec)
+    if shipped.implement != DENSE:
+        return replace(shipped, refused=now.refused, result=now.result)
     weight = spec["weight"]
     likes: list[tuple[float, Choice]] = []
     for other, choice in known.items():
@@ -152,6 +168,17 @@ def _kinds(subgraphs: Sequence[SubGraph], samples: Sequence[SizeSample]) -> dict
     return {(g, at): key_of(g.spec(sample.values[g][0])) for g in measured for at, sample in enumerate(samples)}
 
 
+def _family(spec: KernelSpec) -> str:
+    """Return what layers of nearly the same sizes have in common: all but the sizes, which are rounded."""
+    operands = []
+    for name, tesa in sorted(spec.operands.items()):
+        sizes = "x".join(str(round(_STEPS * math.log2(max(1, size)))) for size in tesa.shape)
+        density = round(_STEPS * math.log2(tesa.density)) if tesa.density else None
+        operands.append(f"{name}={sizes}:{tesa.format}:{tesa.describe_pattern()}@{density}")
+    attributes = [f"{key}={value}" for key, value in sorted(spec.attributes.items())]
+    return " ".join([spec.op, *operands, f"epilogue={spec.epilogue}", *attributes])
+
+
 def _depthwise(subgraph: SubGraph) -> bool:
     return subgraph.anchor.attributes.get("groups", 1) > 1 and subgraph.tesa.shape[1] == 1
 
@@ -169,7 +196,14 @@ def _not_measured(subgraph: SubGraph) -> Choice:
 
 
 def _choice(
-    subgraph: SubGraph, x: Tensor, residual: Tensor | None, known: dict[str, Choice], session: Session, *, share: float
+    subgraph: SubGraph,
+    x: Tensor,
+    residual: Tensor | None,
+    known: dict[str, Choice],
+    session: Session,
+    *,
+    share: float,
+    like: Choice | None,
 ) -> Choice:
     spec = subgraph.spec(x)
     stored = session.tune != "quick" or choose(spec, session.store).entry is not None
@@ -181,14 +215,20 @@ def _choice(
         part = subgraph.spec(light.x)
         return subgraph.lowering.problem(part, subgraph.weight, light.x, subgraph.bias, light.residual)
 
-    choice = choice_for(spec, problem, known, session, share=share)
+    choice = choice_for(spec, problem, known, session, share=share, like=like)
     if light is not None:
         choice = known[key_of(spec)] = light.scaled(choice)
     return choice
 
 
 def choice_for(
-    spec: KernelSpec, problem: Callable[[], Problem], known: dict[str, Choice], session: Session, *, share: float
+    spec: KernelSpec,
+    problem: Callable[[], Problem],
+    known: dict[str, Choice],
+    session: Session,
+    *,
+    share: float,
+    like: Choice | None = None,
 ) -> Choice:
     """Return what runs a kernel spec: as another of its kind, as stored, or as measured now; dense if all fails.
 
@@ -200,12 +240,14 @@ def choice_for(
         Choices of this compilation, by the key of their kind; the new one is added.
     share
         Of the time that is left for layers.
+    like
+        What won for a layer of nearly the same sizes; it is taken where it wins here as well.
     """
     key = key_of(spec)
     if key in known:
         return known[key]
     try:
-        choice = _measured(spec, problem, session, share)
+        choice = _measured(spec, problem, session, share, like)
     except KeyboardInterrupt:
         session.interrupted = True
         choice = Choice(DENSE, {}, "dense: interrupted")
@@ -215,7 +257,9 @@ def choice_for(
     return choice
 
 
-def _measured(spec: KernelSpec, problem: Callable[[], Problem], session: Session, share: float) -> Choice:
+def _measured(
+    spec: KernelSpec, problem: Callable[[], Problem], session: Session, share: float, like: Choice | None
+) -> Choice:
     stored = choose(spec, session.store)
     if session.tune == "off" or session.left_for_layers <= 0:
         return _unmeasured(stored, session)
@@ -233,6 +277,7 @@ def _measured(spec: KernelSpec, problem: Callable[[], Problem], session: Session
             seed=session.seed,
             store=session.store,
             in_graphs=session.in_graphs,
+            like=like,
         )
     if choice.result is not None and choice.result.interrupted:
         session.interrupted = True

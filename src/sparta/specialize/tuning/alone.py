@@ -25,7 +25,7 @@ from sparta.specialize.implement import Implement, implement_named
 from sparta.specialize.kernel_spec import KernelSpec
 
 if TYPE_CHECKING:
-    from sparta.specialize.tuning.select import Problem
+    from sparta.specialize.tuning.rivals import Problem
 
 __all__ = ["fault_alone", "is_builtin"]
 
@@ -93,7 +93,7 @@ def _read(folder: Path) -> tuple[Problem, dict[str, Any]]:
     """Return what the process that asks has written."""
     from safetensors.torch import load_file
 
-    from sparta.specialize.tuning.select import Problem
+    from sparta.specialize.tuning.rivals import Problem
 
     request = json.loads((folder / _REQUEST).read_text(encoding="utf-8"))
     spec = KernelSpec.from_dict(request["spec"])
@@ -112,7 +112,7 @@ def _read(folder: Path) -> tuple[Problem, dict[str, Any]]:
 
 def _main(folder: str, *where: str) -> int:
     """Register, build and run a candidate; return 0 if it is right."""
-    from sparta.specialize.tuning.select import _callable, build
+    from sparta.specialize.tuning.rivals import build, call_of
 
     if where[0] == "--script":
         runpy.run_path(where[1], run_name="sparta_trial")
@@ -120,7 +120,7 @@ def _main(folder: str, *where: str) -> int:
         import_module(where[0])
     problem, config = _read(Path(folder))
     try:
-        call = _callable(problem, build(problem.spec, config))
+        call = call_of(problem, build(problem.spec, config))
         for _ in range(2):  # what it leaves behind may break the next call
             found = call()
         if problem.spec.device == "cuda":

@@ -21,64 +21,24 @@ from torch import Tensor
 
 from sparta.common.tuning import PrunedTrial, Trial, TuningResult, search
 from sparta.errors import CheckError, SpartaError, message
-from sparta.measure.checks import check
-from sparta.measure.timing import Timing
 from sparta.specialize.implement import Kernel, Support, implement_named, search_space, supported
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.tuning.alone import fault_alone, is_builtin
+from sparta.specialize.tuning.rivals import DENSE, QUICK_SECONDS, Problem, Rivals, build, call_of
 from sparta.specialize.tuning.roof import roof
 from sparta.specialize.tuning.shipped import misfit, shipped
 from sparta.specialize.tuning.significance import LEAST_GAIN, pairs_of, ranked, settled, timed
 from sparta.specialize.tuning.store import Entry, TuningStore
 
-__all__ = ["Choice", "Problem", "choose", "right_choice", "tune_kernel"]
+__all__ = ["DENSE", "Choice", "Problem", "build", "choose", "right_choice", "tune_kernel"]
 
-DENSE = "dense"
-_QUICK_SECONDS = 0.02
 _SEARCH_SHARE = 0.75  # of the seconds; the rest is for the longer run
 _FINALISTS, _CLOSE = 4, 1.3  # the best of a search are put in order once more: two, or four if so near to the first
 _RUNNERS_UP = 2  # how many candidates may try to beat dense in the longer run
 _NEARLY = 1.15  # times dense, measured briefly: near enough to be looked at again
+_AS_CLEARLY = 0.85  # of the gain of a like problem
 _MOST_COMPILERS = 4
 _DRIFT, _SLACK = 2.0, 0.05  # how far dense may be from its stored time: a factor, and milliseconds of the host's own
-_GRAPH_MILLISECONDS, _MOST_CALLS = 0.2, 20  # of the calls in one graph: enough for the host to keep ahead
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A kernel spec with the tensors to measure it on.
-
-    Attributes
-    ----------
-    spec
-        What is to be run.
-    operand
-        What the kernels pack: the sparse operand, dense, or the mask of one that is an input or a result; None where
-        nothing is known beforehand.
-    inputs
-        What the kernels take beside it, by the operation's convention.
-    expected
-        The right result in float64.
-    reduction
-        How many terms the longest sum of one element has.
-    backward
-        Whether the gradients of the inputs are measured too, by autograd through the kernel.
-    checked
-        Which of the result's rows (or images) `expected` holds; None for all.
-    """
-
-    spec: KernelSpec
-    operand: Tensor | None
-    inputs: tuple[Tensor | None, ...]
-    expected: Tensor
-    reduction: int
-    backward: bool = False
-    checked: Tensor | None = None
-
-    def check(self, found: Tensor, what: str) -> None:
-        """Raise CheckError where a result is not the right one."""
-        part = found if self.checked is None else found.index_select(0, self.checked)
-        check(part, self.expected, reduction=self.reduction, what=what)
 
 
 @dataclass(frozen=True)
@@ -158,7 +118,7 @@ def right_choice(problem: Problem, choice: Choice) -> Choice:
 def _fault(problem: Problem, config: Mapping[str, Any]) -> str:
     """Return in words why the kernel of a config is not right on a problem; nothing where it is."""
     try:
-        problem.check(_callable(problem, build(problem.spec, config))(), config["_name"])
+        problem.check(call_of(problem, build(problem.spec, config))(), config["_name"])
     except (SpartaError, RuntimeError) as error:
         return str(error).splitlines()[0]
     return ""
@@ -175,6 +135,7 @@ def tune_kernel(  # noqa: PLR0913 - the budgets and ways of one search
     progress: Callable[..., object] | bool | None = None,
     in_graphs: bool = False,
     isolated: bool = False,
+    like: Choice | None = None,
 ) -> Choice:
     """Return the fastest implement and parameters for a problem.
 
@@ -200,12 +161,20 @@ def tune_kernel(  # noqa: PLR0913 - the budgets and ways of one search
     isolated
         Try what others have registered in a process of its own before it is timed here: see
         :mod:`sparta.specialize.tuning.alone`.
+    like
+        What won for a problem of nearly the same sizes. Where it is right here and beats dense about as clearly, there
+        is no search.
     """
     stored = choose(problem.spec, store)
     deadline = math.inf if max_seconds is None else perf_counter() + max_seconds
-    rivals = _Rivals.of(problem, in_graphs=in_graphs and problem.spec.device == "cuda" and not problem.backward)
+    rivals = Rivals.of(problem, in_graphs=in_graphs and problem.spec.device == "cuda" and not problem.backward)
     if stored.entry is not None and not _fault(problem, stored.config) and _still_holds(rivals, stored.entry):
         return stored
+    alike = None if like is None else _as_like(rivals, like, stored.refused, deadline)
+    if alike is not None:
+        if store is not None and alike.entry is not None:
+            store.put(problem.spec, alike.entry)
+        return alike
 
     def objective(config: Mapping[str, Any], kernel: Kernel) -> float:
         if config["_name"] == DENSE:
@@ -213,7 +182,7 @@ def tune_kernel(  # noqa: PLR0913 - the budgets and ways of one search
                 raise PrunedTrial(f"wrong result: {rivals.fault}")
             return 1.0
         functions = {DENSE: rivals.dense, "candidate": rivals.candidate(config, kernel)}
-        times = timed(functions, warmup=2, iters=50, seconds=_QUICK_SECONDS)
+        times = timed(functions, warmup=2, iters=50, seconds=QUICK_SECONDS)
         return 1.0 / pairs_of(times).likely_gain
 
     starting = _starting_points(problem.spec)
@@ -237,7 +206,7 @@ def tune_kernel(  # noqa: PLR0913 - the budgets and ways of one search
     return choice
 
 
-def _still_holds(rivals: _Rivals, entry: Entry) -> bool:
+def _still_holds(rivals: Rivals, entry: Entry) -> bool:
     """Return whether dense takes about the time that an entry says, which was measured at a size of the same bucket.
 
     On CUDA, where events time the device and not the machine around it, an entry is believed.
@@ -251,19 +220,27 @@ def _still_holds(rivals: _Rivals, entry: Entry) -> bool:
     return low <= now <= entry.dense_milliseconds * max(1.0, grown) * _DRIFT + _SLACK
 
 
+def _as_like(rivals: Rivals, like: Choice, refused: Mapping[str, Support], deadline: float) -> Choice | None:
+    """Return what won for a like problem, timed on this one; None where it does not win here, or by much less."""
+    spec = rivals.problem.spec
+    if rivals.fault or like.entry is None or like.implement == DENSE or misfit(spec, like.entry):
+        return None
+    try:
+        candidate = rivals.candidate(like.config, build(spec, like.config))
+        verdict = settled(rivals.dense, candidate, deadline - perf_counter(), roof(spec))
+    except (PrunedTrial, SpartaError, RuntimeError):
+        return None
+    if not (verdict.won and verdict.stable and verdict.gain >= _AS_CLEARLY * like.entry.speedup):
+        return None
+    dense_time = verdict.dense_milliseconds / rivals.calls
+    entry = Entry(like.implement, like.params, dense_time / verdict.gain, dense_time, _size(spec))
+    reason = f"{verdict.gain:.2f}x dense, by what won for nearly the same sizes"
+    return Choice(entry.implement, entry.params, reason, entry, refused)
+
+
 def _size(spec: KernelSpec) -> int:
     """Return the product of the dynamic sizes of a spec."""
     return math.prod(max(1, tesa.shape[dim]) for tesa in spec.operands.values() for dim in tesa.dynamic)
-
-
-def build(spec: KernelSpec, config: Mapping[str, Any]) -> Kernel:
-    """Build the kernel that a sample of the nested search space names."""
-    params = {key: value for key, value in config.items() if key != "_name"}
-    implement = implement_named(config["_name"], spec.op)
-    answer = implement.answer(spec)
-    if not answer:
-        raise SpartaError(message(f"{implement.name} cannot run {spec}: {answer.reason}", fix="choose another one"))
-    return implement.build(spec, params)
 
 
 def _starting_points(spec: KernelSpec) -> list[dict[str, Any]]:
@@ -292,7 +269,7 @@ def _compiler(problem: Problem, *, isolated: bool) -> Callable[[Mapping[str, Any
             if implement_named(config["_name"], problem.spec.op).first_run_compiles:
                 # The current device is each thread's own.
                 with nullcontext() if device is None else torch.cuda.device(device):
-                    _callable(problem, kernel)()
+                    call_of(problem, kernel)()
         except SpartaError as error:
             raise PrunedTrial(str(error)) from error
         return kernel
@@ -300,101 +277,8 @@ def _compiler(problem: Problem, *, isolated: bool) -> Callable[[Mapping[str, Any
     return compile_one
 
 
-def _callable(problem: Problem, kernel: Kernel) -> Callable[[], Tensor]:
-    packed = () if problem.operand is None else kernel.pack(problem.operand)
-    if not problem.backward:
-
-        def call() -> Tensor:
-            with torch.no_grad():
-                return kernel.run(packed, *problem.inputs)
-
-        return call
-
-    # A tensor without dims is a number, such as a temperature, and is not trained.
-    inputs = [
-        t.detach().requires_grad_() if t is not None and t.dim() and t.is_floating_point() else t
-        for t in problem.inputs
-    ]
-    varied = [t for t in inputs if t is not None and t.requires_grad]
-
-    def call_with_gradients() -> Tensor:
-        with torch.enable_grad():
-            result = kernel.run(packed, *inputs)
-            torch.autograd.grad(result, varied, torch.ones_like(result))
-        return result.detach()
-
-    return call_with_gradients
-
-
-@dataclass(frozen=True)
-class _Rivals:
-    """Dense and candidates of one problem as they are timed, several calls of each at a time in CUDA graphs."""
-
-    problem: Problem
-    dense: Callable[[], Tensor]
-    calls: int
-    in_graphs: bool
-    fault: str = ""
-    """What is wrong with dense, which is a measure of time only then."""
-
-    @staticmethod
-    def of(problem: Problem, *, in_graphs: bool) -> _Rivals:
-        """Return the rivals of a problem, dense checked."""
-        kernel = build(problem.spec, {"_name": DENSE})
-        dense = _callable(problem, kernel)
-        try:
-            problem.check(dense(), DENSE)
-        except CheckError as error:
-            return _Rivals(problem, dense, 1, in_graphs=False, fault=str(error).splitlines()[0])
-        if not in_graphs:
-            return _Rivals(problem, dense, 1, in_graphs=False)
-        alone = _Rivals(problem, dense, 1, in_graphs=False).dense_times().min
-        calls = max(1, min(_MOST_CALLS, round(_GRAPH_MILLISECONDS / max(alone, 1e-3))))
-        return _Rivals(problem, _replayed(problem, kernel, calls), calls, in_graphs=True)
-
-    def dense_times(self) -> Timing:
-        """Return what dense takes alone, measured briefly."""
-        return timed({DENSE: self.dense}, warmup=2, iters=20, seconds=_QUICK_SECONDS)[DENSE]
-
-    def candidate(self, config: Mapping[str, Any], kernel: Kernel) -> Callable[[], Tensor]:
-        """Return a candidate ready to be timed; raises PrunedTrial when it fails or computes something else."""
-        try:
-            call = _callable(self.problem, kernel)
-            self.problem.check(call(), config["_name"])
-        except CheckError as error:
-            raise PrunedTrial(f"wrong result: {str(error).splitlines()[0]}") from error
-        except SpartaError as error:
-            raise PrunedTrial(str(error)) from error
-        return _replayed(self.problem, kernel, self.calls) if self.in_graphs else call
-
-
-def _replayed(problem: Problem, kernel: Kernel, calls: int) -> Callable[[], Tensor]:
-    """Return so many calls of a kernel, replayed from a CUDA graph; one by one where it cannot be recorded."""
-    from sparta.specialize.cuda.graphs import copies, recorded
-
-    packed = () if problem.operand is None else kernel.pack(problem.operand)
-    held = copies(packed, calls) if packed else [()]
-
-    def run() -> Tensor:
-        with torch.no_grad():
-            for number in range(calls - 1):
-                kernel.run(held[number % len(held)], *problem.inputs)
-            return kernel.run(held[(calls - 1) % len(held)], *problem.inputs)
-
-    try:
-        graph, result = recorded(run)
-    except RuntimeError:
-        return run
-
-    def replay(_held: object = held) -> Tensor:  # a graph does not keep what it reads
-        graph.replay()
-        return result
-
-    return replay
-
-
 def _confirmed(
-    rivals: _Rivals, result: TuningResult, refused: Mapping[str, Support], deadline: float, *, hurried: bool
+    rivals: Rivals, result: TuningResult, refused: Mapping[str, Support], deadline: float, *, hurried: bool
 ) -> Choice:
     """Put the best few in order once more and time them against dense, longer, until one wins; dense if none does.
 
@@ -439,7 +323,7 @@ def _hopeful(complete: Sequence[tuple[float, int, Trial]]) -> list[Trial]:
     return [t for ratio, t in faster[:_FINALISTS] if ratio <= _CLOSE * faster[0][0] or ratio <= faster[1][0]]
 
 
-def _dense_entry(rivals: _Rivals, milliseconds: float) -> Entry:
+def _dense_entry(rivals: Rivals, milliseconds: float) -> Entry:
     """Return the entry of dense, which is timed if no longer run has done so."""
     if not milliseconds:
         milliseconds = rivals.dense_times().median / rivals.calls
@@ -450,7 +334,7 @@ def _unstable(trial: Trial, result: TuningResult, refused: Mapping[str, Support]
     return Choice(trial.params["_name"], _params(trial), "faster than dense, timing unstable", None, refused, result)
 
 
-def _finalists(rivals: _Rivals, hopeful: Sequence[Trial], deadline: float) -> list[tuple[Trial, Callable[[], Tensor]]]:
+def _finalists(rivals: Rivals, hopeful: Sequence[Trial], deadline: float) -> list[tuple[Trial, Callable[[], Tensor]]]:
     """Return those of the best that still work, in the order that measuring them side by side gives."""
     found: list[tuple[Trial, Callable[[], Tensor]]] = []
     for trial in hopeful if perf_counter() < deadline else hopeful[:_RUNNERS_UP]:
@@ -463,7 +347,7 @@ def _finalists(rivals: _Rivals, hopeful: Sequence[Trial], deadline: float) -> li
 
 
 def _instead_of_dense(
-    rivals: _Rivals, best: Sequence[Trial], result: TuningResult, refused: Mapping[str, Support]
+    rivals: Rivals, best: Sequence[Trial], result: TuningResult, refused: Mapping[str, Support]
 ) -> Choice:
     """Return the first of the candidates that is right, where dense is not; it is not kept: another torch may be."""
     for trial in best:
