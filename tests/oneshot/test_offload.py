@@ -53,6 +53,16 @@ def test_the_written_model_is_the_one_pruned_in_memory(folder, tmp_path, method)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+def test_the_spec_of_a_model_larger_than_memory_holds_a_bit_per_weight(folder, tmp_path):
+    spec, _ = prune(empty(), tokens(), "2:4", method="wanda", memory="1 MiB", weights=folder, output=tmp_path / "out")
+    held = sum(packed.numel() * packed.element_size() for packed, *_ in spec._tesas._masks.values())
+    assert held <= sum(tesa.numel for tesa in spec.values()) / 8 + 8 * len(spec)
+    assert spec.density == pytest.approx(0.5)
+    spec.save(tmp_path / "spec.safetensors")
+    assert sparta.Spec.load(tmp_path / "spec.safetensors") == spec
+    assert spec.select(include=next(iter(spec))).keys() == {next(iter(spec))}
+
+
 def test_the_folder_is_complete_and_indexed(folder, tmp_path):
     prune(empty(), tokens(), "2:4", method="wanda", weights=folder, output=tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

@@ -21,6 +21,7 @@ from sparta.oneshot.calibrate import Grams, Stop, call
 from sparta.oneshot.log import LayerLog, PruneLog
 from sparta.oneshot.methods import Method, magnitude
 from sparta.oneshot.offload import Offload, Spill
+from sparta.oneshot.packed import PackedSpec
 from sparta.oneshot.problem import Problem
 from sparta.oneshot.refine import refine_block
 from sparta.oneshot.resume import Checkpoint
@@ -91,7 +92,10 @@ class Run:
         ]
 
     def spec(self, targets: Sequence[Target], home: torch.device) -> Spec:
-        """Return where the zeros are."""
+        """Return where the zeros are; packed, where the model is larger than memory."""
+        if self.offload is not None:
+            dtypes = {target.name: target.parameter.dtype for target in targets}
+            return PackedSpec({name: (*mask, dtypes[name]) for name, mask in self.masks.items()})
         found: dict[str, TeSA] = {}
         for target in targets:
             if target.name in self.masks:
