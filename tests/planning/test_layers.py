@@ -73,5 +73,5 @@ def test_options_by_device_and_by_hand():
     assert "2:4" in options_of("auto", "cuda")
     assert "4x1" in options_of("auto", "cpu")
     by_hand = options_of(["4x1", Block(16, 1), "2:4"], "cpu")
-    assert [len(levels) for levels in by_hand.values()] == [6, 6, 1]
+    assert [len(levels) for levels in by_hand.values()] == [10, 10, 1]
     assert all(a.density < b.density for a, b in zip(by_hand["4x1"], by_hand["4x1"][1:], strict=False))

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparta.planning.bench import Whole
+from sparta.planning.options import DENSE, Option
 from sparta.planning.result import Goal
 from sparta.planning.solve import Front
 from sparta.planning.table import Assignment, Table, picked
@@ -49,9 +50,23 @@ def following(table: Table, goal: Goal, points: Sequence[Point]) -> Assignment |
         return None if found in known else found
     if not any(goal.met(whole) for _, whole, _ in points):
         front, bundles = table.front(memory=goal.memory_mb is not None)
-        attempts = [found, picked(bundles, front.chosen(0))]
+        attempts = [found, picked(bundles, front.chosen(0)), *_extremes(table)]
         return next((attempt for attempt in attempts if attempt not in known), None)
     return _between(table, goal, points)
+
+
+def _extremes(table: Table) -> list[Assignment]:
+    """Return every layer in its fastest option, by precision: the table's sums may be wrong about which is best."""
+    precisions = {option.precision for times in table.times.values() for option in times if option != DENSE}
+    found: list[Assignment] = []
+    for precision in sorted(precisions, key=str, reverse=True):
+        assignment: dict[str, Option] = {}
+        for group in table.groups:
+            for unit in group.units:
+                option = table.fastest(unit, precision)
+                assignment |= {} if option is None else dict.fromkeys(unit, option)
+        found.append(assignment)
+    return found
 
 
 def _between(table: Table, goal: Goal, points: Sequence[Point]) -> Assignment | None:

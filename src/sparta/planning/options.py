@@ -14,10 +14,12 @@ import torch
 from sparta.errors import ArgumentError, NameNotFoundError, ValueRangeError, did_you_mean, message
 from sparta.tesa.patterns import Pattern, as_pattern
 
-__all__ = ["CHANNELS", "DENSE", "SPARSITIES", "Option", "options_of", "precisions_of"]
+__all__ = ["CHANNELS", "DENSE", "MEASURED", "SPARSITIES", "Option", "options_of", "precisions_of"]
 
-SPARSITIES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
+SPARSITIES = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
 """Levels of patterns that have none of their own, the fastest first."""
+MEASURED = (0.95, 0.8, 0.5)
+"""Those of them that are measured; times and costs of the others lie between."""
 CHANNELS = "channels"
 """Whole inputs of a layer (columns, heads), and with them the outputs of the layers that make them."""
 _CHANNEL_SPARSITIES = (0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
@@ -64,6 +66,11 @@ class Option:
     def prunes(self) -> bool:
         """Whether any weight goes."""
         return self.pattern != "dense"
+
+    @property
+    def measured(self) -> bool:
+        """Whether it is measured, where its layer is; else its time and cost are between those of its neighbours."""
+        return self.pattern == CHANNELS or self.sparsity is None or self.sparsity in MEASURED
 
     @property
     def unrounded(self) -> Option:

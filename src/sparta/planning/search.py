@@ -6,7 +6,7 @@ Every step may be cut short, by the budget or by Ctrl-C; what is known by then i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,10 +16,11 @@ from torch import nn
 from sparta.oneshot.targets import Target
 from sparta.planning.approach import Point, following, solved
 from sparta.planning.bench import Bench, Whole
+from sparta.planning.between import costs_between, times_between
 from sparta.planning.cost import errors_of, grams_of, sensitivity_of
 from sparta.planning.layers import Group
 from sparta.planning.notebook import Notebook
-from sparta.planning.options import CHANNELS, DENSE, Option
+from sparta.planning.options import CHANNELS, DENSE, MEASURED, Option
 from sparta.planning.result import Goal
 from sparta.planning.rounding import rounding_errors
 from sparta.planning.table import Assignment, Table
@@ -66,6 +67,7 @@ class Search:
     interrupted: bool = False
     exhausted: bool = False
     points: list[Point] = field(default_factory=list)
+    _timed: dict[str, dict[Option, float]] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ the table
 
@@ -81,6 +83,8 @@ class Search:
             self.uncounted(),
         ):
             self._cost(batches, method, times, narrow, costs)
+        for name, known in costs.items():
+            costs[name] = costs_between(known) | known
         for number in [n for n in narrow if not all(c.reader in costs for c in self.groups[n].channels)]:
             del narrow[number]
         return Table(self.groups, self.targets, times, costs, narrow, self.bench.given_ms(), megabytes)
@@ -95,19 +99,30 @@ class Search:
         for name in sorted(times, key=lambda name: -times[name][DENSE]):
             kinds.setdefault(self.bench.kind(name), []).append(name)
         slowest = sorted(kinds.values(), key=lambda names: -sum(times[name][DENSE] for name in names))
-        patterns = {pattern: options for pattern, options in self.options.items() if pattern != CHANNELS}
+        patterns = {
+            pattern: [option for option in options if option.measured]
+            for pattern, options in self.options.items()
+            if pattern != CHANNELS
+        }
         for precision in self.precisions:  # one each: they stand even where the budget ends before the patterns do
             self._time_plain(slowest, precision, times)
         self._time_patterns(slowest, {names[0]: patterns for names in slowest}, times)
         for precision in self.precisions:
             self._time_rounded(slowest, patterns, precision, times)
         for first, *alike in slowest:
+            self._fill(first, times[first])
             for name in alike:
                 times[name] = dict(times[first])
         if CHANNELS in self.options:
             for number, group in enumerate(self.groups):
                 if group.channels and all(name in times for name in group.names) and self.room_for_layers():
                     narrow[number] = self._narrow(group, times)
+
+    def _fill(self, name: str, times: dict[Option, float]) -> None:
+        """Put in the options between measured ones that beat dense as well."""
+        for option, time in times_between(self._timed.get(name, {})).items():
+            if time <= _GAIN * _limit(times, option.precision):
+                times[option] = time
 
     def _time_rounded(
         self,
@@ -158,7 +173,7 @@ class Search:
             for number, names in enumerate(kinds):
                 first = names[0]
                 self.show(f"kind of layer {number + 1}/{len(kinds)}{words}, step {step + 1}/{steps}: {first}")
-                limit = min(times[first].get(Option("dense", precision=each), math.inf) for each in (None, precision))
+                limit = _limit(times[first], precision)
                 for pattern, options in patterns.get(first, {}).items():
                     if (first, pattern) in closed or step >= len(options):
                         continue
@@ -175,6 +190,7 @@ class Search:
         except ValueError:
             return False
         time = self.bench.option_ms(name, option)
+        self._timed.setdefault(name, {})[option] = time
         if time > _GAIN * limit:
             return False
         times[option] = time
@@ -208,7 +224,8 @@ class Search:
         for name, options in wanted.items():
             stored = self.notebook.entries.get(f"cost {name}", {})
             if all(str(option) in stored for option, _ in options):
-                costs[name] = {option: float(stored[str(option)]) for option, _ in options}
+                known = {option: stored[str(option)] for option, _ in options}
+                costs[name] = {option: float(cost) for option, cost in known.items() if cost is not None}
         missing = [self.targets[name] for name in wanted if name not in costs]
         if not missing:
             return
@@ -220,18 +237,30 @@ class Search:
             self.show(f"cost of {target.name}")
             rounding = {each: known[target.name] for each, known in errors.items() if target.name in known}
             found = errors_of(target, gram, wanted[target.name], sensitivity, method, rounding)
-            self.notebook.keep(f"cost {target.name}", {str(option): cost for option, cost in found.items()})
+            self.notebook.keep(
+                f"cost {target.name}", {str(option): found.get(option) for option, _ in wanted[target.name]}
+            )
             costs[target.name] = found
 
     def _costed(
         self, name: str, options: Mapping[Option, float], narrow: Mapping[int, Mapping[Option, float]]
     ) -> _Costed:
         """Return the options of a layer that need a cost, each with the pattern on its weight."""
-        found: _Costed = [(option, option.made) for option in options if option.prunes and option.precision is None]
-        found += [(option, None) for option in options if option.precision is not None]
+        measured = sorted({option for option in options if option.measured} | self._ends(options), key=str)
+        found: _Costed = [(option, option.made) for option in measured if option.prunes and option.precision is None]
+        found += [(option, None) for option in measured if option.precision is not None]
         for number, times in narrow.items():
             found += [(o, each.pattern) for each in self.groups[number].channels if each.reader == name for o in times]
         return found
+
+    def _ends(self, options: Iterable[Option]) -> set[Option]:
+        """Return the measured options on the denser side of those that are not, and the same without rounding.
+
+        They may have lost to dense themselves; their costs are needed all the same.
+        """
+        series = {(option.pattern, option.precision) for option in options if not option.measured}
+        ends = {Option(pattern, level, precision) for pattern, precision in series for level in MEASURED}
+        return ends | {option.unrounded for option in ends}
 
     # ------------------------------------------------------------------ the answer
 
@@ -280,7 +309,8 @@ class Search:
     def _why_not(self, table: Table, goal: Goal, whole: Whole) -> str:
         if goal.memory_mb is not None:
             return f"{goal} cannot be reached: the smallest that was measured is {whole.memory_mb:.4g} MB"
-        bound = "" if math.isinf(table.bound) else f", and {table.bound:.2f}x if these layers took no time (Amdahl)"
+        bound = f", and about {table.bound:.2f}x if these layers took no time" if table.bound > whole.ratio else ""
+        bound = "" if math.isinf(table.bound) else bound
         if self.interrupted or not self.room():
             return f"{goal} was not reached when the time was up; the fastest that was measured is {whole.ratio:.2f}x"
         return f"{goal} cannot be reached here: the fastest that was measured is {whole.ratio:.2f}x{bound}"
@@ -297,3 +327,8 @@ class Search:
         except KeyboardInterrupt:
             self.interrupted = True
             self._note(note)
+
+
+def _limit(times: Mapping[Option, float], precision: str | None) -> float:
+    """Return what an option of a precision must beat: dense, and dense so rounded."""
+    return min(times.get(Option("dense", precision=each), math.inf) for each in (None, precision))

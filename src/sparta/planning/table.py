@@ -129,6 +129,13 @@ class Table:
         units = option.made.unit_count(shape) * option.density
         return whole * option.density + units * _INDEX_BYTES / 1e6
 
+    def fastest(self, unit: tuple[str, ...], precision: str | None) -> Option | None:
+        """Return the fastest option of a precision that all layers of a unit have; None where there is none."""
+        bundles = [bundle for bundle in self._unit(unit) if bundle.options]
+        options = {next(iter(bundle.options.values())): bundle.sparse for bundle in bundles}
+        able = [option for option in options if option.precision == precision]
+        return min(able, key=lambda option: options[option], default=None)
+
     def sums(self, assignment: Assignment) -> tuple[float, float]:
         """Return the milliseconds of the layers that stay dense, as they are in the whole, and of the others alone."""
         dense = sparse = 0.0
@@ -225,13 +232,22 @@ class Table:
                 cost = sum(self.costs[name][option] for name in known)
                 held = sum(self.megabytes(name, option) for name in known)
                 found.append(Bundle(0.0, time, held, cost, dict.fromkeys(known, option)))
-        return found
+        return _undominated(found)
 
 
 def picked(bundles: Sequence[Sequence[Bundle]], chosen: Sequence[int]) -> dict[str, Option]:
     """Return what the layers become when each group takes the bundle that was chosen for it."""
     taken = [each[place].options for each, place in zip(bundles, chosen, strict=True)]
     return {name: option for options in taken for name, option in options.items()}
+
+
+def _undominated(bundles: Sequence[Bundle]) -> list[Bundle]:
+    """Return the choices that no other beats in cost, and in time and memory as well; the first is dense."""
+    kept = [bundles[0]]
+    for bundle in sorted(bundles[1:], key=lambda each: (each.cost, each.sparse, each.megabytes)):
+        if not any(each.sparse <= bundle.sparse and each.megabytes <= bundle.megabytes for each in kept[1:]):
+            kept.append(bundle)
+    return kept
 
 
 def _joined(parts: Sequence[Bundle]) -> Bundle:
