@@ -1,5 +1,7 @@
 """What lies between layers is compiled once for equal stretches, activations are rounded once, and results stay."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import fx, nn
@@ -9,6 +11,7 @@ from torch.utils import _pytree as pytree
 import sparta
 from compiler import nets
 from sparta.compiler.lower.scaled_linear import ScaledLinearLowering
+from sparta.compiler.run.host import Host
 from sparta.compiler.run.kernel_module import Fused, KernelModule
 from sparta.compiler.run.rounding import rounded_tokens, traced_rounding, with_shared_rounding
 from sparta.compiler.run.stages import calls_to_compile, staged
@@ -98,6 +101,18 @@ def test_views_alone_are_not_compiled():
 
     x = torch.randn(5, 8)
     assert not compiled_with(graph_of(Heads().eval(), x), x)
+
+
+@pytest.mark.parametrize("host", [Host.INDUCTOR_GRAPH, Host.INDUCTOR])
+def test_other_sizes_are_not_compiled_where_the_example_is_replayed(host, monkeypatch):
+    model, compiled = nets.pruned(nets.Mlp()), []
+    fast = sparta.compile(model, torch.randn(6, 32), tune="off")
+    assert fast.general is not None
+    fast.report = replace(fast.report, plan=replace(fast.report.plan, whole=replace(fast.report.plan.whole, host=host)))
+    monkeypatch.setattr(torch, "compile", lambda module: compiled.append(module) or module)
+    x = torch.randn(9, 32)
+    torch.testing.assert_close(fast._by_size().made((x.shape,))(x)[0], model(x).detach(), rtol=1e-4, atol=1e-5)
+    assert len(compiled) == (host is Host.INDUCTOR)
 
 
 # ---------------------------------------------------------------- rounding

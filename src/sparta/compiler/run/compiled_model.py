@@ -223,7 +223,7 @@ class CompiledModel(nn.Module):
 
     def _general_run(self) -> Callable[..., Any]:
         """Return the graph for any size as its host runs it."""
-        host = self.report.plan.whole.host.plain
+        host = self.report.plan.whole.host  # what is recorded for each size is not compiled for it: that takes seconds
         plain = host if host in (Host.INDUCTOR, Host.CHAIN) else Host.EAGER
         return hosted(self.general if self.general is not None else self.graph, plain, any_size=True)
 
