@@ -126,6 +126,7 @@ def wrong_kernels(kernels: Mapping[SubGraph, KernelModule], samples: Sequence[Si
 
 def _kernel_error(subgraph: SubGraph, module: KernelModule, x: Tensor, residual: Tensor | None) -> str:
     x = subgraph.lowering.on_grid(x, subgraph.anchor.attributes)
+    residual = subgraph.lowering.residual_on_grid(residual, subgraph.anchor.attributes)
     wide = [None if t is None else t.to(torch.float64) for t in (subgraph.bias, residual)]
     with torch.no_grad():
         exact = subgraph.lowering.dense(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sparta.errors import ShapeError, ValueRangeError
 from sparta.specialize.conv.cpu_image import IMAGES
-from sparta.specialize.conv.int8 import CONV_OPS, conv_reference, int8_conv_spec
+from sparta.specialize.conv.int8 import CONV_OPS, conv_reference, int8_conv_spec, residual_grid
 from sparta.specialize.conv.int8_packed import PackedInt8Conv
 from sparta.specialize.conv.spec import ConvGeometry
 from sparta.specialize.cpu import runnable_isas
@@ -28,6 +28,7 @@ EPILOGUES = [
     Epilogue(bias=True, activation="relu"),
     Epilogue(bias=True, activation="relu6"),
     Epilogue(bias=True, activation="relu", residual=True, residual_first=True),
+    Epilogue(activation="relu6", residual=True),
 ]
 
 
@@ -52,7 +53,8 @@ def layers(draw):
     weight = TeSA.from_mask(mask).with_format("int8", scale=torch.rand(outputs, dtype=torch.float64) + 0.1)
     images = (draw(st.integers(1, 2)), each * groups, *size)
     epilogue = draw(st.sampled_from(EPILOGUES))
-    spec = int8_conv_spec(weight, images, grid, geometry, epilogue=epilogue)
+    adding = draw(st.sampled_from([None, *GRIDS])) if epilogue.residual else None
+    spec = int8_conv_spec(weight, images, grid, geometry, epilogue=epilogue, residual=adding)
     integers = torch.randint(draw(st.sampled_from([-128, -127])), 128, shape).to(torch.int8)
     x = torch.randn(images) * draw(st.sampled_from([1.0, 100.0]))
     bias = torch.randn(outputs) if epilogue.bias else None
@@ -80,7 +82,8 @@ def test_results_equal_the_convolution_of_integers(layer, isa, image, mv, data):
 @given(layers())
 def test_every_implement_agrees_on_the_grid(layer):
     spec, integers, x, bias, residual = layer
-    x = Quantization.from_dict(spec.attributes).rounded(x)
+    x, adding = Quantization.from_dict(spec.attributes).rounded(x), residual_grid(spec.attributes)
+    residual = residual if adding is None else adding.rounded(residual)
     truth = conv_reference(spec, integers, x, bias, residual)
     scales = spec["weight"].scale.dense()[:, :1].float() if spec["weight"].count("live") else 1.0
     names = {implement.name for implement in supported(spec)[0]}
@@ -105,6 +108,21 @@ def test_inputs_that_are_no_numbers_are_as_the_grid_says():
         assert torch.equal(y, conv_reference(spec, integers, x, None, None))
 
 
+def test_residuals_that_are_no_numbers_are_as_their_grid_says():
+    x, residual = torch.randn(1, 4, 6, 6), torch.randn(1, 8, 6, 6)
+    residual[0, 1, 2, 2], residual[0, 0, 3, 3], residual[0, 7, 5, 5] = torch.nan, torch.inf, -torch.inf
+    weight = TeSA.dense((8, 4, 3, 3)).with_format("int8", scale=0.1)
+    integers = torch.randint(-127, 128, (8, 4, 3, 3)).to(torch.int8)
+    padded, grid = ConvGeometry.make(2, padding=1), Quantization(0.02, 7)
+    spec = int8_conv_spec(weight, x.shape, grid, padded, epilogue=Epilogue(residual=True), residual=Quantization(0.1))
+    for isa in runnable_isas():
+        with mock.patch.dict(os.environ, {"SPARTA_CPU_ISA": isa}):
+            kernel = build(spec, {"_name": "cpu-int8", **implement_named("cpu-int8", spec.op).default(spec)})
+        y = kernel.run(kernel.pack(integers), x, None, residual)
+        assert torch.equal(y, conv_reference(spec, integers, x, None, residual))
+        assert bool(y.isfinite().all())
+
+
 def test_groups_that_have_no_whole_places_run_in_real_numbers():
     weight = TeSA.dense((8, 1, 3, 3)).with_format("int8", scale=0.1)
     spec = int8_conv_spec(weight, (1, 8, 9, 9), Quantization(0.02), ConvGeometry.make(2, groups=8))
@@ -124,6 +142,11 @@ def test_wrong_specs_and_arguments_say_what_is_allowed():
     for call, error, text in [
         (lambda: int8_conv_spec(TeSA.dense((8, 4, 3, 3)), (1, 4, 5, 5), grid), ValueRangeError, "a weight in"),
         (lambda: int8_conv_spec(weight, (1, 4, 5, 5), Quantization.per_token()), ValueRangeError, "a static one"),
+        (
+            lambda: int8_conv_spec(weight, (1, 4, 5, 5), grid, residual=Quantization.per_token()),
+            ValueRangeError,
+            "a static one",
+        ),
         (lambda: int8_conv_spec(weight, (1, 5, 5, 5), grid), ShapeError, "an input of shape"),
         (lambda: packed.pack_integers(integers.float()), ShapeError, "int8"),
         (lambda: packed.run(x[:, :3], values, scales, grid), ShapeError, "x of shape"),

@@ -181,6 +181,7 @@ class DenseLayer(nn.Module):
         """Return ``activation(layer(x) + bias) + residual``."""
         fused = self._fused
         given = fused.lowering.on_grid(x, fused.attributes) if self._rounds else x
+        residual = fused.lowering.residual_on_grid(residual, fused.attributes) if self._rounds else residual
         y = fused.lowering.dense(cast("Tensor", self.weight), given, self.bias, fused.attributes)
         return apply_epilogue(y, fused.epilogue, residual)
 

@@ -23,7 +23,12 @@ from sparta.specialize.kernel_spec import Epilogue
 __all__ = ["partition"]
 
 _aten = torch.ops.aten
-_ACTIVATIONS: dict[Any, str] = {_aten.relu.default: "relu", _aten.silu.default: "silu", _aten.gelu.default: "gelu"}
+_ACTIVATIONS: dict[Any, str] = {
+    _aten.relu.default: "relu",
+    _aten.relu6.default: "relu6",
+    _aten.silu.default: "silu",
+    _aten.gelu.default: "gelu",
+}
 
 
 def partition(program: Program, shapes: Mapping[fx.Node, Tensor]) -> list[SubGraph]:

@@ -7,12 +7,13 @@ usable grid is no error; it stays in real numbers and the report says why.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from sparta.compiler.graph.program import Program
 from sparta.compiler.lower import lowering_of
@@ -68,9 +69,9 @@ class Calibration:
         self, program: Program, subgraphs: Sequence[SubGraph], samples: Sequence[SizeSample]
     ) -> tuple[list[SubGraph], list[SizeSample]]:
         """Return the sub-graphs, those of int8 layers as such, and the samples with them."""
-        changed = {
-            subgraph: self._intended(program, self._quantized(program, subgraph, samples)) for subgraph in subgraphs
-        }
+        changed = _sharing_grids(
+            {subgraph: self._intended(program, self._quantized(program, subgraph, samples)) for subgraph in subgraphs}
+        )
         used = {f"{_layer(program, subgraph)}input" for subgraph in subgraphs if changed[subgraph].scales is not None}
         unused = sorted(set(self.inputs) - used)
         if unused:
@@ -157,6 +158,27 @@ class Calibration:
         return (scales[:, :1] * factor.where(factor > 0, 1.0)).squeeze(1).cpu()
 
 
+def _sharing_grids(subgraphs: Mapping[SubGraph, SubGraph]) -> dict[SubGraph, SubGraph]:
+    """Return int8 convolutions with one grid for all that read a tensor, which those that add it round it to as well.
+
+    So a tensor is kept in 8 bits and in nothing else. Of several grids the widest is taken, which cuts off least.
+    """
+    grids: dict[fx.Node, list[Quantization]] = defaultdict(list)
+    convolutions = [each for each in subgraphs.values() if each.lowering.op in CONV_OPS.values()]
+    for each in convolutions:
+        grids[each.anchor.x].append(Quantization.from_dict(each.anchor.attributes))
+    shared = {x: max(of_x, key=lambda grid: grid.scale) for x, of_x in grids.items()}
+    changed = dict(subgraphs)
+    for given, each in subgraphs.items():
+        if each not in convolutions:
+            continue
+        attributes = {**each.anchor.attributes, **shared[each.anchor.x].to_dict()}
+        if each.residual in shared:
+            attributes |= shared[each.residual].to_dict("residual")
+        changed[given] = replace(each, anchor=replace(each.anchor, attributes=attributes))
+    return changed
+
+
 def _unfolded(name: str) -> str:
     """Return the name that a weight had before a norm was folded into it."""
     return name.partition("_folded")[0]
@@ -205,6 +227,7 @@ class _Simulated(nn.Module):
         subgraph, attributes = self._subgraph, self._subgraph.anchor.attributes
         rounds = self._kernel[0].choice_for(x).implement in ROUNDING_IMPLEMENTS
         given = subgraph.lowering.on_grid(x, attributes) if rounds else x
+        residual = subgraph.lowering.residual_on_grid(residual, attributes) if rounds else residual
         wide = [None if t is None else t.to(torch.float64) for t in (subgraph.bias, residual)]
         exact = subgraph.lowering.dense(subgraph.weight.to(torch.float64), given.to(torch.float64), wide[0], attributes)
         return apply_epilogue(exact, subgraph.epilogue, wide[1]).to(x.dtype)

@@ -105,6 +105,11 @@ class Lowering(ABC):
         del attributes
         return x
 
+    def residual_on_grid(self, residual: Tensor | None, attributes: Mapping[str, Any]) -> Tensor | None:
+        """Return a residual that all kernels of the operation add without rounding it: here, as it is."""
+        del attributes
+        return residual
+
     def result_dtype(self, dtype: torch.dtype, attributes: Mapping[str, Any]) -> torch.dtype:
         """Return the dtype of a result, for weights of a dtype."""
         del attributes
@@ -135,7 +140,7 @@ class Lowering(ABC):
     ) -> Problem:
         """Return what the tuner measures, with the right result in float64: of all rows, or of both ends of many."""
         x = self.on_grid(x, spec.attributes)
-        inputs = self.inputs(x, bias, residual)
+        inputs = self.inputs(x, bias, self.residual_on_grid(residual, spec.attributes))
         (flat,), added = present(inputs[0]), inputs[2]
         rows = self._ends(flat, x, spec)
         if rows is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from sparta.compiler.lower.base import Anchor
 from sparta.compiler.lower.conv import ConvLowering
-from sparta.specialize.conv.int8 import CONV_OPS
+from sparta.specialize.conv.int8 import CONV_OPS, residual_grid
 from sparta.specialize.conv.spec import ConvGeometry, conv_spec
 from sparta.specialize.int8_linear.quantization import Quantization
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
@@ -45,15 +45,24 @@ class QuantizedConvLowering(ConvLowering):
         self, weight: TeSA, x: Tensor, attributes: Mapping[str, Any], epilogue: Epilogue, *, device: str
     ) -> KernelSpec:
         """Return the kernel spec for images of this size in real numbers and a weight in integers."""
-        geometry = ConvGeometry.from_dict(attributes)
+        geometry, adding = ConvGeometry.from_dict(attributes), residual_grid(attributes)
         plain = conv_spec(weight, x.shape, x.dtype, geometry, epilogue=epilogue, device=device)
         return replace(
             plain,
             op=self.op,
             operands={"input": plain["input"], "weight": weight},
-            attributes={**plain.attributes, **Quantization.from_dict(attributes).to_dict()},
+            attributes={
+                **plain.attributes,
+                **Quantization.from_dict(attributes).to_dict(),
+                **({} if adding is None else adding.to_dict("residual")),
+            },
         )
 
     def on_grid(self, x: Tensor, attributes: Mapping[str, Any]) -> Tensor:
         """Return images rounded to the grid of the input."""
         return Quantization.from_dict(attributes).rounded(x)
+
+    def residual_on_grid(self, residual: Tensor | None, attributes: Mapping[str, Any]) -> Tensor | None:
+        """Return a residual rounded to its grid, where it has one."""
+        adding = residual_grid(attributes)
+        return residual if adding is None or residual is None else adding.rounded(residual)

@@ -30,9 +30,9 @@ _KEPT = 8  # sizes of images whose plans are kept
 _PADDING = 16  # values that a kernel may load beyond the last one
 _COPY_FLOATS = 96 * 1024  # of a band's copy, which shares the second level of caches with weights
 _FEWEST_TILES = 4  # of a band that is cut for threads alone
-# Columns that a tile reads before it goes on to the next ones, so that they stay in the nearest cache; with several
-# taps, neighbours share lines and none is read whole.
-_CHUNK, _CHUNK_OF_TAPS = 256, 128
+# Bytes that a tile reads before it goes on to the next columns, so that they stay in the nearest cache, which two
+# threads may share; with several taps, neighbours share lines and none is read whole.
+_CHUNK_BYTES, _CHUNK_BYTES_OF_TAPS = 24 * 1024, 12 * 1024
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,8 @@ class DenseConv(PackedImages):
 
     def _chunk_of(self, columns: int) -> int:
         """Return how many columns are multiplied together: all, or equal parts whose values stay in the near cache."""
-        most = _CHUNK if self._kernel == (1, 1) else _CHUNK_OF_TAPS
+        near = _CHUNK_BYTES if self._kernel == (1, 1) else _CHUNK_BYTES_OF_TAPS
+        most = near // (4 * self._vectors * self.library.lanes)
         return columns if columns <= most + most // 2 else -(-columns // -(-columns // most))
 
     def pack(self, weight: Tensor) -> Tensor:
@@ -290,7 +291,9 @@ class DenseConv(PackedImages):
         copies = len(plan.slot_rows) * channels
         # What is stored in parts must not be computed twice, and a last tile of the input itself is.
         direct = plan.direct and tokens >= tile and (self._chunk == self._columns or tokens % lanes == 0)
-        room = tokens if direct else max(_COPY_FLOATS // copies - plan.reach, tile)
+        room = max(_COPY_FLOATS // copies - plan.reach, tile)
+        if direct:  # what is stored in parts is read again by the next one
+            room = tokens if self._chunk == self._columns else max(_COPY_FLOATS // self.shape[0], 4 * tile)
         wanted = max(1, -(-tokens // room), min(-(-threads // max(images, 1)), tokens // (_FEWEST_TILES * tile)))
         each = -(-tokens // wanted)
         band = -(-each // lanes) * lanes

@@ -42,6 +42,7 @@ __all__ = [
     "RealQuantizedConv2d",
     "conv_reference",
     "int8_conv_spec",
+    "residual_grid",
 ]
 
 CONV_OPS = {"conv2d": "int8_conv2d", "conv1d": "int8_conv1d"}
@@ -56,6 +57,7 @@ def int8_conv_spec(
     geometry: ConvGeometry | None = None,
     *,
     epilogue: Epilogue | None = None,
+    residual: Quantization | None = None,
 ) -> KernelSpec:
     """Return the kernel spec of a quantised convolution.
 
@@ -67,6 +69,8 @@ def int8_conv_spec(
         (B, C, H, W) or (B, C, L) that is measured.
     grid
         The static grid of the input. Padding is real 0, whatever its zero point is.
+    residual
+        The static grid that the residual is rounded to, None where it is added as it is.
 
     Examples
     --------
@@ -76,7 +80,7 @@ def int8_conv_spec(
     """
     if weight.count("live") and str(weight.format) != "int8":
         raise ValueRangeError(message(f"a weight in {weight.format}", "int8", "weight.with_format('int8', scale=...)"))
-    if grid.dynamic:
+    if grid.dynamic or (residual is not None and residual.dynamic):
         raise ValueRangeError(message("a dynamic grid of a convolution's input", "a static one"))
     row_scales(weight)
     plain = conv_spec(weight, input_shape, torch.float32, geometry, epilogue=epilogue)
@@ -84,8 +88,13 @@ def int8_conv_spec(
         plain,
         op=CONV_OPS[plain.op],
         operands={"input": plain["input"], "weight": weight},
-        attributes={**plain.attributes, **grid.to_dict()},
+        attributes={**plain.attributes, **grid.to_dict(), **({} if residual is None else residual.to_dict("residual"))},
     )
+
+
+def residual_grid(attributes: Mapping[str, Any]) -> Quantization | None:
+    """Return the grid that a convolution's residual is rounded to, None where it is added as it is."""
+    return Quantization.from_dict(attributes, "residual") if "residual_format" in attributes else None
 
 
 def conv_reference(
@@ -100,7 +109,12 @@ def conv_reference(
     shape = (1, -1, *[1] * (x.dim() - 2))
     exact = sums.float().double() * multiplier.double().view(shape)
     y = (exact if offset is None else exact + offset.double().view(shape)).float()
-    return apply_epilogue(y, spec.epilogue, residual)
+    adding = residual_grid(spec.attributes)
+    if adding is None or residual is None:
+        return apply_epilogue(y, spec.epilogue, residual)
+    scale = torch.tensor(adding.scale, dtype=torch.float32).double()  # as the kernel has it
+    added = (adding.integers(residual.float()).double() - adding.zero_point) * scale
+    return apply_epilogue(y.double(), spec.epilogue, added).float()
 
 
 class Int8ConvKernel(ConvKernel):
@@ -113,7 +127,7 @@ class _CpuInt8ConvKernel(Int8ConvKernel):
         self._packed = PackedInt8Conv(spec["weight"].mask("cpu"), geometry, image=image, **tile.to_dict())
         self._grid, self._scales = Quantization.from_dict(spec.attributes), row_scales(spec["weight"])
         self._multiplier, _ = requantization(self._scales, self._grid.scale)
-        self._activation = fused_activation(spec.epilogue)
+        self._activation, self._adding = fused_activation(spec.epilogue), residual_grid(spec.attributes)
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         weight = operand.detach()
@@ -123,14 +137,18 @@ class _CpuInt8ConvKernel(Int8ConvKernel):
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         (x,), bias, residual = present(inputs[0]), inputs[1], inputs[2]
-        scales = (self._multiplier, bias)
-        return self._packed.run(x, packed, scales, self._grid, activation=self._activation, residual=residual)
+        scales, activation = (self._multiplier, bias), self._activation
+        return self._packed.run(
+            x, packed, scales, self._grid, activation=activation, residual=residual, adding=self._adding
+        )
 
     def fast_path(self, packed: Sequence[Tensor], bias: Tensor | None) -> Callable[..., Tensor | None] | None:
-        return self._packed.fast_path_for(packed, (self._multiplier, bias), self._grid, self._activation)
+        scales = (self._multiplier, bias)
+        return self._packed.fast_path_for(packed, scales, self._grid, self._activation, self._adding)
 
     def product(self, packed: Sequence[Tensor], bias: Tensor | None) -> Any:
-        return self._packed.product_for(packed, (self._multiplier, bias), self._grid, self._activation)
+        scales = (self._multiplier, bias)
+        return self._packed.product_for(packed, scales, self._grid, self._activation, self._adding)
 
     def layout(self) -> KernelLayout:
         return layout_of(self._packed.layout, self._packed.tile, self._packed.library)

@@ -30,7 +30,8 @@ __all__ = ["UNIT", "PackedInt8Conv"]
 UNIT = 4
 _LEAST_WEIGHT = -128
 _KEPT_SIZES = 8
-_REAL_ENDS = (0, 0, 0.0, 0, 0, 0)  # neither the image nor the result is in places
+_REAL_ENDS = (0, 0, 0.0, 0, 0, 0)  # neither the image nor the result is in places, and there is no second result
+_REAL, _ROUNDED, _PLACES = 0, 1, 2  # kinds of residuals, as native/int8_places.h numbers them
 
 
 class _Ready(NamedTuple):
@@ -41,7 +42,6 @@ class _Ready(NamedTuple):
     address: int
     rest: tuple[int, ...]
     alive: tuple[Any, ...]
-    direct: int
 
 
 class _End(NamedTuple):
@@ -104,6 +104,7 @@ class PackedInt8Conv(PackedConv):
         *,
         activation: str | None = None,
         residual: Tensor | None = None,
+        adding: Quantization | None = None,
         threads: int | None = None,
     ) -> Tensor:
         """Return ``activation(sums * multiplier + offset) + residual`` in float32, contiguous.
@@ -118,6 +119,8 @@ class PackedInt8Conv(PackedConv):
             Multiplier and offset or None, (N,), float32.
         grid
             The static grid of x.
+        adding
+            The static grid that the residual is rounded to, if it is.
         """
         channels = self.weight_shape[1] * self.geometry.groups
         if x.dim() != len(self.weight_shape) or x.shape[1] != channels:
@@ -130,8 +133,9 @@ class PackedInt8Conv(PackedConv):
         places, y = torch.empty(ready.places), torch.empty(ready.shape)
         added = None if residual is None else self._checked(residual, "residual", tuple(y.shape)).contiguous()
         ends = (places.data_ptr(), y.data_ptr(), 0, 0 if added is None else added.data_ptr())
+        numbers = (*end.numbers, *_REAL_ENDS, *_added(adding))
         self.library.multiply_int8_conv(
-            ready.address, INT8_CONV_CALL.pack(*ends, *ready.rest, real.data_ptr(), *end.numbers, *_REAL_ENDS)
+            ready.address, INT8_CONV_CALL.pack(*ends, *ready.rest, real.data_ptr(), *numbers)
         )
         return y
 
@@ -141,6 +145,7 @@ class PackedInt8Conv(PackedConv):
         scales: tuple[Tensor, Tensor | None],
         grid: Quantization,
         activation: str | None,
+        adding: Quantization | None = None,
     ) -> Callable[..., Tensor | None]:
         """Return a call with these values, scales and grid, which takes x and a residual.
 
@@ -148,11 +153,12 @@ class PackedInt8Conv(PackedConv):
         size of the images is found once for each.
         """
         end, code = self._end(packed, scales, grid), activation_code(activation)
+        last = (*end.numbers, *_REAL_ENDS, *_added(adding))
         multiply, pack = self.library.handle.sparta_multiply_int8_conv, INT8_CONV_CALL.pack
         threads, empty, dims = torch.get_num_threads, torch.empty, len(self.weight_shape)
         channels, ready = self.weight_shape[1] * self.geometry.groups, dict[tuple[Any, ...], _Ready]()
 
-        def call(x: Tensor, residual: Tensor | None = None) -> Tensor | None:
+        def call(x: Tensor, residual: Tensor | None = None, _alive: Any = end) -> Tensor | None:
             shape = x.shape
             if not is_float(x) or len(shape) != dims or shape[1] != channels:
                 return None
@@ -169,7 +175,7 @@ class PackedInt8Conv(PackedConv):
                 added = residual.data_ptr()
             places, y = empty(found.places), empty(found.shape)
             ends = (places.data_ptr(), y.data_ptr(), 0, added)
-            failed = multiply(found.address, pack(*ends, *found.rest, x.data_ptr(), *end.numbers, *_REAL_ENDS))
+            failed = multiply(found.address, pack(*ends, *found.rest, x.data_ptr(), *last))
             if failed:
                 raise_for(failed)
             return y
@@ -182,6 +188,7 @@ class PackedInt8Conv(PackedConv):
         scales: tuple[Tensor, Tensor | None],
         grid: Quantization,
         activation: str | None,
+        adding: Quantization | None = None,
     ) -> Callable[[tuple[int, ...], int], ImageProduct | None]:
         """Return the same as a step of a chain, as a function of the images' shape and of threads.
 
@@ -194,15 +201,16 @@ class PackedInt8Conv(PackedConv):
             if len(shape) != len(self.weight_shape) or shape[1] != channels or 0 in shape:
                 return None
             found = self._ready_for(shape, threads, packed[0], code)
-            rounding = (*end.rounding, bool(found.direct))
+            added = None if adding is None else _rounding(adding)
 
-            def step(places: bool, to: tuple[Any, ...] | None) -> Step:  # noqa: FBT001 - as the item asks for it
-                ends = (places, to is not None, *((0.0, 0, 0, 0) if to is None else to))
-                call = INT8_CONV_CALL.pack(0, 0, 0, 0, *found.rest, 0, *end.numbers, *ends)
+            def step(places: bool, to: tuple[Any, ...] | None, bytes_added: bool) -> Step:  # noqa: FBT001 - the item's
+                ends = (places, to is not None, *((0.0, 0, 0) if to is None else to), 0)
+                residual = _added(adding, in_bytes=bytes_added)
+                call = INT8_CONV_CALL.pack(0, 0, 0, 0, *found.rest, 0, *end.numbers, *ends, *residual)
                 return Step(StepKind.INT8_CONV, call, found.address, (found, end))
 
-            room = 4 * math.prod(found.places)
-            return ImageProduct(step(places=False, to=None), tuple(found.shape), room, rounding, step)
+            room, plain = 4 * math.prod(found.places), step(places=False, to=None, bytes_added=False)
+            return ImageProduct(plain, tuple(found.shape), room, end.rounding, step, adding=added)
 
         return made
 
@@ -217,7 +225,7 @@ class PackedInt8Conv(PackedConv):
         matrix.values = values.data_ptr()
         images = 0 if 0 in result else result[0]
         rest = (*plan.addresses, images, *strides, *plan.numbers.values(), activation, threads)
-        return _Ready(places, result, addressof(matrix), rest, (plan, matrix, values), plan.numbers["direct"])
+        return _Ready(places, result, addressof(matrix), rest, (plan, matrix, values))
 
     def _sizes(self, flat: Tensor) -> tuple[tuple[int, int], tuple[int, ...]]:
         """Return rows, columns and strides of contiguous places; one row where no pixel needs its neighbours."""
@@ -240,7 +248,7 @@ class PackedInt8Conv(PackedConv):
         kept = [None if s is None else self._checked(s, "a scale", (self.shape[0],)).contiguous() for s in scales]
         addresses = [0 if s is None else s.data_ptr() for s in kept]
         channels = self.weight_shape[1] * self.geometry.groups
-        rounding = (1.0 / grid.scale, grid.format == "uint8", grid.zero_point)
+        rounding = _rounding(grid)
         numbers = (*addresses, row_sums.data_ptr(), channels, *rounding, self._no_least_weight(values))
         return _End(numbers, rounding, (kept, values, row_sums))
 
@@ -251,6 +259,19 @@ class PackedInt8Conv(PackedConv):
         if known is None or known[:2] != key:
             known = self._looked_at = (*key, not bool((values.view(torch.int8) == _LEAST_WEIGHT).any()))
         return known[2]
+
+
+def _rounding(grid: Quantization) -> tuple[float, bool, int]:
+    """Return a grid as kernels read it: the inverse scale, whether its integers are unsigned, the zero point."""
+    return 1.0 / grid.scale, grid.format == "uint8", grid.zero_point
+
+
+def _added(grid: Quantization | None, *, in_bytes: bool = False) -> tuple[float, ...]:
+    """Return what a call says of its residual: real numbers, which may be rounded to a grid, or bytes of it."""
+    if grid is None:
+        return _REAL, 0.0, 0.0, 0, 0
+    inverse, unsigned, zero = _rounding(grid)
+    return _PLACES if in_bytes else _ROUNDED, inverse, grid.scale, unsigned, zero
 
 
 def _by_places(tensor: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from sparta.specialize.cpu.library import ACTIVATIONS, INT8_CALL
 __all__ = [
     "NOWHERE",
     "NO_ROW",
+    "PLACE",
     "STEP_BYTES",
     "ImageProduct",
     "Product",
@@ -38,6 +39,7 @@ __all__ = [
     "pack_call",
     "pack_int8_call",
     "place",
+    "place_bytes",
     "step_table",
 ]
 
@@ -65,6 +67,7 @@ class StepKind(IntEnum):
     DENSE_CONV = 20
     DEPTHWISE = 21
     MEAN = 22
+    INT8_POOL = 24
 
 
 NOWHERE = -1
@@ -72,6 +75,8 @@ NOWHERE = -1
 NO_ROW = 3
 """The code of a chain that was asked for a row that a table does not have."""
 PLACES = 5
+PLACE = 4
+"""Channels in a place, the 32 bits that int8 convolutions multiply at once."""
 COPY_DIMS = 6
 _PLACE_BITS = 48
 _STEP = struct.Struct(f"@iiPP{PLACES}q")
@@ -191,24 +196,36 @@ class ImageProduct:
         How it keeps an image in bytes, as values that are equal for kernels that keep it in the same way; None for
         kernels of real numbers.
     handing
-        Whether the image comes in bytes, and the rounding of those that the result is handed to in bytes, or None: the
-        step for that.
+        Whether the image comes in bytes, the rounding of those that the result is handed to in bytes, or None, and
+        whether the residual comes in bytes: the step for that.
     activated
         From the name of an activation, the same product with it; None where it has its epilogue already.
+    adding
+        The rounding of its residual, None where that is added as it is.
     """
 
     step: Step
     shape: tuple[int, ...]
     room: int = 0
     rounding: tuple[Any, ...] | None = None
-    handing: Callable[[bool, tuple[Any, ...] | None], Step] | None = None
+    handing: Callable[[bool, tuple[Any, ...] | None, bool], Step] | None = None
     activated: Callable[[str], ImageProduct | None] | None = None
+    adding: tuple[Any, ...] | None = None
 
     @property
     def place_bytes(self) -> int:
         """Bytes of the result in bytes, four channels to a place."""
-        images, channels, *size = self.shape
-        return 4 * images * -(-channels // 4) * math.prod(size)
+        return place_bytes(self.shape)
+
+
+def place_bytes(shape: Sequence[int]) -> int:
+    """Return the bytes of images (B, C, ...) in places.
+
+    >>> place_bytes((2, 6, 5, 5))
+    400
+    """
+    images, channels, *size = shape
+    return PLACE * images * -(-channels // PLACE) * math.prod(size)
 
 
 def place(memory: int, offset: int) -> int:

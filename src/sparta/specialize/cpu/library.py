@@ -54,8 +54,9 @@ INT8_CALL = struct.Struct("@PPqqqPPPfiiiiifiiiPqiifi")
 CONV_CALL = struct.Struct("@7P17q3i")
 # The same over places; image, multiplier, offset, row sums; channels, inverse scale, whether x is unsigned, its zero,
 # whether no weight is -128; whether x and y are places; of the latter the inverse scale, whether they are unsigned, the
-# zero, whether they are read as they are.
-INT8_CONV_CALL = struct.Struct("@7P17q3i4Pqfiiiiifiii")
+# zero; the result in real numbers beside; of the residual the kind, inverse scale, scale, whether it is unsigned, the
+# zero.
+INT8_CONV_CALL = struct.Struct("@7P17q3i4PqfiiiiifiiPiffii4x")
 
 
 # The same for a dense weight; values, offsets; groups, outputs, columns, those of a chunk; rows and vectors of a tile.

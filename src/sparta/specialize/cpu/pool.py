@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparta.errors import SpartaError
-from sparta.specialize.cpu.chain import Step, StepKind
+from sparta.specialize.cpu.chain import PLACE, Step, StepKind
 from sparta.specialize.cpu.library import Library, load, raise_for
 from sparta.specialize.cpu.packing import is_float
 
@@ -62,11 +62,13 @@ def pool_step(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
+    *,
+    in_bytes: bool = False,
 ) -> Step:
-    """Return the pooling of contiguous images (B, C, H, W) as a step of a chain."""
-    planes = shape[0] * shape[1]
+    """Return the pooling of contiguous images (B, C, H, W) as a step of a chain; in bytes, of places."""
+    planes = shape[0] * (-(-shape[1] // PLACE) if in_bytes else shape[1])
     return Step(
-        StepKind.POOL,
+        StepKind.INT8_POOL if in_bytes else StepKind.POOL,
         _CALL.pack(0, 0, planes, *shape[2:], *out_shape[2:], *kernel, *stride, *padding, *dilation, 0),
     )
 

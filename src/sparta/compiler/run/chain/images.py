@@ -153,8 +153,10 @@ def _max_pool(result: Tensor, x: Value, kernel_size: Sequence[int], *rest: Any) 
         return None
     kernel = _spread(kernel_size, 2)
     sizes = (kernel, _spread(stride or kernel, 2), _spread(padding or 0, 2), _spread(dilation or 1, 2))
-    step = pool_step(tuple(x.meta.shape), tuple(result.shape), *sizes)
-    return NativeCall(step, x, (), torch.empty(result.shape, device="meta"))
+    step, in_bytes = (
+        pool_step(tuple(x.meta.shape), tuple(result.shape), *sizes, in_bytes=each) for each in (False, True)
+    )
+    return NativeCall(step, x, (), torch.empty(result.shape, device="meta"), in_bytes=in_bytes)
 
 
 @native_for(_aten.adaptive_avg_pool2d.default, _aten.mean.dim)

@@ -15,7 +15,7 @@ from sparta.compiler.run.chain.trace import ImageItem, Item, Linear, Native, Pyt
 from sparta.compiler.run.chain.values import Made, Value, mapped, rows_of
 from sparta.specialize.cpu.chain import StepKind
 
-__all__ = ["fuse", "hand_over_bytes", "hand_over_panels", "reads", "round_early", "share_packed"]
+__all__ = ["fuse", "hand_over_panels", "readers_of", "reads", "returned_by", "round_early", "share_packed"]
 
 
 def readers_of(trace: Trace) -> dict[int, list[tuple[Item, Value]]]:
@@ -38,7 +38,8 @@ def reads(item: Item) -> list[Value]:
     return [each for each in (item.x, item.residual) if each is not None]
 
 
-def _returned(trace: Trace) -> set[int]:
+def returned_by(trace: Trace) -> set[int]:
+    """Return the sources that hold outputs, by their identity."""
     found: set[int] = set()
     mapped(trace.outputs, lambda each: found.add(id(each.source)) if isinstance(each, Value) else None)
     return found
@@ -46,7 +47,7 @@ def _returned(trace: Trace) -> set[int]:
 
 def fuse(trace: Trace) -> None:
     """Let dense products do what follows them: an activation, then a sum with a tensor that is there already."""
-    readers, returned = readers_of(trace), _returned(trace)
+    readers, returned = readers_of(trace), returned_by(trace)
     for item in list(trace.items):
         if isinstance(item, ImageItem) and item.product.activated is not None:
             _fuse_image(trace, item, readers, returned)
@@ -119,7 +120,7 @@ def _take_over(trace: Trace, item: Linear | ImageItem, after: Native) -> None:
 
 def round_early(trace: Trace) -> None:
     """Let int8 products round their results where all that reads them would round them in one way."""
-    readers, returned = readers_of(trace), _returned(trace)
+    readers, returned = readers_of(trace), returned_by(trace)
     for item in trace.items:
         if not isinstance(item, Linear) or item.residual is not None or item.product.rounded is None:
             continue
@@ -144,7 +145,7 @@ def _reads_bytes(writer: Linear, reader: Linear, value: Value) -> bool:
 
 def hand_over_panels(trace: Trace) -> int:
     """Let products leave their results in panels where all that reads them reads panels of the same tiles."""
-    readers, returned, count = readers_of(trace), _returned(trace), 0
+    readers, returned, count = readers_of(trace), returned_by(trace), 0
     for item in trace.items:
         if not isinstance(item, Linear) or item.residual is not None or not item.product.tile:
             continue
@@ -168,28 +169,6 @@ def hand_over_panels(trace: Trace) -> int:
         for other, _ in reading:
             assert isinstance(other, Linear)  # noqa: S101 - looked at above
             other.packed = source
-        count += 1
-    return count
-
-
-def hand_over_bytes(trace: Trace) -> int:
-    """Let int8 convolutions leave their results in bytes where all that reads them would round them in one way."""
-    readers, returned, count = readers_of(trace), _returned(trace), 0
-    for item in trace.items:
-        if not isinstance(item, ImageItem) or item.product.handing is None or item.residual is not None:
-            continue
-        source = item.result.source
-        found = readers[id(source)]
-        reading = [other for other, value in found if isinstance(other, ImageItem) and other.x is value]
-        ways = {other.product.rounding for other in reading}
-        whole = all(other.x.offset == 0 and other.x.meta.shape == item.result.meta.shape for other in reading)
-        alone = len(reading) == len(found) and id(source) not in returned and isinstance(source, Made)
-        if len(ways) != 1 or None in ways or not whole or not alone:
-            continue
-        (item.to_bytes,) = ways
-        source.nbytes = item.product.place_bytes  # type: ignore[union-attr]
-        for other in reading:
-            other.from_bytes, other.room = True, None
         count += 1
     return count
 

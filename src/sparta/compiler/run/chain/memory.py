@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sparta.compiler.run.chain.layouts import reads
 from sparta.compiler.run.chain.trace import ImageItem, Item, Linear, PythonCall
-from sparta.compiler.run.chain.values import Made
+from sparta.compiler.run.chain.values import Made, Source
 
 __all__ = ["LINE", "planned"]
 
@@ -14,15 +14,21 @@ LINE = 64
 """Bytes to which memory is aligned."""
 
 
+def _of_images(item: ImageItem) -> list[Source]:
+    """Return the memory that a layer of images uses beside its result; what comes in bytes is read in no other way."""
+    residual = None if item.residual is None else item.residual.source
+    used = (item.from_bytes or item.x.source, item.residual_bytes or residual, item.room, item.in_bytes)
+    return [each for each in used if each is not None]
+
+
 def planned(items: Sequence[Item]) -> int:
     """Place all memory of the arena, so that what is in use at the same time does not overlap; return the size."""
     pieces: dict[int, Made] = {}
     for number, item in enumerate(items):
-        used = [value.source for value in reads(item)]
+        used = [value.source for value in reads(item)] if not isinstance(item, ImageItem) else _of_images(item)
         if not isinstance(item, PythonCall):
             used.append(item.result.source)
         used += [item.packed] if isinstance(item, Linear) and item.packed is not None else []
-        used += [item.room] if isinstance(item, ImageItem) and item.room is not None else []
         for source in used:
             if isinstance(source, Made):
                 source.used_at(number)

@@ -35,6 +35,8 @@ class NativeCall:
         The activation of x that it is, if it is nothing else.
     adds
         Whether it is the sum of two tensors of one shape and nothing else.
+    in_bytes
+        The same step for images in places, where it does not matter how they were rounded; None where there is none.
     """
 
     step: Step
@@ -43,6 +45,7 @@ class NativeCall:
     result: Tensor
     activation: str | None = None
     adds: bool = False
+    in_bytes: Step | None = None
 
 
 _Maker = Callable[..., NativeCall | None]

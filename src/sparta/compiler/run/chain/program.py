@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparta.compiler.run.chain.layouts import fuse, hand_over_bytes, hand_over_panels, reads, round_early, share_packed
+from sparta.compiler.run.chain.layouts import fuse, hand_over_panels, reads, round_early, share_packed
 from sparta.compiler.run.chain.memory import LINE, planned
 from sparta.compiler.run.chain.native import constant_of
+from sparta.compiler.run.chain.places import hand_over_bytes
 from sparta.compiler.run.chain.trace import ImageItem, Linear, Native, PythonCall, Trace
 from sparta.compiler.run.chain.values import Constant, Made, NotChained, Slot, Source, Value, mapped
 from sparta.compiler.run.eager import quicker
@@ -162,11 +163,7 @@ def _steps_of(item: Native | Linear | ImageItem, segment: _Segment) -> list[tupl
     if isinstance(item, Native):
         return [(item.call.step, [at(item.call.x), at(item.result), *map(at, item.call.others)])]
     if isinstance(item, ImageItem):
-        room = NOWHERE if item.room is None else segment.place_of(item.room, 0)
-        step, handing = item.product.step, item.product.handing
-        if handing is not None and (item.from_bytes or item.to_bytes is not None):
-            step = handing(item.from_bytes, item.to_bytes)
-        return [(step, [at(item.x), at(item.result), at(item.residual), room])]
+        return [_image_step(item, segment)]
     product, steps = item.product, []
     x = at(item.x)
     if item.packed is not None:
@@ -178,6 +175,22 @@ def _steps_of(item: Native | Linear | ImageItem, segment: _Segment) -> list[tupl
     has_residual = item.residual is not None
     step = product.step(item.tokens, item.stride, form, to_panel=item.to_panel, residual=has_residual)
     return [*steps, (step, [x, at(item.result), at(item.residual)])]
+
+
+def _image_step(item: ImageItem, segment: _Segment) -> tuple[Step, list[int]]:
+    """Return a layer of images, with what is handed to it and by it in bytes."""
+
+    def at(value: Value | None, in_bytes: Made | None) -> int:
+        if in_bytes is not None:
+            return segment.place_of(in_bytes, 0)
+        return NOWHERE if value is None else segment.place_of(value.source, value.offset)
+
+    step, handing = item.product.step, item.product.handing
+    if handing is not None:
+        step = handing(item.from_bytes is not None, item.to_bytes, item.residual_bytes is not None)
+    beside = item.in_bytes is not None and item.in_bytes is not item.result.source
+    ends = [at(item.x, item.from_bytes), at(item.result, item.in_bytes), at(item.residual, item.residual_bytes)]
+    return step, [*ends, at(None, item.room), at(item.result, None) if beside else NOWHERE]
 
 
 class _SegmentRun:

@@ -83,8 +83,11 @@ class ImageItem:
     ----------
     room
         Memory that it needs while it runs.
-    from_bytes, to_bytes
-        Whether the image comes in bytes, and how the result is handed on in bytes, or None.
+    from_bytes, residual_bytes
+        Where the image and the residual stand in bytes, None for real numbers.
+    to_bytes, in_bytes
+        How the result is handed on in bytes, and where it stands so: in the memory of the result, or beside it. None
+        where it is handed on in real numbers alone.
     """
 
     product: ImageProduct
@@ -92,8 +95,10 @@ class ImageItem:
     residual: Value | None
     result: Value
     room: Made | None
-    from_bytes: bool = False
+    from_bytes: Made | None = None
+    residual_bytes: Made | None = None
     to_bytes: tuple[Any, ...] | None = None
+    in_bytes: Made | None = None
 
 
 @dataclass(eq=False)

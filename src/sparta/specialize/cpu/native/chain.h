@@ -12,6 +12,7 @@
 #include "gemv.h"
 #include "int8.h"
 #include "int8_conv.h"
+#include "int8_pool.h"
 #include "pool.h"
 #include "rows.h"
 #include "short_stream.h"
@@ -40,6 +41,7 @@ enum StepKind : int32_t {
   kStepDenseConv = 20,
   kStepDepthwise = 21,
   kStepMean = 22,
+  kStepInt8Pool = 24,
 };
 
 enum ChainResult : int { kChainDone = 0, kChainNoMemory = 2, kChainNoRow = 3 };
@@ -87,6 +89,7 @@ class ChainRun {
       case kStepDepthwise: return code(depthwise(product<DepthwiseCall>(step)));
       case kStepMean: return mean_planes(simple<MeanCall>(step)), kChainDone;
       case kStepPool: return code(max_pool(simple<PoolCall>(step)));
+      case kStepInt8Pool: return code(max_pool_places(simple<PoolCall>(step)));
       case kStepNorm: return norm_rows(simple<NormCall>(step)), kChainDone;
       case kStepCopy: return copy_strided(simple<CopyCall>(step)), kChainDone;
       case kStepMap: return map(step);
@@ -174,6 +177,7 @@ class ChainRun {
     call.conv.y = at<float>(step.places[1]);
     call.conv.residual = at<float>(step.places[2]);
     call.conv.x = at<float>(step.places[call.x_is_places ? 0 : 3]);  // the image in bytes, or room for it
+    call.real = at<float>(step.places[4]);
     call.conv.threads = threads_;
     return code(multiply_int8_conv(*matrix<PanelMatrix>(step), call));
   }

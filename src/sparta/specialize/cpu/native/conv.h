@@ -99,13 +99,15 @@ inline void find_pieces(const ConvCall& call, const Band& band, int64_t slot, st
 // chance bits are often denormal numbers, which are slow to multiply.
 inline int64_t missing_tokens(const Band& band) { return ceil_div(band.tokens, kLanes) * kLanes - band.tokens; }
 
-// Which lanes of a vector are loaded; the others are 0 and their memory is not touched.
+// Which lanes of a vector are loaded; the others are filled and their memory is not touched.
 #if defined(SPARTA_AVX512)
 using LaneMask = __mmask16;
 inline LaneMask lane_mask(int64_t begin, int64_t end) {
   return static_cast<LaneMask>(((1u << end) - 1u) & ~((1u << begin) - 1u));
 }
-SPARTA_INLINE Vec load_lanes(const float* from, LaneMask lanes) { return (Vec)_mm512_maskz_loadu_ps(lanes, from); }
+SPARTA_INLINE Vec load_lanes(const float* from, LaneMask lanes, Vec fill = Vec{}) {
+  return (Vec)_mm512_mask_loadu_ps((__m512)fill, lanes, from);
+}
 #elif defined(SPARTA_AVX2)
 struct LaneMask {
   int32_t lanes[kLanes];
@@ -115,8 +117,9 @@ inline LaneMask lane_mask(int64_t begin, int64_t end) {
   std::fill(mask.lanes + begin, mask.lanes + std::max(begin, end), -1);
   return mask;
 }
-SPARTA_INLINE Vec load_lanes(const float* from, const LaneMask& mask) {
-  return (Vec)_mm256_maskload_ps(from, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(mask.lanes)));
+SPARTA_INLINE Vec load_lanes(const float* from, const LaneMask& mask, Vec fill = Vec{}) {
+  const __m256i lanes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(mask.lanes));
+  return (Vec)_mm256_blendv_ps((__m256)fill, _mm256_maskload_ps(from, lanes), (__m256)lanes);
 }
 #else
 struct LaneMask {
@@ -124,8 +127,8 @@ struct LaneMask {
   int64_t end;
 };
 inline LaneMask lane_mask(int64_t begin, int64_t end) { return {begin, end}; }
-SPARTA_INLINE Vec load_lanes(const float* from, const LaneMask& mask) {
-  Vec v = {};
+SPARTA_INLINE Vec load_lanes(const float* from, const LaneMask& mask, Vec fill = Vec{}) {
+  Vec v = fill;
   for (int64_t i = mask.begin; i < mask.end; ++i) v[i] = from[i];
   return v;
 }
@@ -158,7 +161,8 @@ constexpr int64_t kChannelsAhead = 16;
 // Fills one slot of a band, channel by channel, where values of a row lie side by side. What is written beyond a plane
 // is written over by the next one; there is room for a vector behind the last.
 inline void pack_strips(const ConvCall& call, const Band& band, const std::vector<Strip>& strips, const uint8_t* used,
-                        float* planes) {
+                        int32_t padding, float* planes) {
+  const Vec fill = (Vec)(IntVec{} + padding);
   const Strip* const first = strips.data();
   const Strip* const end = first + strips.size();
   for (int64_t channel = 0; channel < call.in_channels; ++channel) {
@@ -168,14 +172,14 @@ inline void pack_strips(const ConvCall& call, const Band& band, const std::vecto
     float* plane = planes + channel * call.plane;
     for (const Strip* strip = first; strip != end; ++strip) {
       __builtin_prefetch(later + strip->from);
-      store(plane + strip->at, load_lanes(image + strip->from, strip->lanes));
+      store(plane + strip->at, load_lanes(image + strip->from, strip->lanes, fill));
     }
   }
 }
 
 // The same for any step between the values of a row.
 inline void pack_planes(const ConvCall& call, const Band& band, const std::vector<Piece>& pieces, const uint8_t* used,
-                        float* planes) {
+                        float padding, float* planes) {
   const int64_t step = call.stride_columns * call.x_strides[3];
   for (int64_t channel = 0; channel < call.in_channels; ++channel) {
     if (!used[channel]) continue;
@@ -183,9 +187,9 @@ inline void pack_planes(const ConvCall& call, const Band& band, const std::vecto
     float* plane = planes + channel * call.plane;
     for (const Piece& piece : pieces) {
       float* to = plane + piece.at;
-      std::fill_n(to, piece.before, 0.0f);
+      std::fill_n(to, piece.before, padding);
       copy_strided(image + piece.from, step, piece.count, to + piece.before);
-      std::fill_n(to + piece.before + piece.count, piece.after, 0.0f);
+      std::fill_n(to + piece.before + piece.count, piece.after, padding);
     }
     std::fill_n(plane + band.tokens + call.reach, missing_tokens(band), 0.0f);
   }
@@ -195,7 +199,7 @@ inline void pack_planes(const ConvCall& call, const Band& band, const std::vecto
 // A square may write beyond its row; what it writes there is written again, and such a plane has room for a vector
 // behind its last row.
 inline void pack_planes_channels_last(const ConvCall& call, const Band& band, const std::vector<Piece>& pieces,
-                                      const uint8_t* used, float* planes) {
+                                      const uint8_t* used, float padding, float* planes) {
   const int64_t step = call.stride_columns * call.x_strides[3];
   for (int64_t channel = 0; channel < call.in_channels; channel += kLanes) {
     const int64_t channels = std::min<int64_t>(call.in_channels - channel, kLanes);
@@ -211,8 +215,8 @@ inline void pack_planes_channels_last(const ConvCall& call, const Band& band, co
                                                          call.plane);
       }
       for (int64_t i = 0; i < channels; ++i) {
-        std::fill_n(to + i * call.plane - piece.before, piece.before, 0.0f);
-        std::fill_n(to + i * call.plane + piece.count, piece.after, 0.0f);
+        std::fill_n(to + i * call.plane - piece.before, piece.before, padding);
+        std::fill_n(to + i * call.plane + piece.count, piece.after, padding);
       }
     }
     for (int64_t i = 0; i < channels; ++i) {
@@ -221,19 +225,22 @@ inline void pack_planes_channels_last(const ConvCall& call, const Band& band, co
   }
 }
 
-// Fills one slot in the way that suits the input's strides.
-inline void pack_slot(const ConvCall& call, const Band& band, int64_t slot, float* planes) {
+// Fills one slot in the way that suits the input's strides. The bits of what pads may stand for no float, so they are
+// moved and never computed with.
+inline void pack_slot(const ConvCall& call, const Band& band, int64_t slot, float* planes, int32_t padding = 0) {
   static thread_local std::vector<Piece> pieces;
   static thread_local std::vector<Strip> strips;
   const uint8_t* used = call.used + slot * call.in_channels;
+  float fill;
+  std::memcpy(&fill, &padding, sizeof fill);
   find_pieces(call, band, slot, pieces);
   if (call.stride_columns * call.x_strides[3] == 1) {
     find_strips(band, call.reach, pieces, strips);
-    pack_strips(call, band, strips, used, planes);
+    pack_strips(call, band, strips, used, padding, planes);
   } else if (call.x_strides[1] == 1 && call.x_strides[3] != 1) {
-    pack_planes_channels_last(call, band, pieces, used, planes);
+    pack_planes_channels_last(call, band, pieces, used, fill, planes);
   } else {
-    pack_planes(call, band, pieces, used, planes);
+    pack_planes(call, band, pieces, used, fill, planes);
   }
 }
 

@@ -1,10 +1,10 @@
 // Convolutions of 8-bit integers: an image is rounded to places of four channels, 32 bits a pixel, and those are packed
-// as conv.h packs floats; the kernels are those of int8.h. What pads an image must be the integer that stands for 0, not
-// the bits 0: places are kept exclusive-or that integer until they are packed, so that the zeros of the padding become it.
+// as conv.h packs floats; the kernels are those of int8.h. What pads an image is the integer that stands for 0, not the
+// bits 0.
 #pragma once
 
 #include "conv.h"
-#include "int8.h"
+#include "int8_places.h"
 
 namespace sparta {
 
@@ -25,13 +25,22 @@ struct Int8ConvCall {
   float y_inverse_scale;
   int32_t y_is_unsigned;
   int32_t y_zero;
-  int32_t y_is_direct;  // whether the next one reads the image itself, and not a padded copy
+  float* real;  // the result in real numbers beside places, or null
+  int32_t residual_kind;
+  float residual_inverse;  // of a residual on a grid, the inverse scale and the scale
+  float residual_scale;
+  int32_t residual_is_unsigned;
+  int32_t residual_zero;
 };
 
-inline int32_t four_times(int32_t byte) { return static_cast<int32_t>(static_cast<uint32_t>(byte & 255) * 0x01010101u); }
+// Bytes as images hold them: those that kernels multiply.
+inline Bytes image_bytes(int32_t zero, bool is_unsigned) { return bytes_around(zero, is_unsigned, has_vnni()); }
 
-// The bytes of real 0 as the kernels read them.
-inline int32_t zero_place(const Bytes& bytes) { return four_times(bytes.shift) ^ bytes.flip; }
+// Four bytes of real 0, which pad images.
+inline int32_t zero_place(const Bytes& bytes) {
+  const uint32_t four = static_cast<uint32_t>(bytes.shift & 255) * 0x01010101u;
+  return static_cast<int32_t>(four ^ static_cast<uint32_t>(bytes.flip));
+}
 
 // One place of one image. Channels that do not exist have no weights; they become 0.
 inline void quantise_place(const Int8ConvCall& call, int64_t image, int64_t place, const Bytes& bytes) {
@@ -49,42 +58,22 @@ inline void quantise_place(const Int8ConvCall& call, int64_t image, int64_t plac
   }
 }
 
-// Bytes as a convolution keeps an image: those of a padded copy are exclusive-or real 0, so that 0 is padding.
-inline Bytes image_bytes(int32_t zero, bool is_unsigned, bool is_direct) {
-  const Bytes bytes = bytes_around(zero, is_unsigned, has_vnni());
-  return {bytes.shift, bytes.least, is_direct ? bytes.flip : bytes.flip ^ zero_place(bytes)};
-}
-
-// Stores results as places: four rows at a time, through the activation and rounded. `y` is at the first row's place and
-// the first pixel of the image.
+// Stores results through what is not in registers: other activations, gaps between the rows of images, and tiles whose
+// last tokens do not exist. `ends` are at the first row and the first pixel of the image.
 template <Activation Act>
-inline void store_places(const float* results, int64_t tile, int64_t rows, int64_t plane, const Segment* segments,
-                         int64_t count, float factor, const Bytes& bytes, int32_t* y) {
-  const Vec scale = splat(factor);
+inline void store_results(const float* results, int64_t tile, int64_t rows, const Segment* segments, int64_t count,
+                          const PlacesFinish& finish, const PlacesEnds& ends) {
   for (int64_t row = 0; row < rows; row += 4) {
     for (const Segment* segment = segments; segment != segments + count; ++segment) {
       for (int64_t j = 0; j < segment->count; j += kLanes) {
-        const int64_t pixels = segment->count - j;
+        const int64_t pixels = segment->count - j, pixel = segment->pixel + j;
         Vec four[4] = {};
         for (int64_t r = 0; r < std::min<int64_t>(4, rows - row); ++r) {
-          const float* from = results + (row + r) * tile + segment->token + j;
-          four[r] = scale * activate_last<Act>(activate<Act>(load_some(from, pixels)));
+          four[r] = activate<Act>(load_some(results + (row + r) * tile + segment->token + j, pixels));
         }
-        float* to = reinterpret_cast<float*>(y + row / 4 * plane + segment->pixel + j);
-        store_some(to, (Vec)join_rows<false>(four, bytes), pixels);
+        put_four<false>(four, finish, ends, row / 4 * ends.plane + pixel, row * ends.plane + pixel, rows - row, pixels);
       }
     }
-  }
-}
-
-// Turns the padded copy of an image from places that are exclusive-or real 0 into plain ones.
-inline void finish_copy(const ConvCall& call, int32_t zero, float* copy) {
-  if (!zero) return;
-  int32_t* places = reinterpret_cast<int32_t*>(copy);
-  for (int64_t i = 0; i < call.slots * call.in_channels; ++i) {
-    if (!call.used[i]) continue;
-    int32_t* plane = places + i * call.plane;
-    for (int64_t j = 0; j < call.plane; j += kLanes) store_ints(plane + j, load_ints(plane + j) ^ zero);
   }
 }
 
@@ -92,44 +81,61 @@ inline void finish_copy(const ConvCall& call, int32_t zero, float* copy) {
 struct Int8BandTask {
   const PanelMatrix* matrix;
   const Int8ConvCall* call;
-  const Int8Finish* finish;
-  const int32_t* x;       // token 0 of the image, in the first slot
-  float* y;               // the image's first pixel in channel 0
-  const float* residual;  // the same, or null
+  const PlacesFinish* finish;
+  const int32_t* x;  // token 0 of the image, in the first slot
+  PlacesEnds ends;   // at the image's first pixel in channel 0
   float* results;
 };
 
-// Tokens [begin, begin + count) in the blocks of rows [first, last).
-inline void multiply_int8_tokens(const Int8BandTask& task, int64_t begin, int64_t count, int64_t vectors,
+inline PlacesEnds moved(const PlacesEnds& ends, int64_t places, int64_t rows) {
+  return {ends.places ? ends.places + places : nullptr, ends.real ? ends.real + rows : nullptr,
+          ends.residual_places ? ends.residual_places + places : nullptr,
+          ends.residual ? ends.residual + rows : nullptr, ends.plane};
+}
+
+// Tokens [begin, begin + count) in the blocks of rows [first, last). All are pixels and fill their vectors if `whole`.
+inline void multiply_int8_tokens(const Int8BandTask& task, int64_t begin, int64_t count, int64_t vectors, bool whole,
                                  int64_t first, int64_t last) {
   const PanelMatrix& matrix = *task.matrix;
   const ConvCall& call = task.call->conv;
-  const Int8Kernel kernel = find_int8_kernel(matrix.bn, vectors, task.call->no_least_weight != 0);
-  const int64_t tile = matrix.mv * kLanes, plane = call.out_rows * call.out_columns;
-  const int64_t groups_each = kBlockRows / matrix.bn;
+  const bool no_least = task.call->no_least_weight != 0;
+  const bool in_registers = whole && matrix.bn == 4 && fits_registers(call.activation);
+  const int64_t tile = matrix.mv * kLanes, plane = task.ends.plane, groups_each = kBlockRows / matrix.bn;
   Segment segments[kMostTokens];
-  const int64_t runs = find_segments(call, begin, count, segments);
+  const int64_t runs = in_registers ? 0 : find_segments(call, begin, count, segments);
   for (int64_t block = first; block < last; block += kBlocksTogether) {
     const int64_t blocks = std::min(kBlocksTogether, last - block), row = block * kBlockRows;
     const int64_t rows = std::min(blocks * kBlockRows, matrix.channels - row);
-    kernel(Int8Task{&matrix, task.finish, block * groups_each,
-                    std::min((block + blocks) * groups_each, matrix.groups), task.x + begin,
-                    reinterpret_cast<int32_t*>(task.results), row, tile});
-    const float* residual = task.residual ? task.residual + row * plane : nullptr;
+    const int64_t groups = block * groups_each, end = std::min((block + blocks) * groups_each, matrix.groups);
+    const PlacesEnds ends = moved(task.ends, row / 4 * plane, row * plane);
+    if (in_registers) {
+      find_places_kernel(vectors, no_least)(
+          PlacesTask{&matrix, task.finish, moved(ends, begin, begin), groups, end, task.x + begin, row});
+      continue;
+    }
+    find_int8_kernel(matrix.bn, vectors, no_least)(
+        Int8Task{&matrix, &task.finish->scales, groups, end, task.x + begin,
+                 reinterpret_cast<int32_t*>(task.results), row, tile});
     with_activation(call.activation, [&](auto tag) {
-      if (task.call->y_is_places) {
-        return store_places<decltype(tag)::value>(task.results, tile, rows, plane, segments, runs,
-                                                  task.call->y_inverse_scale, task.finish->bytes,
-                                                  reinterpret_cast<int32_t*>(task.y) + row / 4 * plane);
-      }
-      store_pixels<decltype(tag)::value>(task.results, tile, rows, plane, segments, runs, nullptr, residual,
-                                         task.y + row * plane);
+      store_results<decltype(tag)::value>(task.results, tile, rows, segments, runs, *task.finish, ends);
     });
   }
 }
 
+// Where the results of an image go, and what is added to them.
+inline PlacesEnds ends_of(const PanelMatrix& matrix, const Int8ConvCall& given, int64_t image) {
+  const ConvCall& call = given.conv;
+  const int64_t plane = call.out_rows * call.out_columns;
+  const bool in_bytes = call.residual && given.residual_kind == kPlacesResidual;
+  const PlacesEnds first{given.y_is_places ? reinterpret_cast<int32_t*>(call.y) : nullptr,
+                         given.y_is_places ? given.real : call.y,
+                         in_bytes ? reinterpret_cast<const int32_t*>(call.residual) : nullptr,
+                         in_bytes ? nullptr : call.residual, plane};
+  return moved(first, image * ceil_div(matrix.channels, 4) * plane, image * matrix.channels * plane);
+}
+
 // The blocks of rows [first, last) of one band; false when memory ran out.
-inline bool multiply_int8_band(const PanelMatrix& matrix, const Int8ConvCall& given, const Int8Finish& finish,
+inline bool multiply_int8_band(const PanelMatrix& matrix, const Int8ConvCall& given, const PlacesFinish& finish,
                                int32_t zero, int64_t index, int64_t first, int64_t last) {
   static thread_local Scratch image_scratch, results_scratch;
   const ConvCall& call = given.conv;
@@ -141,24 +147,46 @@ inline bool multiply_int8_band(const PanelMatrix& matrix, const Int8ConvCall& gi
   float* image = call.direct ? nullptr : image_scratch.get(call.slots * call.in_channels * call.plane + tile);
   if (!results || (!call.direct && !image)) return false;
   for (int64_t slot = 0; image && slot < call.slots; ++slot) {
-    pack_slot(call, band, slot, image + slot * call.in_channels * call.plane);
+    pack_slot(call, band, slot, image + slot * call.in_channels * call.plane, zero);
   }
-  if (image) finish_copy(call, zero, image);
-  const int64_t planes = given.y_is_places ? ceil_div(matrix.channels, 4) : matrix.channels;
-  const int64_t pixel = band.image * planes * call.out_rows * call.out_columns;
   const float* x = image ? image - band.first : call.x + band.image * call.x_strides[0];
-  const Int8BandTask task{&matrix, &given, &finish, reinterpret_cast<const int32_t*>(x), call.y + pixel,
-                          call.residual ? call.residual + pixel : nullptr, results};
+  const Int8BandTask task{&matrix, &given, &finish, reinterpret_cast<const int32_t*>(x),
+                          ends_of(matrix, given, band.image), results};
   for (int64_t start = band.first; start < band_end;) {
     const int64_t left = band_end - start;
     int64_t vectors = std::min<int64_t>(matrix.mv, ceil_div(left, kLanes));
     if (call.direct && vectors * kLanes > band.tokens) vectors = std::max<int64_t>(left / kLanes, 1);
-    // The input itself has no room behind it: the last vectors begin earlier, over tokens that are computed already.
-    const int64_t begin = call.direct ? std::min(start, band_end - vectors * kLanes) : start;
-    multiply_int8_tokens(task, begin, std::min(band_end - begin, vectors * kLanes), vectors, first, last);
+    // The last vectors may begin earlier, over tokens that are computed already, to be whole; the input itself has no
+    // room behind it.
+    const bool whole = call.row_width == call.out_columns && vectors * kLanes <= band.tokens;
+    const int64_t begin = whole || call.direct ? std::min(start, band_end - vectors * kLanes) : start;
+    multiply_int8_tokens(task, begin, std::min(band_end - begin, vectors * kLanes), vectors, whole, first, last);
     start += vectors * kLanes;
   }
   return true;
+}
+
+// How the results of a call leave registers.
+inline PlacesFinish places_finish(const Int8ConvCall& call, const int32_t* starts) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const int32_t activation = call.conv.activation;
+  const bool only_bytes = call.y_is_places && !call.real;
+  const bool relu = activation == kRelu || activation == kReluLast;
+  // A ReLU is the last to change a result unless a residual follows it.
+  const bool in_bytes = only_bytes && relu && !(activation == kRelu && call.conv.residual);
+  Bytes bytes = image_bytes(call.y_zero, call.y_is_unsigned != 0);
+  if (in_bytes) bytes.least = std::min(std::max(bytes.shift, 0), 255);
+  const bool floor = (activation == kRelu && !in_bytes) || activation == kRelu6;
+  return {Int8Finish{call.multiplier, call.offset, starts, -kInfinity, false, false, bytes, nullptr},
+          floor ? 0.0f : -kInfinity,
+          activation == kRelu6 ? 6.0f : kInfinity,
+          activation == kReluLast ? 0.0f : -kInfinity,
+          call.y_inverse_scale,
+          image_bytes(call.residual_zero, call.residual_is_unsigned != 0),
+          call.residual_inverse,
+          call.residual_scale,
+          call.residual_kind,
+          floor};
 }
 
 inline bool multiply_int8_conv(const PanelMatrix& matrix, const Int8ConvCall& call) {
@@ -166,21 +194,18 @@ inline bool multiply_int8_conv(const PanelMatrix& matrix, const Int8ConvCall& ca
   int32_t* starts = reinterpret_cast<int32_t*>(scratch.get(matrix.channels));
   if (!starts) return false;
   const ConvCall& conv = call.conv;
-  const Bytes bytes = bytes_around(call.x_zero, call.x_is_unsigned != 0, has_vnni());
+  const Bytes bytes = image_bytes(call.x_zero, call.x_is_unsigned != 0);
   const int32_t zero = zero_place(bytes);
-  const Bytes stored = image_bytes(call.x_zero, call.x_is_unsigned != 0, conv.direct != 0);
   parallel(call.x_is_places ? 1 : conv.threads, [&](int64_t index, int64_t count) {
     if (call.x_is_places) return;
     const int64_t places = conv.images * conv.in_channels;
     for (int64_t i = places * index / count; i < places * (index + 1) / count; ++i) {
-      quantise_place(call, i / conv.in_channels, i % conv.in_channels, stored);
+      quantise_place(call, i / conv.in_channels, i % conv.in_channels, bytes);
     }
   });
   const int32_t moved = has_vnni() == (call.x_is_unsigned != 0) ? 0 : has_vnni() ? 128 : -128;
   for (int64_t i = 0; i < matrix.channels; ++i) starts[i] = -(call.x_zero + moved) * call.row_sums[i];
-  const Int8Finish finish{call.multiplier, call.offset, starts, -std::numeric_limits<float>::infinity(),
-                          false, false,
-                          image_bytes(call.y_zero, call.y_is_unsigned != 0, call.y_is_direct != 0), nullptr};
+  const PlacesFinish finish = places_finish(call, starts);
   return share_tiles(matrix, conv.images * bands_of(conv), conv.threads,
                      [&](int64_t band, int64_t begin, int64_t end) {
                        return multiply_int8_band(matrix, call, finish, zero, band, begin, end);

@@ -30,38 +30,52 @@ struct PoolCall {
   int32_t threads;
 };
 
-// NaN wins, as it does in PyTorch.
-SPARTA_INLINE Vec larger(Vec a, Vec b) { return (b > a) | (b != b) ? b : a; }
+// How real numbers are compared. NaN wins, as it does in PyTorch.
+struct RealPool {
+  static SPARTA_INLINE Vec least() { return splat(-std::numeric_limits<float>::infinity()); }
+  SPARTA_INLINE Vec read(Vec v) const { return v; }
+  static SPARTA_INLINE Vec larger(Vec a, Vec b) { return (b > a) | (b != b) ? b : a; }
+  SPARTA_INLINE Vec written(Vec v) const { return v; }
+};
 
 // The largest of each column of a window's rows, at `line`; rows outside of the image do not count.
-inline void reduce_rows(const PoolCall& call, const float* plane, int64_t out_row, float* line) {
+template <class Kind>
+inline void reduce_rows(const Kind& kind, const PoolCall& call, const float* plane, int64_t out_row, float* line) {
   const int64_t top = out_row * call.stride_rows - call.padding_rows;
   for (int64_t column = 0; column < call.columns; column += kLanes) {
     const int64_t count = std::min<int64_t>(call.columns - column, kLanes);
-    Vec most = splat(-std::numeric_limits<float>::infinity());
+    Vec most = Kind::least();
     for (int64_t k = 0; k < call.kernel_rows; ++k) {
       const int64_t row = top + k * call.dilation_rows;
       if (row < 0 || row >= call.rows) continue;
-      most = larger(most, load_some(plane + row * call.columns + column, count));
+      most = Kind::larger(most, kind.read(load_some(plane + row * call.columns + column, count)));
     }
     store_some(line + column, most, count);
   }
 }
 
-// The largest of each window's columns: `line` has -inf on both sides of the image, `wide` takes one result a column.
-inline void reduce_columns(const PoolCall& call, const float* line, int64_t width, float* wide, float* out) {
+// The largest of each window's columns: `line` has the least value on both sides of the image, `wide` takes one result a
+// column.
+template <class Kind>
+inline void reduce_columns(const Kind& kind, const PoolCall& call, const float* line, int64_t width, float* wide,
+                           float* out) {
   for (int64_t column = 0; column < width; column += kLanes) {
     Vec most = load(line + column);
     for (int64_t k = 1; k < call.kernel_columns; ++k) {
-      most = larger(most, load(line + column + k * call.dilation_columns));
+      most = Kind::larger(most, load(line + column + k * call.dilation_columns));
     }
-    store(wide + column, most);
+    store(wide + column, kind.written(most));
   }
-  for (int64_t i = 0; i < call.out_columns; ++i) out[i] = wide[i * call.stride_columns];
+  if (call.stride_columns == 2) {
+    for (int64_t i = 0; i < call.out_columns; ++i) std::memcpy(out + i, wide + 2 * i, sizeof *out);  // vectorised
+  } else {
+    for (int64_t i = 0; i < call.out_columns; ++i) std::memcpy(out + i, wide + i * call.stride_columns, sizeof *out);
+  }
 }
 
 // False when memory ran out.
-inline bool max_pool(const PoolCall& call) {
+template <class Kind>
+inline bool pool_largest(const Kind& kind, const PoolCall& call) {
   const int64_t width = (call.out_columns - 1) * call.stride_columns + 1;
   const int64_t reach = (call.kernel_columns - 1) * call.dilation_columns;
   const int64_t line_size = std::max(width + reach, call.padding_columns + call.columns) + 2 * kLanes;
@@ -74,17 +88,19 @@ inline bool max_pool(const PoolCall& call) {
       enough_memory = false;
       return;
     }
-    std::fill(line, line + line_size, -std::numeric_limits<float>::infinity());
+    for (int64_t i = 0; i < line_size; i += kLanes) store_some(line + i, Kind::least(), line_size - i);
     for (int64_t plane = call.planes * index / count; plane < call.planes * (index + 1) / count; ++plane) {
       const float* x = call.x + plane * call.rows * call.columns;
       float* y = call.y + plane * call.out_rows * call.out_columns;
       for (int64_t row = 0; row < call.out_rows; ++row) {
-        reduce_rows(call, x, row, line + call.padding_columns);
-        reduce_columns(call, line, width, line + line_size, y + row * call.out_columns);
+        reduce_rows(kind, call, x, row, line + call.padding_columns);
+        reduce_columns(kind, call, line, width, line + line_size, y + row * call.out_columns);
       }
     }
   });
   return enough_memory;
 }
+
+inline bool max_pool(const PoolCall& call) { return pool_largest(RealPool{}, call); }
 
 }  // namespace sparta

@@ -1,0 +1,177 @@
+// How the results of int8 convolutions leave registers: as places, the bytes that the next convolution reads, as real
+// numbers, or as both, after an activation and a residual that may itself be in bytes. Nothing is stored in between, so
+// that a network of integers keeps its images at a quarter of the memory.
+#pragma once
+
+#include "int8.h"
+
+namespace sparta {
+
+enum ResidualKind : int32_t { kRealResidual = 0, kRoundedResidual = 1, kPlacesResidual = 2 };
+
+// What is the same for all results of a call. Without an activation that registers hold, floors are -inf and the ceiling
+// is inf; a ReLU that nothing but bytes see is in their least value.
+struct PlacesFinish {
+  Int8Finish scales;
+  float floor;
+  float ceiling;
+  float last_floor;
+  float factor;    // from results to steps of the grid of bytes
+  Bytes residual;  // the grid of the residual
+  float residual_inverse;
+  float residual_scale;
+  int32_t residual_kind;
+  bool bounds;  // whether floor and ceiling say anything
+};
+
+// Where they go and what is added, each at the first row and the first token, or null.
+struct PlacesEnds {
+  int32_t* places;
+  float* real;
+  const int32_t* residual_places;
+  const float* residual;
+  int64_t plane;  // from one row to the next, of places and of real numbers
+};
+
+// a * b + c with one rounding in every build, so that a residual adds the same in bytes and in real numbers.
+SPARTA_INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(SPARTA_AVX512)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(SPARTA_AVX2)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  Vec y;
+  for (int i = 0; i < kLanes; ++i) y[i] = static_cast<float>(static_cast<double>(a[i]) * b[i] + c[i]);
+  return y;
+#endif
+}
+
+// Real numbers in steps of a grid of bytes: rounded and cut to its range.
+SPARTA_INLINE Vec grid_steps(Vec x, const PlacesFinish& finish) {
+  const Vec round = splat(12582912.0f);  // 1.5 * 2^23
+  const Vec least = splat(static_cast<float>(-finish.residual.shift));
+  const Vec most = splat(static_cast<float>(255 - finish.residual.shift));
+  const Vec steps = x * splat(finish.residual_inverse);
+  const Vec cut = steps >= least ? (steps > most ? most : steps) : least;  // NaN is below all
+  return (cut + round) - round;
+}
+
+// The same of one of four rows that are in bytes already.
+template <int Row>
+SPARTA_INLINE Vec byte_steps(IntVec bytes, const PlacesFinish& finish) {
+  return __builtin_convertvector(((bytes >> 8 * Row) & 255) - finish.residual.shift, Vec);
+}
+
+// Four rows of one vector of tokens: `place` leads to them in places, `at` in the first of real rows. There are `rows`
+// of them, and `count` tokens.
+template <bool Whole>
+SPARTA_INLINE void put_four(Vec (&four)[4], const PlacesFinish& finish, const PlacesEnds& ends, int64_t place,
+                            int64_t at, int64_t rows, int64_t count) {
+  if (finish.bounds) {
+    const Vec floor = splat(finish.floor), ceiling = splat(finish.ceiling);
+    each<4>([&](auto r) SPARTA_LAMBDA {
+      const Vec low = four[r] < floor ? floor : four[r];  // NaN is not below and stays
+      four[r] = low > ceiling ? ceiling : low;
+    });
+  }
+  if (ends.residual_places) {
+    const float* from = reinterpret_cast<const float*>(ends.residual_places + place);
+    const IntVec bytes = (IntVec)(Whole ? load(from) : load_some(from, count)) ^ finish.residual.flip;
+    const Vec scale = splat(finish.residual_scale);
+    each<4>([&](auto r) SPARTA_LAMBDA {
+      four[r] = multiply_add(byte_steps<decltype(r)::value>(bytes, finish), scale, four[r]);
+    });
+  } else if (ends.residual) {
+    const bool rounds = finish.residual_kind == kRoundedResidual;
+    const Vec scale = splat(finish.residual_scale);
+    each<4>([&](auto r) SPARTA_LAMBDA {
+      if (r >= rows) return;
+      const float* from = ends.residual + at + r * ends.plane;
+      const Vec added = Whole ? load(from) : load_some(from, count);
+      four[r] = rounds ? multiply_add(grid_steps(added, finish), scale, four[r]) : four[r] + added;
+    });
+  }
+  if (ends.real) {
+    const Vec floor = splat(finish.last_floor);
+    each<4>([&](auto r) SPARTA_LAMBDA {
+      if (r >= rows) return;
+      four[r] = four[r] < floor ? floor : four[r];
+      float* to = ends.real + at + r * ends.plane;
+      Whole ? store(to, four[r]) : store_some(to, four[r], count);
+    });
+  }
+  if (ends.places) {
+    const Vec factor = splat(finish.factor);
+    each<4>([&](auto r) SPARTA_LAMBDA { four[r] *= factor; });
+    const Vec joined = (Vec)join_rows<false>(four, finish.scales.bytes);
+    float* to = reinterpret_cast<float*>(ends.places + place);
+    Whole ? store(to, joined) : store_some(to, joined, count);
+  }
+}
+
+// Some groups of four rows of a tile whose tokens are all stored.
+struct PlacesTask {
+  const PanelMatrix* matrix;
+  const PlacesFinish* finish;
+  PlacesEnds ends;  // at `first_row`
+  int64_t group_begin;
+  int64_t group_end;
+  const int32_t* x;
+  int64_t first_row;
+};
+
+template <class Unit, int MV>
+void multiply_int8_places(const PlacesTask& given) {
+  const PlacesTask task = given;  // copies, which no store can change
+  const PanelMatrix matrix = *task.matrix;
+  const PlacesFinish finish = *task.finish;
+  for (int64_t group = task.group_begin; group < task.group_end; ++group) {
+    const int64_t row = matrix.rows[group], done = row - task.first_row;
+    const int64_t place = done / 4 * task.ends.plane, at = done * task.ends.plane;
+    const GroupScales<4> scales(finish.scales, row, matrix.channels);
+    if (task.ends.residual_places) announce<MV>(reinterpret_cast<const float*>(task.ends.residual_places + place));
+    if (task.ends.residual) {
+      for (int64_t r = 0; r < std::min<int64_t>(4, matrix.channels - row); ++r) {
+        announce<MV>(task.ends.residual + at + r * task.ends.plane);
+      }
+    }
+    IntVec sums[4][MV];
+    sum_int8_group<Unit>(matrix, group, task.x, scales.starts, sums);
+    Vec multiplier[4], offset[4];
+    each<4>([&](auto r) SPARTA_LAMBDA {
+      multiplier[r] = splat(scales.multiplier[r]);
+      offset[r] = splat(scales.offset[r]);
+    });
+    each<MV>([&](auto j) SPARTA_LAMBDA {
+      Vec four[4];
+      each<4>([&](auto r) SPARTA_LAMBDA { four[r] = requantise(sums[r][j], multiplier[r], offset[r]); });
+      put_four<true>(four, finish, task.ends, place + j * kLanes, at + j * kLanes, matrix.channels - row, kLanes);
+    });
+  }
+}
+
+using PlacesKernel = void (*)(const PlacesTask&);
+
+template <class Unit>
+PlacesKernel find_places_kernel_of(int64_t mv) {
+  switch (mv) {
+    case 1: return multiply_int8_places<Unit, 1>;
+    case 2: return multiply_int8_places<Unit, 2>;
+    case 3: return multiply_int8_places<Unit, 3>;
+    default: return multiply_int8_places<Unit, 4>;
+  }
+}
+
+// For groups of four rows and 1 to 4 vectors.
+inline PlacesKernel find_places_kernel(int64_t mv, bool no_least_weight) {
+#if defined(SPARTA_AVX512) || defined(SPARTA_AVX_VNNI)
+  if (has_vnni()) return find_places_kernel_of<VnniUnit>(mv);
+#endif
+#if defined(SPARTA_AVX2)
+  if (no_least_weight) return find_places_kernel_of<AbsoluteUnit>(mv);
+#endif
+  (void)no_least_weight;
+  return find_places_kernel_of<SignedUnit>(mv);
+}
+
+}  // namespace sparta
