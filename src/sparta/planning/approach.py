@@ -56,14 +56,15 @@ def following(table: Table, goal: Goal, points: Sequence[Point]) -> Assignment |
 
 
 def _extremes(table: Table) -> list[Assignment]:
-    """Return every layer in its fastest option, by precision: the table's sums may be wrong about which is best."""
-    precisions = {option.precision for times in table.times.values() for option in times if option != DENSE}
+    """Return every layer rounded alone, and in its fastest option, by precision: the table's sums may be wrong."""
+    options = {option for times in table.times.values() for option in times if option != DENSE}
+    kinds = {(option.precision, prunes) for option in options for prunes in (option.prunes, True)}
     found: list[Assignment] = []
-    for precision in sorted(precisions, key=str, reverse=True):
+    for precision, prunes in sorted(kinds, key=lambda kind: (kind[1], kind[0] is None, str(kind[0]))):
         assignment: dict[str, Option] = {}
         for group in table.groups:
             for unit in group.units:
-                option = table.fastest(unit, precision)
+                option = table.fastest(unit, precision, prunes=prunes)
                 assignment |= {} if option is None else dict.fromkeys(unit, option)
         found.append(assignment)
     return found

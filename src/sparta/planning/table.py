@@ -129,11 +129,17 @@ class Table:
         units = option.made.unit_count(shape) * option.density
         return whole * option.density + units * _INDEX_BYTES / 1e6
 
-    def fastest(self, unit: tuple[str, ...], precision: str | None) -> Option | None:
-        """Return the fastest option of a precision that all layers of a unit have; None where there is none."""
+    def fastest(self, unit: tuple[str, ...], precision: str | None, *, prunes: bool) -> Option | None:
+        """Return the fastest option of a precision that all layers of a unit have; None where there is none.
+
+        Parameters
+        ----------
+        prunes
+            Whether weights may go.
+        """
         bundles = [bundle for bundle in self._unit(unit) if bundle.options]
         options = {next(iter(bundle.options.values())): bundle.sparse for bundle in bundles}
-        able = [option for option in options if option.precision == precision]
+        able = [option for option in options if option.precision == precision and (prunes or not option.prunes)]
         return min(able, key=lambda option: options[option], default=None)
 
     def sums(self, assignment: Assignment) -> tuple[float, float]:

@@ -1,0 +1,103 @@
+"""Plans hold on a busy machine: shares of the model count, and what was hurried is not held against options."""
+
+import pytest
+import torch
+from torch import nn
+
+from planning.benches import SHORTER, FakeBench
+from planning.plans import planned, transformer
+from sparta.compiler.plan import LayerPlan
+from sparta.compiler.session import Session
+from sparta.oneshot.targets import find_targets
+from sparta.planning.bench import _GIVEN, CompilerBench, Whole, _lost
+from sparta.planning.between import costs_between, times_between
+from sparta.planning.options import MEASURED, SPARSITIES, Option
+from sparta.specialize.tuning.select import Choice
+from sparta.specialize.tuning.store import Entry
+
+
+def test_layers_take_a_share_of_the_model_however_the_machine_slows_down():
+    factors = iter([1.0, 50.0, 3.0, 700.0] * 100)
+
+    def measure(calls, _seconds):
+        for call in calls.values():
+            call()
+        factor = next(factors)  # other programs slow down all of one comparison
+        rounds = [factor * each for each in (1.0, 1.1, 40.0, 0.9, 1.0)]
+        return {key: [(10.0 if key == _GIVEN else 2.0) * each for each in rounds] for key in calls}
+
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64)).eval()
+    targets = {target.name: target for target in find_targets(model)}
+    bench = CompilerBench(model, torch.randn(4, 32), targets, Session(measure=measure))
+    given = bench.given_ms()
+    assert [bench.dense_ms(name) / given for name in targets] == pytest.approx([0.2] * 3)
+
+
+@pytest.mark.parametrize(
+    ("entry", "note", "lost"),
+    [
+        (Entry("dense", {}, 1.0, 1.0), "", True),  # its kernels lost to dense
+        (None, "", False),  # the time was up before it was measured
+        (Entry("dense", {}, 1.0, 1.0), "dense: end to end, nothing was faster beyond doubt", False),
+    ],
+)
+def test_an_option_is_lost_only_where_its_kernels_were_measured_to_be(entry, note, lost):
+    choice = Choice("dense", {}, "dense", entry)
+    layer = LayerPlan("fc", "linear", "block 4x1", 0.5, (8, 8), {4: choice}, 1, 1, note=note)
+    assert _lost(layer) is lost
+
+
+def test_levels_between_measured_ones_are_options_and_cost_no_measuring():
+    plan = planned(patterns=["4x1"], speedup=1.5)
+    asked = {str(option) for times in plan.table.times.values() for option in times if option.prunes}
+    assert len(asked) > len(MEASURED)
+    for name, times in plan.table.times.items():
+        levels = [times[Option("4x1", level)] for level in SPARSITIES if Option("4x1", level) in times]
+        costs = [plan.table.costs[name][Option("4x1", level)] for level in SPARSITIES if Option("4x1", level) in times]
+        assert levels == sorted(levels)  # more zeros, less time
+        assert costs == sorted(costs, reverse=True)  # and more loss
+
+
+def test_only_some_levels_are_measured():
+    timed = []
+
+    class Counting(FakeBench):
+        def option_ms(self, name, option):
+            timed.append(option)
+            return super().option_ms(name, option)
+
+    planned(patterns=["4x1"], max_loss=0.5, bench=Counting({}))
+    assert {option.sparsity for option in timed[:6]} <= set(MEASURED)
+
+
+def test_what_lies_between_is_between():
+    times = times_between({Option("4x1", 0.95): 1.0, Option("4x1", 0.5): 10.0, Option("2:4"): 3.0})
+    assert times[Option("4x1", 0.7)] == pytest.approx(1 + 9 * 25 / 45)
+    costs = costs_between({Option("4x1", 0.95): 1e-1, Option("4x1", 0.5): 1e-3, Option("4x1", 0.9, "int8"): 1.0})
+    assert all(1e-3 < cost < 1e-1 for cost in costs.values())
+    assert not times_between({Option("4x1", 0.95): 1.0})
+
+
+class Surprising(FakeBench):
+    """In the whole, layers that are rounded are far faster than alone, and layers that are pruned far slower."""
+
+    def whole(self, masks):
+        self.calls["whole"] += 1
+        total = self.rest
+        for name in self.targets:
+            size = self._size(name)
+            option = masks[name][0] if name in masks else None
+            if option is None:
+                total += size
+            elif option.prunes:
+                total += 1.1 * size
+            else:
+                total += size / SHORTER / 3
+        return Whole(self.given_ms(), total, self.given_ms() / total, 1.0)
+
+
+def test_before_a_goal_is_called_out_of_reach_every_layer_is_tried_in_each_precision():
+    bench = Surprising({}, rest=2.0)
+    plan = planned(transformer(), patterns=["4x1"], precisions=["int8"], speedup=2.4, bench=bench)
+    assert plan.met
+    assert set(map(str, plan.assignment.values())) <= {"int8"}
