@@ -213,9 +213,11 @@ def measure(case: Case, device: torch.device, seconds: float) -> dict[str, Any]:
     change = None if fast.report.precision is None else fast.report.precision.change
     print(fast.report.plan.whole.reason)
     sizes = {name: value for name, value in asdict(case).items() if name in _STORED}
+    known = [layer.first.entry for layer in layers]
+    products = None if None in known else sum(entry.milliseconds for entry in known if entry is not None)
     return {
         **sizes, "case": str(case), "ms": medians, "implements": implements, "compile_seconds": took,
-        "change": change, "notes": list(fast.report.notes),
+        "products": products, "change": change, "notes": list(fast.report.notes),
         "ratio_fp8": medians["fp8"] / medians["sparta"] if fp8 else None,
         "ratio_bf16": medians["bf16"] / medians["sparta"],
     }  # fmt: skip

@@ -18,14 +18,29 @@ def stacks_fp8(found: Sequence[Record]) -> str:
             over = [None if row[f"ratio_{name}"] is None else f"{row[f'ratio_{name}']:.2f}" for name in ("fp8", "bf16")]
             runs = ", ".join(f"{count} {name}" for name, count in row["implements"].items())
             change = None if row["change"] is None else f"{100 * row['change']:.1f} %"
-            line = [row["case"], row["layers"], *times, over[0], row["over_fp8"], over[1], row["over_bf16"], runs]
+            own = f"{row['products']:.3f}" if row.get("products") else None
+            line = [row["case"], row["layers"], *times, own, over[0], row["over_fp8"], over[1], row["over_bf16"], runs]
             rows.append([*line, change])
         title = (
             "Milliseconds of a whole stack: dense in bf16 and in fp8 (`torch.compile`, replayed from a CUDA graph), "
-            'and after `sparta.compile(precision="fp8")`; times faster than both, beside the aims; how far rounding '
-            f"changes the outputs. {source(record)}"
+            'and after `sparta.compile(precision="fp8")`, with the sum of its linear layers, each measured alone with '
+            "its rounding; times faster than both, beside the aims; how far rounding changes the outputs. "
+            f"{source(record)}"
         )
-        heads = ["stack", "layers", "bf16", "fp8", "sparta", "× fp8", "aim", "× bf16", "aim", "runs", "change"]
+        heads = [
+            "stack",
+            "layers",
+            "bf16",
+            "fp8",
+            "sparta",
+            "linear",
+            "× fp8",
+            "aim",
+            "× bf16",
+            "aim",
+            "runs",
+            "change",
+        ]
         parts.append(f"{title}\n\n{markdown(heads, rows)}")
     return "\n\n".join(parts)
 
