@@ -123,6 +123,17 @@ def test_grids_per_token_are_taken_where_static_ones_are_worse():
     assert change(found.simulated(data[0])[others], exact) < 0.2 * change(static.simulated(data[0])[others], exact)
 
 
+def test_the_rows_that_are_kept_come_from_all_positions_of_a_text():
+    """Rows at a fixed distance were the first tokens of all texts, and grids were judged by those alone."""
+    torch.manual_seed(0)
+    tokens = torch.randn(16, 32, 8)
+    tokens[:, 0] *= 0.01  # a first token unlike the others, as encoders have
+    seen = observe(model := nn.Linear(8, 4), [tokens] * 16, Weights(model))["weight"]
+    first = torch.cat(seen.samples).norm(dim=1) < 0.5
+    assert 0 < len(first) <= 256
+    assert first.float().mean() < 0.2
+
+
 @pytest.mark.parametrize("observer", list(OBSERVERS))
 def test_observers_cover_what_they_should(observer):
     model, data = nn.Linear(16, 8), batches(64, 16)

@@ -134,13 +134,17 @@ def _add(seen: Seen, product: Product, x: Tensor, share: int) -> None:
         peaks = x.abs().amax([dim for dim in range(x.dim()) if dim != 1])
     else:
         rows = x.reshape(-1, x.shape[-1])
-        step = max(1, len(rows) // share)
-        seen.samples.append(rows[::step][:share].detach().clone())
+        seen.samples.append(rows[_drawn(len(rows), share).to(rows.device)].detach().clone())
         seen.positions += len(rows)
         peaks = rows.abs().amax(0)
     seen.peaks = peaks if seen.peaks is None else torch.maximum(seen.peaks, peaks)
     if seen.replay is None:
         seen.replay = _replay(product)
+
+
+def _drawn(rows: int, share: int) -> Tensor:
+    """Return which rows are kept, drawn from a fixed seed: steps of one size could meet one position of all texts."""
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(rows))[:share]
 
 
 def _least(one: float, two: float) -> float:
