@@ -1,6 +1,7 @@
 """Packaged ahead of time, kernels are C++ operators that compute what they compute in Python."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,13 +9,14 @@ from torch import nn
 
 from compiler import nets
 from compiler.choose.test_precision import Chain, quantized
-from compiler.conftest import forcing
+from compiler.conftest import choosing, chosen, forcing
 from sparta.compiler import compile_model
 from sparta.compiler.aot import library, package
 from sparta.compiler.aot.layers import ConvLayer, Int8Layer, PackedLayer
 from sparta.compiler.aot.package import _with_operators
 from sparta.errors import MissingPackageError, ValueRangeError
 from sparta.measure.machine import probe_compiler
+from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.linear.cpu_packed import PackedLinear
 from sparta.specialize.runtime import cpp_library
 from sparta.testing import check, linear_reference
@@ -84,11 +86,12 @@ def test_convolutions_of_a_compiled_model_are_operators(operators, forced):
 
 
 @needs_compiler
-def test_int8_layers_of_a_compiled_model_are_operators(operators):
+@pytest.mark.parametrize("tile", [Tile(block=4), Tile("gathered", 16, 2)], ids=str)
+def test_int8_layers_of_a_compiled_model_are_operators(operators, tile, monkeypatch):
     model, x = nets.pruned(Chain(), sparsity=0.5), torch.randn(2, 3, 24)  # linked: layers hand over integers
     spec = quantized(model)
-    with forcing("cpu-int8"):
-        fast = compile_model(model, x, spec, tune="off")
+    choosing(monkeypatch, lambda s: replace(chosen(s, "cpu-int8"), params={"tile": str(tile)}))
+    fast = compile_model(model, x, spec, tune="off")
     graph = _with_operators(fast.graph)
     layers = [layer for layer in graph.modules() if isinstance(layer, Int8Layer)]
     assert len(layers) == len(fast.kernels) > 1

@@ -91,7 +91,7 @@ struct Panel {
     check_number(chunks, 1, kMost, "chunks");
     check_number(mv, 1, 4, "mv");
     check_number(prefetch, 0, kMost, "prefetch");
-    SPARTA_CHECK(bn == 1 || bn == 4 || bn == 8, "a block of ", bn, " rows; allowed: 1, 4 or 8");
+    SPARTA_CHECK(bn == 1 || bn == 4 || bn == 8 || bn == 16, "a block of ", bn, " rows; allowed: 1, 4, 8 or 16");
     const int64_t count = product({groups, chunks}, "groups by chunks");
     const Array<int64_t> starts(arrays, 0, count + 1, "starts");
     check_running(starts, count + 1, kMostFloats, "starts");

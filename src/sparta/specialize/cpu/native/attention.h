@@ -77,45 +77,45 @@ SPARTA_NOINLINE void multiply_dense_block(const DenseProduct& given) {
   }
 }
 
-template <int Rows>
-void multiply_dense_rows(DenseProduct task, int64_t vectors) {
-  while (vectors > 0) {
-    int step = 1;
-    if (vectors >= kProductVectors) {
-      step = kProductVectors;
-      multiply_dense_block<Rows, kProductVectors>(task);
-    } else if (vectors >= 2) {
-      step = 2;
-      multiply_dense_block<Rows, 2>(task);
-    } else {
-      multiply_dense_block<Rows, 1>(task);
-    }
-    vectors -= step;
-    task.b += step * kLanes;
-    task.y += step * kLanes;
-  }
-}
-
-// All of a product: rows in groups that registers hold.
-inline void multiply_dense(DenseProduct task, int64_t rows, int64_t vectors) {
+template <int Vectors>
+void multiply_dense_columns(DenseProduct task, int64_t rows) {
   while (rows > 0) {
     int step = 1;
     if (rows >= kProductRows) {
       step = kProductRows;
-      multiply_dense_rows<kProductRows>(task, vectors);
+      multiply_dense_block<kProductRows, Vectors>(task);
     } else if (rows >= 4) {
       step = 4;
-      multiply_dense_rows<4>(task, vectors);
+      multiply_dense_block<4, Vectors>(task);
     } else if (rows >= 2) {
       step = 2;
-      multiply_dense_rows<2>(task, vectors);
+      multiply_dense_block<2, Vectors>(task);
     } else {
-      multiply_dense_rows<1>(task, vectors);
+      multiply_dense_block<1, Vectors>(task);
     }
     rows -= step;
     task.a += step * task.a_stride;
     task.y += step * task.y_stride;
     if (task.factors) task.factors += step;
+  }
+}
+
+// All of a product: a few columns, which stay in the first cache, for all rows, in groups that registers hold.
+inline void multiply_dense(DenseProduct task, int64_t rows, int64_t vectors) {
+  while (vectors > 0) {
+    int step = 1;
+    if (vectors >= kProductVectors) {
+      step = kProductVectors;
+      multiply_dense_columns<kProductVectors>(task, rows);
+    } else if (vectors >= 2) {
+      step = 2;
+      multiply_dense_columns<2>(task, rows);
+    } else {
+      multiply_dense_columns<1>(task, rows);
+    }
+    vectors -= step;
+    task.b += step * kLanes;
+    task.y += step * kLanes;
   }
 }
 
