@@ -2,8 +2,9 @@
 
 Run with ``python benchmarks/oneshot/plan.py`` on a quiet machine; ``--only`` takes some models, ``--minilm`` and
 ``--sts`` name folders with real weights and sentences, ``--smollm2`` and ``--text`` a language model and two books, and
-then the planned model is compared with uniform pruning to the same measured latency. ``--device cuda --only llama``
-measures four layers of a Llama on CUDA. Results are saved after every model and goal, also where several processes
+then the planned model is compared with uniform pruning to the same measured latency, both by ``--method``; ``--tokens``
+are those that a language model is calibrated on, and judged by. ``--device cuda --only llama`` measures four layers of
+a Llama on CUDA. Results are saved after every model and goal, also where several processes
 write the same file, each on cores of its own; with ``--continue``, what stands in the file is not measured again.
 """
 
@@ -42,7 +43,6 @@ QUESTION = "oneshot_plan"
 ASKED = (1.5, 2.0, 3.0)
 UNIFORM = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 MODELS = ("minilm", "smollm2", "bert", "resnet50", "llama")
-UNIFORM_S = 20.0  # seconds to compile each of the uniform models
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,14 @@ def real_minilm(folder: Path, sentences: Path, pairs: int) -> Made:
     return Made(task.model, task.example, task.data, task.metric, task.metric_name)
 
 
-def language_model(folder: Path, calibration: Path, held_out: Path) -> Made:
+def language_model(folder: Path, calibration: Path, held_out: Path, tokens: int, *, quick: bool) -> Made:
     """Return SmolLM2 with a prompt of 128 tokens, judged by the perplexity of a book that it is not calibrated on."""
     model, tokenizer = load(folder)
-    data, judged = batches(tokenizer, calibration, 8192, 512), batches(tokenizer, held_out, 8192, 512)
+    if quick:
+        model.model.layers = model.model.layers[:2]  # type: ignore[union-attr,index]
+        model.config.num_hidden_layers = 2  # type: ignore[union-attr]
+    context = min(512, tokens)
+    data, judged = batches(tokenizer, calibration, tokens, context), batches(tokenizer, held_out, tokens, context)
     example = {"input_ids": data[0]["input_ids"][:, :128].contiguous(), "use_cache": False}
     return Made(model, example, data, lambda pruned: -perplexity(pruned, judged), "perplexity", -1)
 
@@ -114,6 +118,7 @@ class Uniform:
     made: Made
     device: str
     precisions: list[str | None]
+    seconds: float
     known: dict[Option, float] = field(default_factory=dict)
     metrics: dict[Option, float] = field(default_factory=dict)
 
@@ -139,7 +144,7 @@ class Uniform:
     def _measured(self, option: Option, plan: SparsityPlan) -> float:
         model = copy.deepcopy(self.made.model).eval().to(self.device)
         targets = {target.name: target for target in find_targets(model)}
-        bench = CompilerBench(model, moved(self.made.example, self.device), targets, Session(budget_s=UNIFORM_S))
+        bench = CompilerBench(model, moved(self.made.example, self.device), targets, Session(budget_s=self.seconds))
         pattern = option.made if option.prunes else None
         with quiet(model):
             ratio = bench.whole(dict.fromkeys(plan.table.times, (option, pattern))).ratio
@@ -156,11 +161,13 @@ class Uniform:
         return self.metrics[option]
 
 
-def measured(name: str, made: Made, uniform: Uniform, asked: float, folder: Path, budget: float) -> dict[str, Any]:
+def measured(
+    name: str, made: Made, uniform: Uniform, asked: float, folder: Path, given: argparse.Namespace
+) -> dict[str, Any]:
     """Plan for one speed-up, and return what came of it."""
     plan = sparta.plan(
-        made.model, made.example, made.data, speedup=asked, device=uniform.device, budget_s=budget, progress=True,
-        checkpoint=folder,
+        made.model, made.example, made.data, speedup=asked, device=uniform.device, budget_s=given.budget, progress=True,
+        checkpoint=folder, method=given.method,
     )  # fmt: skip
     print(plan.report(), flush=True)
     row: dict[str, Any] = {
@@ -173,6 +180,7 @@ def measured(name: str, made: Made, uniform: Uniform, asked: float, folder: Path
         "rounds": len(plan.points),
         "loss": plan.loss,
         "seconds": plan.seconds,
+        "method": given.method,
         "options": sorted({str(option) for option in plan.assignment.values()}),
         "metric_name": made.metric_name,
         "dense_metric": None,
@@ -199,7 +207,7 @@ def makers_of(given: argparse.Namespace) -> dict[str, Callable[[], Made]]:
     if given.minilm is not None and given.sts is not None:
         found["minilm"] = lambda: real_minilm(given.minilm, given.sts, given.pairs)
     if given.smollm2 is not None and given.text is not None:
-        found["smollm2"] = lambda: language_model(given.smollm2, *given.text)
+        found["smollm2"] = lambda: language_model(given.smollm2, *given.text, given.tokens, quick=given.quick)
     found["bert"] = lambda: bert(quick=given.quick)
     found["resnet50"] = lambda: resnet50(quick=given.quick)
     if given.only and "llama" in given.only:
@@ -220,6 +228,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=1379)
     parser.add_argument("--smollm2", type=Path)
     parser.add_argument("--text", type=Path, nargs=2, metavar=("CALIBRATION", "HELD_OUT"))
+    parser.add_argument(
+        "--tokens", type=int, default=8192, help="that a language model is calibrated on, and judged by"
+    )
+    parser.add_argument("--method", default="alps", help="by which all models are pruned")
+    parser.add_argument("--uniform-budget", type=float, default=20.0, help="seconds to compile each uniform model")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="of torch; all cores that the process may use by default")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds for measuring, for each plan")
@@ -243,11 +256,12 @@ def main() -> None:
             continue
         torch.manual_seed(0)
         made = make()
-        uniform = Uniform(made, given.device, [None, "int8"] if given.device == "cpu" else [None])
+        precisions: list[str | None] = [None, "int8"] if given.device == "cpu" else [None]
+        uniform = Uniform(made, given.device, precisions, given.uniform_budget)
         with tempfile.TemporaryDirectory() as folder:  # what was measured for one goal serves the next
             for asked in given.asked:
                 if asked not in done:
-                    row = measured(name, made, uniform, asked, Path(folder), given.budget)
+                    row = measured(name, made, uniform, asked, Path(folder), given)
                     keep(row, ("model", "asked"), in_order, path, where, {})
     shown = [
         [r["model"], r["asked"], r["speedup"], r["met"], r["loss"], r["metric"], r["seconds"]] for r in stored(path)

@@ -101,3 +101,17 @@ def test_before_a_goal_is_called_out_of_reach_every_layer_is_tried_in_each_preci
     plan = planned(transformer(), patterns=["4x1"], precisions=["int8"], speedup=2.4, bench=bench)
     assert plan.met
     assert set(map(str, plan.assignment.values())) <= {"int8"}
+
+
+def test_what_capturing_takes_leaves_half_of_the_budget_for_measuring():
+    now = {"seconds": 0.0}
+
+    class Slow(FakeBench):
+        def given_ms(self):
+            now["seconds"] += 0.0 if self.calls["given"] else 500.0  # capturing, on a machine that is busy
+            self.calls["given"] += 1
+            return super().given_ms()
+
+    plan = planned(speedup=1.5, bench=Slow({}), session=Session(budget_s=100.0, now=lambda: now["seconds"]))
+    assert plan.met
+    assert abs(plan.speedup / 1.5 - 1) <= 0.03

@@ -181,6 +181,8 @@ def plan_with(  # noqa: PLR0913 - as above
             uncounted=session.uncounted,
             notes=notes,
         )
+        bench.given_ms()
+        session.begin_measuring(0)  # what was captured and loaded by now cannot be cut short
         if data is None:
             search.notes.append("no data: layers were calibrated on the example inputs alone")
         table = search.filled(batches, method, _megabytes(placed))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -27,12 +28,14 @@ from sparta.compiler.lower.samples import SizeSample
 from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.plan import LayerPlan
 from sparta.compiler.session import Session
+from sparta.errors import SpartaError
 from sparta.oneshot.targets import Target
 from sparta.planning.options import Option
 from sparta.planning.rounding import rounded
 from sparta.precision.api import FORMATS
 from sparta.precision.formats import Float8, round_weight
 from sparta.propagation.capture import call_arguments
+from sparta.specialize.cpu.library import load as load_kernels
 from sparta.specialize.tuning.select import DENSE as DENSE_KERNEL
 from sparta.specialize.tuning.select import Choice
 from sparta.tesa.attribute import TeSA
@@ -152,6 +155,9 @@ class CompilerBench:
 
     def _time_dense(self) -> float:
         """Time the model and a layer of each kind, interleaved; a layer takes its share of the model in each round."""
+        if self.device == "cpu":
+            with self.session.uncounted(), suppress(SpartaError, OSError):  # what is missing, implements tell
+                load_kernels()
         calls: dict[str, Any] = {_GIVEN: lambda: self._call(self.model)}
         for name, (subgraph, x, _) in self._layers.items():
             calls.setdefault(self.kind(name), partial(self._run, subgraph, subgraph.weight, x, subgraph.bias))
