@@ -5,14 +5,14 @@ images), HuBERT-base (32 x 16,000 samples). Patterns: pruned channels, 95 % unst
 blocks with a fine-grained remainder. Rivals run the dense model: eager, `torch.compile`, ONNX Runtime and OpenVINO
 where they are installed, in fp32, and in int8 where ours is. The ablation is what the compiler measured itself: the
 model as given, the graph after propagation, sparse kernels in it, and those as a chain or in panels; then all with
-``tune="full"``. Results are saved after every row; ``--only`` takes some rows, ``--continue`` goes on.
+``tune="full"``. Results are saved after every row, also where several processes write the same file, each on cores of
+its own; ``--only`` takes some models, patterns, or rows such as ``"BERT-base, channels"``, ``--continue`` goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import platform
 import sys
 import tempfile
@@ -29,11 +29,13 @@ from sparta.tables import table
 from sparta.testing import compare
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "oneshot"))
 from networks import encoder
 from paper_networks import Hubert, mobilenet_v1, samples
+from rows import keep, path_of, stored
 from runtimes import rival_calls
 
-from record import RESULTS, save
+from record import RESULTS
 
 QUESTION, DEVICE = "compiler_paper_grid", f"{platform.machine()} cpu"
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], Callable[[int, bool], Tensor]]] = {
@@ -62,24 +64,28 @@ def main() -> int:
     options = _options()
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
-    results = _before(options.out) if options.go_on else []
-    done = {(row["model"], row["pattern"]) for row in results}
+    path = path_of(QUESTION, DEVICE, options.out or RESULTS)
+    done = {(row["model"], row["pattern"]) for row in stored(path)} if options.go_on else set()
     for name in MODELS:
         for pattern in PATTERNS:
-            asked = not options.only or any(each in f"{name}, {pattern}" for each in options.only)
+            asked = not options.only or not {name, pattern, f"{name}, {pattern}"}.isdisjoint(options.only)
             if not asked or (name, pattern) in done:
                 continue
-            results.append(_measured(name, pattern, options))
-            print(_shown(results[-1:]), flush=True)
+            row = _measured(name, pattern, options)
+            print(_shown([row]), flush=True)
             if not options.quick or options.out:
-                save(QUESTION, DEVICE, {"threads": options.threads, "rows": results}, folder=options.out)
-    print(_shown(results))
+                keep(row, ("model", "pattern"), _in_order, path, DEVICE, {"threads": options.threads})
     return 0
+
+
+def _in_order(row: dict[str, Any]) -> tuple[int, int]:
+    """Return what rows are sorted by."""
+    return list(MODELS).index(row["model"]), PATTERNS.index(row["pattern"])
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", help="parts of 'model, pattern'")
+    parser.add_argument("--only", nargs="+", help="models, patterns, or 'model, pattern'")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=30.0, help="for the last timing of a row")
@@ -93,11 +99,6 @@ def _options() -> argparse.Namespace:
     if options.quick:
         options.seconds, options.budget, options.batch, options.no_inductor, options.no_full = 1.0, 10.0, 2, True, True
     return options
-
-
-def _before(folder: Path | None) -> list[dict[str, Any]]:
-    path = (folder or RESULTS) / f"{QUESTION}.{platform.machine().replace('_', '-')}-cpu.json"
-    return list(json.loads(path.read_text(encoding="utf-8"))["results"]["rows"]) if path.exists() else []
 
 
 def _measured(name: str, pattern: str, options: argparse.Namespace) -> dict[str, Any]:
