@@ -1,14 +1,17 @@
 """Steps that are replayed: the same tokens as without, over one static cache, and nothing else is taken for a step."""
 
 import copy
+import functools
 
 import pytest
 import torch
 
-from sparta.generation import graphs
+import sparta
+from generation.language_models import pruned
+from sparta.generation import artifact, graphs, replayed
 from sparta.generation.graphs import DecodeGraph, with_static_cache
 from sparta.generation.model import Compiled, compiled_class, shared_copy
-from sparta.generation.trials import replayed_call
+from sparta.generation.trials import follows_itself, replayed_call
 
 transformers = pytest.importorskip("transformers")
 
@@ -49,7 +52,8 @@ def model(compiled, monkeypatch):
     made, fast = compiled
     output = transformers.modeling_outputs.CausalLMOutputWithPast
     object.__setattr__(fast, "_sparta", Compiled(output=output, graph=DecodeGraph()))
-    monkeypatch.setattr(graphs, "_on_device", lambda tensor: isinstance(tensor, torch.Tensor))
+    for module in (graphs, replayed):
+        monkeypatch.setattr(module, "can_read", lambda tensor: isinstance(tensor, torch.Tensor))
     monkeypatch.setattr(graphs, "recorded", recorded)
     plain = DecodeGraph._record
 
@@ -72,6 +76,135 @@ def test_the_same_tokens_as_without(model, padded):
     assert torch.equal(fast.generate(prompt, **options), made.generate(prompt, **options))
     assert fast._sparta.graph.replays == 9  # the prompt gives a token, and two steps come before one is recorded
     assert fast._sparta.graph._recorded is None
+
+
+def follow(both, prompt, **options):
+    """Return the tokens of a model and of its compiled twin, and how many steps transformers prepared for it."""
+    made, fast = both
+    prepared = []
+    own = type(fast).prepare_inputs_for_generation
+
+    @functools.wraps(own)
+    def watched(self, *args, **kwargs):
+        prepared.append(kwargs)
+        return own(self, *args, **kwargs)
+
+    given = {"attention_mask": torch.ones_like(prompt), "do_sample": False, **options}
+    expected = made.generate(prompt, **given)
+    patched = pytest.MonkeyPatch()
+    patched.setattr("transformers.generation.utils.GenerationMixin.prepare_inputs_for_generation", watched)
+    found = fast.generate(prompt, **given)
+    patched.undo()
+    return expected, found, len(prepared)
+
+
+@pytest.mark.parametrize("count", [8, 20, 21])
+@pytest.mark.parametrize("padded", [False, True])
+def test_greedy_tokens_follow_each_other(model, count, padded):
+    prompt = torch.randint(3, 96, (2, 7), generator=torch.Generator().manual_seed(count))
+    mask = torch.ones_like(prompt)
+    if padded:
+        mask[0, :3] = 0
+    expected, found, prepared = follow(model, prompt, max_new_tokens=count, attention_mask=mask, eos_token_id=95)
+    assert torch.equal(expected, found)
+    assert prepared == min(4, count)  # the prompt and three steps
+    assert model[1]._sparta.graph.replays == count - 3
+    assert model[1]._sparta.graph._recorded is None
+
+
+@pytest.mark.parametrize("at", [0, 2, 4, 20])
+def test_sequences_end_with_their_token_and_are_padded_from_there(model, at):
+    prompt = torch.randint(3, 96, (3, 5), generator=torch.Generator().manual_seed(2))
+    tokens = model[0].generate(prompt, max_new_tokens=30, do_sample=False, eos_token_id=95)
+    ends = [int(row[min(5 + at + more, 34)]) for more, row in enumerate(tokens)]  # one for each sequence
+    for chosen in (ends[0], ends):
+        expected, found, _ = follow(model, prompt, max_new_tokens=30, eos_token_id=chosen, pad_token_id=0)
+        assert torch.equal(expected, found)
+
+
+def test_a_cache_holds_no_more_than_was_decoded(model):
+    prompt = torch.randint(3, 96, (1, 5), generator=torch.Generator().manual_seed(4))
+    tokens = model[0].generate(prompt, max_new_tokens=30, do_sample=False, eos_token_id=95)[0, 5:].tolist()
+    at = next(i for i in range(4, 30) if tokens[i] not in tokens[:i])
+    cache = transformers.StaticCache(config=model[1].config, max_cache_len=40)
+    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": tokens[at], "past_key_values": cache}
+    found = model[1].generate(prompt, attention_mask=torch.ones_like(prompt), disable_compile=True, **options)
+    assert found.shape[1] == 5 + at + 1
+    assert int(cache.get_seq_length()) == found.shape[1] - 1
+
+
+def test_what_changes_otherwise_is_left_to_transformers(model, monkeypatch):
+    monkeypatch.setattr(replayed._Changes, "seen", classmethod(lambda *_: None))
+    prompt = torch.randint(3, 96, (2, 7))
+    expected, found, prepared = follow(model, prompt, max_new_tokens=12, eos_token_id=95)
+    assert torch.equal(expected, found)
+    assert prepared == 12
+
+
+def test_changes_that_are_not_understood():
+    ids = torch.zeros(2, 1, dtype=torch.long)
+    counted = [{"input_ids": ids, "position_ids": torch.full((2, 1), at)} for at in (4, 5, 6)]
+    assert len(replayed._Changes.seen(counted[-1], counted).counted) == 1
+    jumps = [*counted[:2], {"input_ids": ids, "position_ids": torch.full((2, 1), 9)}]
+    assert replayed._Changes.seen(jumps[-1], jumps) is None
+    grows = [{"input_ids": ids, "attention_mask": torch.ones(2, at)} for at in (4, 5, 6)]
+    assert replayed._Changes.seen(grows[-1], grows) is None
+    assert replayed._Changes.seen({"input_ids": ids}, counted) is None
+    opened = [{"input_ids": ids, "attention_mask": (torch.arange(8) < at).expand(2, 1, 1, 8)} for at in (4, 5, 6)]
+    changes = replayed._Changes.seen({name: t.clone() for name, t in opened[-1].items()}, opened)
+    changes.advance(torch.tensor([7, 8]))
+    assert changes.masks[0][0][1, 0, 0].tolist() == (torch.arange(8) < 7).tolist()
+    assert changes.ids[:, 0].tolist() == [7, 8]
+
+
+def test_it_is_tried_whether_tokens_follow(model, monkeypatch):
+    _, fast = model
+    ids = torch.randint(3, 96, (1, 6))
+    assert follows_itself(fast, {"input_ids": ids})
+    monkeypatch.setattr(replayed._Changes, "advance", lambda *_: None)
+    assert not follows_itself(fast, {"input_ids": ids})
+
+
+@pytest.mark.parametrize(
+    "ways", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2, "do_sample": True}], ids=str
+)
+def test_beams_are_brought_back_to_the_memory_of_the_step(model, ways):
+    made, fast = model
+    prompt = torch.randint(3, 96, (2, 5), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": 12, "attention_mask": torch.ones_like(prompt), **ways}
+    seen = []
+    again = DecodeGraph.again
+
+    def watched(self):
+        held = [(layer.keys, layer.values) for layer in self._recorded.cache.layers]
+        seen.append(all(a is c and b is d for (a, b), (c, d) in zip(held, self._recorded.memory, strict=True)))
+        return again(self)
+
+    found = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DecodeGraph, "again", watched)
+        for each in (made, fast):
+            torch.manual_seed(1)
+            found.append(each.generate(prompt, **options))
+    assert torch.equal(*found)
+    assert seen
+    assert all(seen)
+
+
+def test_a_model_from_a_file_replays_its_steps(model, monkeypatch, tmp_path):
+    made = pruned("gpt2")
+    ids = torch.randint(3, 96, (1, 6))
+    fast = sparta.compile(made, ids, tune="off")
+    fast.save(tmp_path / "plain.sparta")
+    fast._sparta.graph = DecodeGraph()
+    fast.save(tmp_path / "model.sparta")
+    assert sparta.load(tmp_path / "model.sparta")._sparta.graph is None  # on the CPU there are no graphs
+    monkeypatch.setattr(artifact, "_has_graphs", lambda device: True)
+    assert sparta.load(tmp_path / "plain.sparta")._sparta.graph is None
+    again = sparta.load(tmp_path / "model.sparta")
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(again.generate(ids, **options), made.generate(ids, **options))
+    assert again._sparta.graph.replays > 0
 
 
 def test_sampling_draws_the_same(model):
@@ -115,7 +248,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(model, monkeypatch):
 @pytest.mark.parametrize(
     "asked",
     [
-        {}, {"max_new_tokens": 3}, {"max_new_tokens": 64, "num_beams": 2}, {"max_new_tokens": 64, "use_cache": False},
+        {}, {"max_new_tokens": 3}, {"max_new_tokens": 64, "use_cache": False},
         {"max_new_tokens": 64, "past_key_values": "a cache"}, {"max_new_tokens": 64, "cache_implementation": "dynamic"},
         {"max_new_tokens": 64, "assistant_model": "another"}, {"max_new_tokens": 64, "disable_compile": True},
     ],

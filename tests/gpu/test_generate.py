@@ -52,6 +52,32 @@ def test_steps_are_replayed_from_a_graph(dtype):
     assert drawn.shape == found.shape
 
 
+def test_greedy_tokens_follow_each_other_on_the_device(tmp_path):
+    model = pruned(sparta.Block(32, 32), 0.8)
+    prompt = torch.randint(3, 128, (2, 9), device="cuda")
+    fast = sparta.compile(model, {"input_ids": prompt}, budget_s=30)
+    graph = fast._sparta.graph
+    assert graph is not None, fast.report.notes
+    assert graph.follows
+    mask = torch.ones_like(prompt)
+    mask[0, :4] = 0
+    options = {"attention_mask": mask, "do_sample": False}
+    expected = model.generate(prompt, max_new_tokens=50, eos_token_id=127, **options)
+    before = graph.replays
+    assert torch.equal(fast.generate(prompt, max_new_tokens=50, eos_token_id=127, **options), expected)
+    assert expected.shape[1] < 59 or graph.replays - before == 47  # the prompt gives a token, two steps come before
+    for at in (12, 40):
+        end = int(expected[0, min(at, expected.shape[1] - 1)])
+        found = [each.generate(prompt, max_new_tokens=50, eos_token_id=end, **options) for each in (model, fast)]
+        assert torch.equal(*found)
+    beams = [each.generate(prompt, max_new_tokens=16, num_beams=3, **options) for each in (model, fast)]
+    assert torch.equal(*beams)
+    fast.save(tmp_path / "model.sparta")
+    again = sparta.load(tmp_path / "model.sparta")
+    assert torch.equal(again.generate(prompt, max_new_tokens=50, eos_token_id=127, **options), expected)
+    assert again._sparta.graph.replays > 0
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8"
 )

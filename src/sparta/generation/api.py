@@ -47,6 +47,7 @@ from sparta.generation.trials import (
     agreement,
     certified,
     decode_call,
+    follows_itself,
     generate_call,
     named_example,
     outputs,
@@ -361,12 +362,14 @@ class _Compilation:
                 why = graph.problem or "its cache is not one of fixed size"
             elif self.check:
                 same_logits(own(), replayed())
+                graph.follows = follows_itself(fast, plain)
         except Exception as error:  # noqa: BLE001 - whatever a model does with such a cache: steps run as they are
             why = in_words(error)
         graph.forget()
         if why:
             fast._sparta.graph = None
-        how = "not replayed from a CUDA graph" if why else "replayed from a CUDA graph, over a static cache"
+        followed = ", and greedy tokens follow each other on the device" if graph.follows else ""
+        how = "not replayed from a CUDA graph" if why else f"replayed from a CUDA graph, over a static cache{followed}"
         self.session.note(f"steps of one token are {how}" + (f": {why}" if why else ""))
 
     # ------------------------------------------------------------------ measuring

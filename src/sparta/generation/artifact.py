@@ -23,6 +23,7 @@ from sparta.files import Budget, load_tensors, reading, save_tensors
 from sparta.generation.decoder import find_decoder
 from sparta.generation.experts import PackedExperts, experts_of
 from sparta.generation.fp8_files import fp8_fields, fp8_weight, is_fp8
+from sparta.generation.graphs import DecodeGraph
 from sparta.generation.layers import SparseLayer, is_linear, is_transposed, kernel_of, layer_spec, weight_of
 from sparta.generation.matrices import PackedMatrix, packed, restored
 from sparta.generation.model import Compiled, GenerativeModel, compiled_class
@@ -82,6 +83,7 @@ def save(model: GenerativeModel, path: str | os.PathLike[str], sign: object = No
         "experts": {name: m.int8 for name, m in model.named_modules() if isinstance(m, PackedExperts)},
         "program": model.program is not None,
         "longest": model._sparta.longest,
+        "replayed": model._sparta.graph is not None,
         "report": model.report.to_dict(),
         "provenance": dict(model.provenance),
         "pruned": sorted(model.spec),
@@ -206,6 +208,8 @@ class _Reader:
         self.matrices.update(matrices)
         self.fill(model, set(matrices))
         compiled = Compiled(longest=self.longest())
+        if self.payload.get("replayed") is True and _has_graphs(self.where):
+            compiled.graph = DecodeGraph()
         self.put_layers(model)
         self.put_fp8(model)
         if self.payload["program"]:
@@ -307,6 +311,10 @@ class _Reader:
         """Return the stored choice where it runs here, else this machine's own."""
         spec, choice = layer_spec(layer, tesa, rows), choice_from_dict(stored)
         return spec, choose(spec, ForgivingStore()) if misfit(spec, cast("Any", choice)) else choice
+
+
+def _has_graphs(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _dtype(fields: Mapping[str, Any]) -> torch.dtype:

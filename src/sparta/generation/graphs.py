@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from sparta.specialize.cuda.graphs import RecordedGraph, recorded
 
-__all__ = ["DecodeGraph", "with_static_cache"]
+__all__ = ["DecodeGraph", "can_read", "is_static", "with_static_cache"]
 
 _BEFORE = 2  # steps over a cache before one is recorded: short answers need none
 _LEAST_STEPS = 8
@@ -27,7 +27,7 @@ _KNOWN = frozenset(
     {"input_ids", "position_ids", "attention_mask", "cache_position", "use_cache", "logits_to_keep", "return_dict"}
 )
 _OTHER_WAYS = ("past_key_values", "cache_implementation", "compile_config", "disable_compile", "assistant_model")
-_PLAIN = {"num_beams": 1, "use_cache": True, "prompt_lookup_num_tokens": None, "prefill_chunk_size": None}
+_PLAIN = {"use_cache": True, "prompt_lookup_num_tokens": None, "prefill_chunk_size": None}
 
 
 @dataclass
@@ -39,6 +39,7 @@ class _Recorded:
     buffers: list[Any]
     structure: pytree.TreeSpec
     logits: Tensor
+    memory: list[tuple[Tensor, Tensor]]  # keys and values of each layer
 
 
 @dataclass
@@ -51,16 +52,19 @@ class DecodeGraph:
         How many steps were replayed.
     problem
         Why no step can be recorded; empty where none has failed.
+    follows
+        Whether greedy tokens may follow each other by replays alone.
     """
 
     replays: int = 0
     problem: str = ""
+    follows: bool = True
     _recorded: _Recorded | None = None
     _seen: tuple[int, int] = (0, 0)  # a cache, and the steps over it
     _lengths: list[Tensor] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecodeGraph:
-        return DecodeGraph()
+        return DecodeGraph(follows=self.follows)
 
     def forget(self) -> None:
         """Let go of the recorded step, and of its cache."""
@@ -82,7 +86,7 @@ class DecodeGraph:
             return None
         leaves, structure = pytree.tree_flatten(others)
         known = self._recorded
-        if known is None or known.cache is not cache or not _alike(known, leaves, structure):
+        if known is None or known.cache is not cache or not _alike(known, leaves, structure) or not _at_home(known):
             self._recorded = None
             steps = self._seen[1] + 1 if self._seen[0] == id(cache) else 1
             self._seen = (id(cache), steps)
@@ -94,23 +98,44 @@ class DecodeGraph:
         for buffer, leaf in zip(known.buffers, leaves, strict=True):
             if isinstance(buffer, Tensor):
                 buffer.copy_(leaf)
-        known.graph.replay()
+        return self.again().clone()
+
+    def holds(self, cache: Any) -> bool:
+        """Whether a step over this cache is recorded."""
+        return self._recorded is not None and self._recorded.cache is cache
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Return the memory that the recorded step reads, by the names of the model's inputs."""
+        if self._recorded is None:
+            return {}
+        named = pytree.tree_unflatten(self._recorded.buffers, self._recorded.structure)
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+    def again(self) -> Tensor:
+        """Replay the recorded step on what is in its memory; return its logits, which the next replay overwrites."""
+        assert self._recorded is not None  # noqa: S101 - as `holds` told
+        self._recorded.graph.replay()
         self.replays += 1
-        return known.logits.clone()
+        return self._recorded.logits
+
+    def go_back(self, tokens: int) -> None:
+        """Take so many tokens off the end of the cache."""
+        if tokens:
+            for length in self._lengths:
+                length.sub_(tokens)
 
     def _takes(self, cache: Any) -> bool:
         """Whether a cache is a static one all of whose state is on the device."""
         if self._recorded is not None and self._recorded.cache is cache:
             return True
-        loaded = sys.modules.get("transformers.cache_utils")
-        if loaded is None or type(cache) is not loaded.StaticCache:
+        if not is_static(cache):
             return False
-        layers = cache.layers
+        loaded, layers = sys.modules["transformers.cache_utils"], cache.layers
         lengths = [getattr(layer, "cumulative_length", None) for layer in layers]
         self._lengths = [length for length in lengths if isinstance(length, Tensor)]
         known = all(type(layer) is loaded.StaticLayer and layer.is_initialized for layer in layers)
-        held = all(length is None or (isinstance(length, Tensor) and _on_device(length)) for length in lengths)
-        return known and held and not getattr(cache, "offloading", False)
+        held = all(length is None or (isinstance(length, Tensor) and can_read(length)) for length in lengths)
+        return known and held
 
     def _record(
         self, forward: Callable[..., Any], cache: Any, leaves: list[Any], structure: pytree.TreeSpec
@@ -133,20 +158,44 @@ class DecodeGraph:
             finally:  # a step was run before it was recorded
                 for length, was in zip(lengths, before, strict=True):
                     length.copy_(was)
-        return _Recorded(cache, graph, buffers, structure, logits)
+        memory = [(layer.keys, layer.values) for layer in cache.layers]
+        return _Recorded(cache, graph, buffers, structure, logits, memory)
 
 
 def _is_step(named: Mapping[str, Any]) -> bool:
     """Whether a call is one token more for each sequence, and asks for logits alone."""
     ids = named.get("input_ids")
-    if not isinstance(ids, Tensor) or not _on_device(ids) or ids.dim() != 2 or ids.shape[1] != 1:
+    if not isinstance(ids, Tensor) or not can_read(ids) or ids.dim() != 2 or ids.shape[1] != 1:
         return False
     asked = {name for name, value in named.items() if value is not None and value is not False}
     quiet = asked <= _KNOWN and named.get("return_dict") is not False and named.get("use_cache") is not False
     return quiet and not torch.compiler.is_compiling()
 
 
-def _on_device(tensor: Tensor) -> bool:
+def is_static(cache: Any) -> bool:
+    """Whether a cache is transformers' own of fixed size, on the device."""
+    loaded = sys.modules.get("transformers.cache_utils")
+    return loaded is not None and type(cache) is loaded.StaticCache and not getattr(cache, "offloading", False)
+
+
+def _at_home(known: _Recorded) -> bool:
+    """Bring keys and values back to the memory that the recorded step reads, which beams are reordered out of.
+
+    Returns False where they are of another size.
+    """
+    for layer, memory in zip(known.cache.layers, known.memory, strict=True):
+        for name, home in zip(("keys", "values"), memory, strict=True):
+            held = getattr(layer, name)
+            if held is home:
+                continue
+            if held.shape != home.shape or held.dtype != home.dtype or held.device != home.device:
+                return False
+            home.copy_(held)
+            setattr(layer, name, home)
+    return True
+
+
+def can_read(tensor: Tensor) -> bool:
     """Whether a graph can read a tensor, and none is being recorded by someone else."""
     return tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparta.generation.program import DecodeProgram, Steps
 
-__all__ = ["greedy_sequences"]
+__all__ = ["Asked", "Run", "greedy_sequences", "plainly_asked"]
 
 _TOGETHER = 16  # tokens of one call: between calls an interrupt is heard
 _KNOWN = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
@@ -26,7 +26,7 @@ _MOVING = ("dynamic", "longrope")  # positions whose angles depend on the length
 
 
 @dataclass
-class _Run:
+class Run:
     """What is generated: when it ends, and what it goes on with."""
 
     longest: int  # tokens of a sequence in all, the prompt among them
@@ -35,42 +35,67 @@ class _Run:
     streamer: Any
 
 
-def greedy_sequences(model: Any, sample: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the sequences that transformers' own `sample` would return; None where it is asked for more than that.
+@dataclass
+class Asked:
+    """What `generate` was asked for, where that is greedy tokens and nothing more."""
+
+    ids: Tensor
+    config: Any
+    more: dict[str, Any]
+    run: Run
+
+
+def plainly_asked(
+    model: Any, sample: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Asked | None:
+    """Return what a call of transformers' own `sample` asks for; None where it is more than greedy tokens.
 
     Parameters
     ----------
     sample
         The method of transformers that decodes greedily or by sampling; `args` and `kwargs` are what it was given.
     """
-    program: DecodeProgram | None = model._sparta.program
     try:
         given = inspect.signature(sample).bind(model, *args, **kwargs).arguments
     except TypeError:
         return None
     more = dict(given.get("model_kwargs", {}))
-    if program is None or any(name not in given for name in _ASKED) or not _ordinary(model, given, more):
+    if any(name not in given for name in _ASKED) or not _ordinary(model, given, more):
         return None
     run = _run_of(given)
-    if run is None:
+    return None if run is None else Asked(given["input_ids"], given["generation_config"], more, run)
+
+
+def greedy_sequences(model: Any, sample: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the sequences that transformers' own `sample` would return; None where it is asked for more than that.
+
+    Parameters
+    ----------
+    sample, args, kwargs
+        As for :func:`plainly_asked`.
+    """
+    from transformers.cache_utils import DynamicCache
+
+    program: DecodeProgram | None = model._sparta.program
+    asked = None if program is None else plainly_asked(model, sample, args, kwargs)
+    if program is None or asked is None or asked.ids.device.type != "cpu":
         return None
-    ids: Tensor = given["input_ids"]
-    outputs = model._prefill(ids, given["generation_config"], more, is_first_iteration=True)
-    cache = outputs.past_key_values
+    cache = asked.more.get("past_key_values")
+    if not isinstance(cache, DynamicCache) or not program.caches.fits(cache):
+        return None
+    outputs = model._prefill(asked.ids, asked.config, asked.more, is_first_iteration=True)
     first = outputs.logits[:, -1].to(torch.float32).argmax(-1)
-    return _decoded(model, program, run, ids, first, cache, more)
+    return _decoded(model, program, asked.run, asked.ids, first, outputs.past_key_values, asked.more)
 
 
 def _ordinary(model: Any, given: Mapping[str, Any], more: Mapping[str, Any]) -> bool:
     """Whether nothing is asked for but tokens, of a model that prepares its inputs as transformers does."""
-    from transformers.cache_utils import DynamicCache
     from transformers.generation.utils import GenerationMixin
 
     config: Any = given["generation_config"]
     own = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill")
     if any(getattr(type(model), name, None) is not getattr(GenerationMixin, name, 0) for name in own):
         return False
-    cache = more.get("past_key_values")
     return (
         not config.do_sample
         and not config.return_dict_in_generate
@@ -79,15 +104,12 @@ def _ordinary(model: Any, given: Mapping[str, Any], more: Mapping[str, Any]) -> 
         and len(given["logits_processor"]) == 0
         and set(more) <= _KNOWN
         and bool(more.get("use_cache"))
-        and isinstance(cache, DynamicCache)
-        and model._sparta.program.caches.fits(cache)
-        and given["input_ids"].device.type == "cpu"
         and given["input_ids"].dim() == 2
         and given["input_ids"].numel() > 0
     )
 
 
-def _run_of(given: Mapping[str, Any]) -> _Run | None:
+def _run_of(given: Mapping[str, Any]) -> Run | None:
     """Return when generation ends, by a length and by tokens; None where it ends by anything else."""
     from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
@@ -102,11 +124,11 @@ def _run_of(given: Mapping[str, Any]) -> _Run | None:
     padding = getattr(given["generation_config"], "_pad_token_tensor", None)
     if longest is None or (ends and padding is None):
         return None
-    return _Run(longest, ends, 0 if padding is None else int(padding), given.get("streamer"))
+    return Run(longest, ends, 0 if padding is None else int(padding), given.get("streamer"))
 
 
 def _decoded(
-    model: Any, program: DecodeProgram, run: _Run, ids: Tensor, first: Tensor, cache: Any, more: Mapping[str, Any]
+    model: Any, program: DecodeProgram, run: Run, ids: Tensor, first: Tensor, cache: Any, more: Mapping[str, Any]
 ) -> Tensor:
     """Return the sequences, from the first token after the prompt on."""
     batch, found, length = len(ids), [ids, first[:, None]], ids.shape[1] + 1
@@ -132,7 +154,7 @@ def _decoded(
     return torch.cat(found, 1)
 
 
-def _one_token(model: Any, cache: Any, step: Steps, run: _Run, ended: Tensor) -> Tensor:
+def _one_token(model: Any, cache: Any, step: Steps, run: Run, ended: Tensor) -> Tensor:
     """Return the next token by a call of the model, for what a program does not take."""
     past = cache.get_seq_length()
     mask = None if step.mask is None else step.mask[:, : past + 1]

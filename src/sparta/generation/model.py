@@ -23,6 +23,7 @@ from sparta.errors import ValueRangeError, message
 from sparta.generation.graphs import DecodeGraph, with_static_cache
 from sparta.generation.greedy import greedy_sequences
 from sparta.generation.program import DecodeProgram
+from sparta.generation.replayed import replayed_sequences
 from sparta.signing import SigningKey
 from sparta.tesa.spec import Spec
 
@@ -55,7 +56,7 @@ class Compiled:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
         program = None if self.program is None else copy.deepcopy(self.program, memo)
-        graph = None if self.graph is None else DecodeGraph()
+        graph = copy.deepcopy(self.graph, memo)
         return Compiled(program, self.output, self.longest, self.report, self.spec, self.provenance, graph)
 
 
@@ -147,7 +148,12 @@ def compiled_class(original: type[nn.Module]) -> type[nn.Module]:
             kwargs["inputs_embeds"] = embeds.float()  # a model in fewer bits was made one in float32
         with torch.no_grad():
             found = _stepped(self, forward, signature, args, kwargs)
-            return forward(self, *args, **kwargs) if found is None else found
+            if found is not None:
+                return found
+            own = forward(self, *args, **kwargs)
+            if self._sparta.output is None and hasattr(own, "past_key_values"):
+                self._sparta.output = type(own)  # of a model that was loaded
+            return own
 
     members: dict[str, Any] = {"forward": run, "__module__": original.__module__}
     sample = getattr(original, "_sample", None)  # what transformers decodes with, greedily or by sampling
@@ -157,7 +163,8 @@ def compiled_class(original: type[nn.Module]) -> type[nn.Module]:
         def decode(self: Any, *args: Any, **kwargs: Any) -> Any:
             graph: DecodeGraph | None = self._sparta.graph
             try:
-                found = greedy_sequences(self, sample, args, kwargs)
+                follow = greedy_sequences if graph is None else replayed_sequences
+                found = follow(self, sample, args, kwargs)
                 return sample(self, *args, **kwargs) if found is None else found
             finally:
                 if graph is not None:

@@ -25,6 +25,7 @@ __all__ = [
     "agreement",
     "certified",
     "decode_call",
+    "follows_itself",
     "generate_call",
     "named_example",
     "prompt_call",
@@ -286,6 +287,28 @@ def replayed_call(model: Any, example: Mapping[str, Any]) -> Callable[[], Tensor
     for _ in range(_UNTIL_RECORDED):
         call()
     return call if graph.replays > before else None
+
+
+def follows_itself(model: Any, example: Mapping[str, Any], tokens: int = 24) -> bool:
+    """Whether greedy tokens that follow by replays alone are those of transformers' own loop over the same replays.
+
+    Parameters
+    ----------
+    model
+        A compiled one that replays steps.
+    """
+    graph, found = model._sparta.graph, []
+    given = {"attention_mask": torch.ones_like(example["input_ids"]), **example}
+    before = graph.follows
+    try:
+        for follows in (False, True):
+            graph.follows = follows
+            found.append(model.generate(**given, max_new_tokens=tokens, do_sample=False))
+    except Exception:  # noqa: BLE001 - whatever goes wrong: the loop of transformers runs
+        return False
+    finally:
+        graph.follows = before
+    return torch.equal(*found)
 
 
 def timed(functions: Mapping[str, Callable[[], Tensor]], seconds: float = _SECONDS) -> Comparison:
