@@ -43,7 +43,11 @@ def model_of(device: torch.device, *, tiny: bool) -> nn.Module:
         sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32}
     heads = sizes["num_attention_heads"] // 4
     config = transformers.LlamaConfig(
-        vocab_size=512 if tiny else 32000, num_key_value_heads=heads, max_position_embeddings=8192, **sizes
+        vocab_size=512 if tiny else 32000,
+        num_key_value_heads=heads,
+        max_position_embeddings=8192,
+        eos_token_id=None,  # answers of the length that is asked for
+        **sizes,
     )
     torch.manual_seed(0)
     with torch.device(device):
@@ -72,12 +76,12 @@ def timed(models: dict[str, tuple[Any, dict[str, Any]]], prompt: Tensor, tokens:
     """Return milliseconds of a prompt and of a token for each of the models, interleaved."""
     found: dict[str, dict[str, list[float]]] = {name: {"prompt": [], "token": []} for name in models}
     mask = torch.ones_like(prompt)
-    for number in range(rounds + 1):  # the first compiles and records
+    for number in range(rounds + 1):  # the first compiles
         for name, (model, options) in models.items():
             given = {"attention_mask": mask, "do_sample": False, **options}
 
             def generate(count: int, run: Any = model, given: dict[str, Any] = given) -> None:
-                run.generate(prompt, max_new_tokens=count, min_new_tokens=count, **given)
+                run.generate(prompt, max_new_tokens=count, **given)
 
             with torch.no_grad():
                 whole = seconds_of(lambda run=model: run(prompt, logits_to_keep=1))
@@ -120,13 +124,17 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = [measure(name, device, options) for name in options.only]
-    lines = [
-        [row["pattern"], who, f"{ms['prompt']:.2f}", f"{ms['token']:.3f}"]
-        for row in rows
-        for who, ms in row["milliseconds"].items()
-    ]
-    print(table(["pattern", "who", "prompt ms", "token ms"], lines))
+    rows: list[dict[str, Any]] = []
+    for name in options.only:  # each row is saved when it is there
+        rows.append(measure(name, device, options))
+        _told(rows, device, options)
+
+
+def _told(rows: list[dict[str, Any]], device: torch.device, options: argparse.Namespace) -> None:
+    """Print the last row and save all there are."""
+    times = rows[-1]["milliseconds"]
+    lines = [[rows[-1]["pattern"], who, f"{ms['prompt']:.2f}", f"{ms['token']:.3f}"] for who, ms in times.items()]
+    print(table(["pattern", "who", "prompt ms", "token ms"], lines), flush=True)
     if not options.quick or options.out:
         name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
         save("generate", name, {"rows": rows}, options.out)
