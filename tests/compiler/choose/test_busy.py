@@ -71,6 +71,16 @@ def test_beside_busy_processes_a_sparse_model_runs_sparse_and_claims_nothing(for
         assert not list(own_stores[0].glob("*.json"))
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_brief_look_becomes_a_longer_one_where_timing_is_unstable(forced, own_stores, seed):
+    clock = Clock(plain_cost(sparse=5.0), crowded(seed), rounds=7)
+    session = Session(measure=clock, now=lambda: 0.0, brief=True)
+    job = Job.started(nets.pruned(nets.Mlp()), torch.randn(6, 32), None, None, (), session)
+    outcome = job.contest(inductor=False).decide()
+    assert outcome.variant.base is Base.REDUCED
+    assert outcome.variant.kernels
+
+
 def test_looking_for_zeros_takes_nothing_of_the_time_for_measuring(forced, own_stores, monkeypatch):
     now = {"seconds": 0.0}
     looking, from_zeros = {"on": False}, TeSA.from_zeros
