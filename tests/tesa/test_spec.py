@@ -372,3 +372,10 @@ def test_a_compact_model_is_pruned_like_the_model_it_comes_from():
     assert set(spec) == {"0.weight", "2.weight", "4.weight"}
     spec.apply(small)
     spec.check(small)
+
+
+def test_a_layer_that_is_too_small_for_blocks_is_named():
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 2))  # as a classifier of two classes ends
+    with pytest.raises(ShapeError, match=r"^1\.weight: .*; or leave it out with ignore='1\.weight'\.$"):
+        Spec.from_pattern(model, "4x1", 0.5)
+    assert list(Spec.from_pattern(model, "4x1", 0.5, ignore="1.weight")) == ["0.weight"]

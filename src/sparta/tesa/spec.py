@@ -117,14 +117,15 @@ class Spec(Mapping[str, TeSA]):
         sparsity = pattern.final_sparsity(sparsity)
         tensors, axes = _tensors_of(model), prunable(model)
         known = axes if include is None else tensors
-        return cls(
-            {
-                names.canonical(name): TeSA.from_pattern(
-                    pattern.along(axes.get(name, 1)), tensors[name].detach().abs(), sparsity
-                ).with_format(tensors[name].dtype)
-                for name in names.select(known, include, ignore)
-            }
-        )
+        found: dict[str, TeSA] = {}
+        for name in names.select(known, include, ignore):
+            tensor = tensors[name].detach()
+            try:
+                tesa = TeSA.from_pattern(pattern.along(axes.get(name, 1)), tensor.abs(), sparsity)
+            except ShapeError as error:
+                raise ShapeError(f"{name}: {str(error).rstrip('.')}; or leave it out with ignore={name!r}.") from error
+            found[names.canonical(name)] = tesa.with_format(tensor.dtype)
+        return cls(found)
 
     # ------------------------------------------------------------------ meeting a model
 
