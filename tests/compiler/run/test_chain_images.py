@@ -1,15 +1,21 @@
 """Networks of images as one chain: dense and sparse convolutions, norms and poolings without Python in between."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 import sparta
+from compiler.conftest import forcing
 from sparta.compiler.run.chain import batches
 from sparta.compiler.run.chain.batches import parts_of
 from sparta.compiler.run.chain.chained import Chained, chainable
+from sparta.compiler.run.chain.memory import planned
 from sparta.compiler.run.chain.trace import ImageItem, Trace
+from sparta.compiler.run.chain.values import Made
+from sparta.compiler.run.eager import with_fast_paths
 from sparta.measure.machine import probe_compiler
 
 pytestmark = pytest.mark.skipif(probe_compiler()[0] is None, reason="needs a C++ compiler")
@@ -233,3 +239,32 @@ def test_parts_divide_the_batch_and_what_fits_is_not_cut(monkeypatch):
     with torch.no_grad():
         near(found((x,))[0], model(x))
     assert not parts(model, x[:1])[1]
+
+
+def test_layers_of_single_pixels_run_band_by_band_where_their_result_is_large():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.three = nn.Conv2d(8, 24, 1), nn.Conv2d(24, 256, 1), nn.Conv2d(256, 24, 1)
+            self.side, self.last = nn.Conv2d(8, 256, 1), nn.Conv2d(24, 8, 1)
+
+        def forward(self, x):
+            y = functional.relu(self.two(functional.relu(self.one(x))) + self.side(x))
+            return self.last(functional.relu(self.three(y))), y
+
+    model = Wide().eval()
+    spec = sparta.Spec.from_pattern(model, sparta.Block(4, 1), 0.5)
+    spec.apply(model)
+    x = torch.randn(2, 8, 33, 35)  # results of more than a megabyte an image, and no whole vectors
+    with forcing("cpu"):
+        graph = sparta.compile(model, x, spec, tune="off").graph
+    trace = Trace(graph, (x,), 2)
+    planned(trace.items)
+    convolutions = [item for item in trace.items if isinstance(item, ImageItem)]
+    for first, second in pairwise(convolutions):  # what the second writes is not where the first reads
+        if second.x.source is first.result.source and isinstance(first.x.source, Made):
+            assert first.x.source.last > trace.items.index(first)
+    with torch.no_grad():
+        for given in (x, x[:1], torch.randn(1, 8, 64, 64)):
+            for one, two in zip(Chained(graph)(given), with_fast_paths(graph)(given), strict=True):
+                assert torch.equal(one, two)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from sparta.compiler.run.chain.layouts import reads
 from sparta.compiler.run.chain.trace import ImageItem, Item, Linear, PythonCall
 from sparta.compiler.run.chain.values import Made, Source
+from sparta.specialize.cpu.chain import StepKind
 
 __all__ = ["LINE", "planned"]
 
@@ -21,6 +22,13 @@ def _of_images(item: ImageItem) -> list[Source]:
     return [each for each in used if each is not None]
 
 
+def _is_paired(item: Item, after: Sequence[Item]) -> bool:
+    """Whether the next convolution may begin before this one has read all of its input; see ``native/conv.h``."""
+    both = [item, *after]
+    convolutions = all(isinstance(each, ImageItem) and each.product.step.kind is StepKind.CONV for each in both)
+    return bool(after) and convolutions and any(value.source is item.result.source for value in reads(after[0]))  # type: ignore[union-attr]
+
+
 def planned(items: Sequence[Item]) -> int:
     """Place all memory of the arena, so that what is in use at the same time does not overlap; return the size."""
     pieces: dict[int, Made] = {}
@@ -33,6 +41,8 @@ def planned(items: Sequence[Item]) -> int:
             if isinstance(source, Made):
                 source.used_at(number)
                 pieces[id(source)] = source
+                if _is_paired(item, items[number + 1 : number + 2]):
+                    source.used_at(number + 1)
     placed: list[Made] = []
     total = 0
     for piece in sorted((p for p in pieces.values() if p.slot is None), key=lambda each: -each.nbytes):

@@ -104,6 +104,18 @@ class ChainRun {
     }
   }
 
+  // Whether two convolutions can run band by band, one after the other.
+  bool pairs(const ChainStep& first, const ChainStep& second) const {
+    return first.kind == kStepConv && second.kind == kStepConv && second.places[0] == first.places[1] &&
+           is_pair(*matrix<PanelMatrix>(first), product<ConvCall>(first), *matrix<PanelMatrix>(second),
+                   product<ConvCall>(second));
+  }
+
+  int run_pair(const ChainStep& first, const ChainStep& second) const {
+    return code(multiply_pair(*matrix<PanelMatrix>(first), product<ConvCall>(first), *matrix<PanelMatrix>(second),
+                              product<ConvCall>(second)));
+  }
+
  private:
   static int code(bool done) { return done ? kChainDone : kChainNoMemory; }
 
@@ -213,7 +225,9 @@ class ChainRun {
 inline int run_chain(const ChainStep* steps, int64_t count, char* const* memories, int32_t threads) {
   const ChainRun run(memories, threads);
   for (int64_t i = 0; i < count; ++i) {
-    if (const int result = run.run(steps[i])) return result;
+    const bool paired = i + 1 < count && run.pairs(steps[i], steps[i + 1]);
+    if (const int result = paired ? run.run_pair(steps[i], steps[i + 1]) : run.run(steps[i])) return result;
+    i += paired;
   }
   return kChainDone;
 }

@@ -5,6 +5,7 @@
 // and, where the caller wants aligned loads or no gaps, the shifts of the taps as well.
 #pragma once
 
+#include <functional>
 #include <limits>
 #include <vector>
 
@@ -330,7 +331,7 @@ inline void multiply_tokens(const BandTask& task, int64_t begin, int64_t count, 
       const RowsFinish finish = rows_finish(call.bias, residual ? residual + begin : nullptr, call.activation);
       kernel(RowsTask{&matrix, chunk, block * groups_each, std::min((block + blocks) * groups_each, matrix.groups),
                       task.x + begin, whole ? y + begin : sums, row, whole ? plane : tile,
-                      in_registers && ends ? &finish : nullptr});
+                      in_registers && ends ? &finish : nullptr, whole});
       if (in_registers || !ends) continue;
       with_activation(call.activation, [&](auto tag) {
         constexpr Activation act = decltype(tag)::value;
@@ -386,6 +387,45 @@ inline bool multiply_conv(const PanelMatrix& matrix, const ConvCall& call) {
   return share_tiles(matrix, call.images * bands_of(call), call.threads, [&](int64_t band, int64_t begin, int64_t end) {
     return multiply_band(matrix, call, band, begin, end);
   });
+}
+
+// Bytes of a result that does not stay in the second level of caches until the next layer reads it.
+constexpr int64_t kFarBytes = 1 << 20;
+// Tokens that two layers compute together, at least.
+constexpr int64_t kPairTokens = 192;
+
+inline bool overlap(const float* one, int64_t floats, const float* two, int64_t more_floats) {
+  const std::less<const float*> before;
+  return one && two && before(one, two + more_floats) && before(two, one + floats);
+}
+
+// Whether the second of two layers reads what the first writes, token by token, and it is much: each band is then read
+// while it is still near. What the second writes must not lie where the first still reads.
+inline bool is_pair(const PanelMatrix& one, const ConvCall& first, const PanelMatrix& two, const ConvCall& second) {
+  const int64_t tokens = tokens_of(first), each = one.channels * tokens, written = second.images * two.channels * tokens;
+  const bool direct = first.direct && second.direct && tokens == tokens_of(second) && first.images == second.images;
+  return direct && second.in_channels == one.channels && each * static_cast<int64_t>(sizeof(float)) >= kFarBytes &&
+         !overlap(second.y, written, first.x, first.images * first.x_strides[0]) &&
+         !overlap(second.y, written, first.residual, first.images * each);
+}
+
+inline bool multiply_pair(const PanelMatrix& one, ConvCall first, const PanelMatrix& two, ConvCall second) {
+  const int64_t step = static_cast<int64_t>(one.mv) * two.mv * kLanes;  // whole tiles of both
+  first.band_tokens = second.band_tokens = ceil_div(kPairTokens, step) * step;
+  const int64_t bands = first.images * bands_of(first);
+  bool enough_memory = true;
+  parallel(first.threads, [&](int64_t index, int64_t count) {
+    for (int64_t band = bands * index / count; band < bands * (index + 1) / count; ++band) {
+      if (multiply_band(one, first, band, 0, ceil_div(one.channels, kBlockRows)) &&
+          multiply_band(two, second, band, 0, ceil_div(two.channels, kBlockRows))) {
+        continue;
+      }
+#pragma omp atomic write
+      enough_memory = false;
+      return;
+    }
+  });
+  return enough_memory;
 }
 
 }  // namespace sparta

@@ -120,6 +120,19 @@ struct PlacesTask {
   int64_t first_row;
 };
 
+// Asks for what a later group adds and writes.
+template <int MV>
+SPARTA_INLINE void announce_four(const PlacesTask& task, int64_t row) {
+  const int64_t done = row - task.first_row, place = done / 4 * task.ends.plane, at = done * task.ends.plane;
+  if (task.ends.places) announce_early<MV>(task.ends.places + place);
+  if (task.ends.residual_places) announce_early<MV>(task.ends.residual_places + place);
+#pragma GCC unroll 4
+  for (int r = 0; r < 4; ++r) {
+    if (task.ends.real) announce_early<MV>(task.ends.real + at + r * task.ends.plane);
+    if (task.ends.residual) announce_early<MV>(task.ends.residual + at + r * task.ends.plane);
+  }
+}
+
 template <class Unit, int MV>
 void multiply_int8_places(const PlacesTask& given) {
   const PlacesTask task = given;  // copies, which no store can change
@@ -129,12 +142,7 @@ void multiply_int8_places(const PlacesTask& given) {
     const int64_t row = matrix.rows[group], done = row - task.first_row;
     const int64_t place = done / 4 * task.ends.plane, at = done * task.ends.plane;
     const GroupScales<4> scales(finish.scales, row, matrix.channels);
-    if (task.ends.residual_places) announce<MV>(reinterpret_cast<const float*>(task.ends.residual_places + place));
-    if (task.ends.residual) {
-      for (int64_t r = 0; r < std::min<int64_t>(4, matrix.channels - row); ++r) {
-        announce<MV>(task.ends.residual + at + r * task.ends.plane);
-      }
-    }
+    if (group + kGroupsAhead < task.group_end) announce_four<MV>(task, matrix.rows[group + kGroupsAhead]);
     IntVec sums[4][MV];
     sum_int8_group<Unit>(matrix, group, task.x, scales.starts, sums);
     Vec multiplier[4], offset[4];

@@ -17,6 +17,8 @@ constexpr int64_t kBlockRows = 32;
 constexpr int64_t kBlocksTogether = 4;
 // Entries of a single row that are asked for ahead; lists of offsets are padded by at least as many.
 constexpr int64_t kSinglesAhead = 8;
+// Groups whose output is asked for ahead where rows lie far apart.
+constexpr int64_t kGroupsAhead = 4;
 
 // A packed weight. Entry lists are stored chunk by chunk of the input channels; list (chunk, group) holds the entries
 // starts[chunk * groups + group] up to the next start. Entries have one byte offset into a panel tile and BN values.
@@ -72,6 +74,7 @@ struct RowsTask {
   int64_t first_row;
   int64_t y_stride;   // floats between two rows
   const RowsFinish* finish;  // null stores the sums as they are
+  bool far = false;          // whether rows of the output lie far apart, where the processor does not look by itself
 };
 
 SPARTA_INLINE const float* at_offset(const float* x, uint32_t offset) {
@@ -135,6 +138,26 @@ SPARTA_INLINE void announce(const float* y) {
   for (int j = 0; j < MV; ++j) __builtin_prefetch(y + j * kLanes, 1);
 }
 
+// Asks for a row long before it is needed, from the second level of caches on.
+template <int MV>
+SPARTA_INLINE void announce_early(const void* row) {
+#pragma GCC unroll 4
+  for (int j = 0; j < MV; ++j) __builtin_prefetch(static_cast<const float*>(row) + j * kLanes, 0, 2);
+}
+
+// The output and the residual of a later group.
+template <int BN, int MV>
+SPARTA_INLINE void announce_group(const RowsTask& task, int64_t group) {
+  if (group >= task.group_end) return;
+  const int64_t at = (task.matrix->rows[group] - task.first_row) * task.y_stride;
+  const float* residual = task.finish ? task.finish->residual : nullptr;
+#pragma GCC unroll 8
+  for (int r = 0; r < BN; ++r) {
+    announce_early<MV>(task.y + at + r * task.y_stride);
+    if (residual) announce_early<MV>(residual + at + r * task.y_stride);
+  }
+}
+
 // The first chunk sets the output, later ones add to it; the last one may finish it.
 template <int MV>
 SPARTA_INLINE void put(const RowsTask& task, int64_t row, float* y, const Vec (&sums)[MV]) {
@@ -167,6 +190,7 @@ void multiply_groups(const RowsTask& task) {
     float* y = task.y + (row - task.first_row) * task.y_stride;
 #pragma GCC unroll 8
     for (int r = 0; r < BN; ++r) announce<MV>(y + r * task.y_stride);
+    if (task.far) announce_group<BN, MV>(task, group + kGroupsAhead);
     Vec sums[BN][MV] = {};
     multiply<BN, MV, Prefetch>(task.x, matrix.offsets + begin, matrix.values + begin * BN, starts[group + 1] - begin,
                                matrix.prefetch, sums);
