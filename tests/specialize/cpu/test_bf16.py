@@ -25,7 +25,10 @@ from sparta.specialize.tuning.select import build
 from sparta.tesa.attribute import TeSA
 from sparta.testing import block_mask, check
 
-TILES = [Bf16Tile("pairs", 1, 16), Bf16Tile("pairs", 4, 64), Bf16Tile("blocks", 16, 16), Bf16Tile("blocks", 16, 80)]
+TILES = [
+    *(Bf16Tile("pairs", 1, 16), Bf16Tile("pairs", 4, 64), Bf16Tile("blocks", 16, 16), Bf16Tile("blocks", 16, 80)),
+    *(Bf16Tile("gathered", 16, 16), Bf16Tile("gathered", 16, 112)),
+]
 
 
 def rounded(tensor: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """A pruned weight in bfloat16 for many tokens: :class:`PackedBf16`, as ``native/bf16.h`` multiplies it.
 
-Both forms take two input channels at once, and sums are float32. ``pairs`` lists one even and one odd live channel for
+All forms take two input channels at once, and sums are float32. ``pairs`` lists one even and one odd live channel for
 every product of a group of rows, so little is multiplied that is not live; ``blocks`` keeps blocks of 16 rows by 32
-channels with any live weight, for processors with tile registers, which multiply a whole block at once.
+channels with any live weight, for processors with tile registers, which multiply a whole block at once; ``gathered``
+lists pairs for 16 rows and gathers 16 of them into such a block.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from sparta.specialize.cpu.tile import written_tile
 
 __all__ = ["FORMS", "Bf16Tile", "PackedBf16"]
 
-FORMS = {"pairs": (1, 4), "blocks": (16,)}
+FORMS = {"pairs": (1, 4), "blocks": (16,), "gathered": (16,)}
 BLOCK_INPUTS = 32
 _STRIP = 16  # tokens of a panel that lie together
 _PLACE_BYTES = 4 * _STRIP
 _MOST_STRIPS = 64
+_GATHERED = 2  # kGathered of native/bf16.h
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class PackedBf16:
         self.tile, self.library = tile, load(isa)
         self.mask = mask.cpu().contiguous()
         self.shape = (mask.shape[0], mask.shape[1])
-        layout = _pack_blocks if tile.form == "blocks" else _pack_pairs
+        layout = {"blocks": _pack_blocks, "pairs": _pack_pairs, "gathered": _pack_gathered}[tile.form]
         self.arrays, self._source = layout(self.mask.numpy(), tile)
         self._bound: tuple[Tensor, PanelMatrix] | None = None
 
@@ -208,7 +210,7 @@ class PackedBf16:
             values=values.data_ptr(),
             bn=self.tile.block,
             mv=self.tile.tokens // self.library.lanes,
-            interleave=1,
+            interleave=_GATHERED if self.tile.form == "gathered" else 1,
             prefetch=0,
             **fields,
         )
@@ -249,6 +251,22 @@ def _pack_pairs(mask: Bools, tile: Bf16Tile) -> tuple[Mapping[str, Tensor], Tens
     arrays = {**_arrays(starts, height, outputs), "offsets": _tensor(offsets.astype(np.int32).reshape(-1))}
     positions = source.astype(np.int32) if mask.size < 2**31 else source  # half the memory
     return arrays, torch.from_numpy(positions.reshape(-1))
+
+
+def _pack_gathered(mask: Bools, tile: Bf16Tile) -> tuple[Mapping[str, Tensor], Tensor]:
+    """Return pairs of 16 rows, filled up to whole tiles of 16 with such that have no place, and where values are."""
+    arrays, source = _pack_pairs(mask, tile)
+    counts = np.diff(arrays["starts"].numpy())
+    whole = -(-counts // _STRIP) * _STRIP
+    starts, before = running_sums(whole), arrays["starts"].numpy()[:-1]
+    target = np.repeat(starts[:-1] - before, counts) + np.arange(int(counts.sum()))
+    offsets = np.full((int(starts[-1]), 2), -1, dtype=np.int32)
+    offsets[target] = arrays["offsets"].numpy().reshape(-1, 2)
+    filled = np.full((int(starts[-1]), tile.block, 2), -1, dtype=source.numpy().dtype)
+    filled[target] = source.numpy().reshape(-1, tile.block, 2)
+    by_tile = filled.reshape(-1, _STRIP, tile.block, 2).transpose(0, 2, 1, 3).reshape(-1)
+    listed = {**_arrays(starts, tile.block, mask.shape[0]), "offsets": _tensor(offsets.reshape(-1))}
+    return listed, torch.from_numpy(by_tile)
 
 
 def _pack_blocks(mask: Bools, tile: Bf16Tile) -> tuple[Mapping[str, Tensor], Tensor]:

@@ -26,6 +26,8 @@ _FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 _FEWEST_TOKENS = 8  # with fewer, reading the weight is all the work
 _TOKENS = (64, 128, 16)
 _BLOCK_TOKENS = (128, 256, 512, 16)
+_GATHERED_TOKENS = (64, 128, 16)
+_MOST_UNION = 0.75  # of the channels of 16 rows that are live in any: above, whole blocks are faster
 
 
 class _Bf16PanelKernel(LinearKernel):
@@ -50,7 +52,7 @@ class _Bf16PanelKernel(LinearKernel):
 
 
 class CpuBf16Panel(TiledImplement):
-    """Products of two channels at once (AVX-512 BF16) or of blocks of 16 x 32 (AMX)."""
+    """Products of two channels at once (AVX-512 BF16), of blocks of 16 x 32, or of 32 gathered channels (AMX)."""
 
     name = "cpu-bf16-panel"
     op = "linear"
@@ -73,7 +75,10 @@ class CpuBf16Panel(TiledImplement):
         height = 4 if weight.state.block[0] % 4 == 0 or weight.density > 0.5 else 1
         pairs = [Bf16Tile("pairs", height, tokens) for tokens in _fitting(_TOKENS, spec["input"].shape[0])]
         blocks = [Bf16Tile("blocks", 16, tokens) for tokens in _fitting(_BLOCK_TOKENS, spec["input"].shape[0])]
-        found = [*(blocks if "blocks" in units else []), *(pairs if "pairs" in units else [])]
+        gathered = [Bf16Tile("gathered", 16, tokens) for tokens in _fitting(_GATHERED_TOKENS, spec["input"].shape[0])]
+        union = 1 - (1 - weight.density) ** (16 / min(16, weight.state.block[0]))
+        tiles = [*gathered, *blocks] if union < _MOST_UNION else blocks
+        found = [*(tiles if "blocks" in units else []), *(pairs if "pairs" in units else [])]
         return found or pairs
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:

@@ -74,20 +74,6 @@ struct Int8Task {
   int64_t tile;
 };
 
-// Calls f with 0, 1, ... as types: numbers that the compiler knows from the start, without which it would keep the sums
-// in memory.
-template <int... I, class F>
-SPARTA_INLINE void each_of(std::integer_sequence<int, I...>, F f) {
-  (f(std::integral_constant<int, I>()), ...);
-}
-
-template <int Count, class F>
-SPARTA_INLINE void each(F f) {
-  each_of(std::make_integer_sequence<int, Count>(), f);
-}
-
-#define SPARTA_LAMBDA __attribute__((always_inline))
-
 constexpr float kNothing[4] = {-0.0f, -0.0f, -0.0f, -0.0f};  // adding -0 changes nothing, not even a -0
 
 // The scales of the rows of one group. Rows beyond the last channel have those of the last.

@@ -24,6 +24,20 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
+// Calls f with 0, 1, ... as types: numbers that the compiler knows from the start, without which it would keep the sums
+// in memory.
+template <int... I, class F>
+SPARTA_INLINE void each_of(std::integer_sequence<int, I...>, F f) {
+  (f(std::integral_constant<int, I>()), ...);
+}
+
+template <int Count, class F>
+SPARTA_INLINE void each(F f) {
+  each_of(std::make_integer_sequence<int, Count>(), f);
+}
+
+#define SPARTA_LAMBDA __attribute__((always_inline))
+
 template <int Lanes>
 struct Vector {
   typedef float floats __attribute__((vector_size(4 * Lanes)));
