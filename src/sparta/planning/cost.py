@@ -26,7 +26,7 @@ from sparta.tesa.patterns import Pattern
 
 __all__ = ["Sensitivity", "errors_of", "grams_of", "sensitivity_of"]
 
-_ROWS, _STEPS = 256, 8  # rows of a weight that are fitted, and steps of each fit: enough for an estimate
+_ROWS, _STEPS = 128, 6  # rows of a weight that are fitted, and steps of each fit: enough for an estimate
 _MEMORY = 2**30  # bytes of Gram matrices that are held at once
 _NO_UPDATE = {"magnitude", "wanda", "ria"}
 
@@ -171,9 +171,10 @@ def _fitted(problem: Problem) -> Tensor:
 
 
 def _by_rows(problem: Problem, weight: Tensor) -> Tensor:
-    change = (weight - problem.weight).double()
-    gram = problem.gram if problem.gram is not None else torch.eye(change.shape[2]).unsqueeze(0)
-    return ((change @ gram.double()) * change).sum(2).clamp(min=0)
+    change = weight - problem.weight
+    if problem.gram is None:
+        return change.double().square().sum(2)
+    return ((change @ problem.gram.to(change.dtype)) * change).sum(2, dtype=torch.float64).clamp(min=0)
 
 
 def _bytes(target: Target) -> int:
