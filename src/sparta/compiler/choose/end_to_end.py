@@ -394,8 +394,8 @@ class Contest:
         except Exception as error:  # noqa: BLE001 - whatever a candidate raises, the others remain
             problem = in_words(error)
         if variant.host is Host.INDUCTOR:
-            calls = max(1, self.workshop.calls_to_compile(variant, plans))
-            self.inductor_seconds = max(1e-3, (self.session.elapsed - before) / calls)
+            count = max(1, self.workshop.calls_to_compile(variant, plans))
+            self.inductor_seconds = max(1e-3, (self.session.elapsed - before) / count)
         if problem:
             self._failed.add(variant)
             self.session.note(f"{variant} does not run: {problem}")
