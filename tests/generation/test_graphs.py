@@ -9,7 +9,7 @@ import torch
 import sparta
 from generation.language_models import pruned
 from sparta.generation import artifact, graphs, replayed
-from sparta.generation.graphs import DecodeGraph, with_static_cache
+from sparta.generation.graphs import DecodeGraph, RecordedStep, with_static_cache
 from sparta.generation.model import Compiled, compiled_class, shared_copy
 from sparta.generation.trials import follows_itself, replayed_call
 
@@ -173,22 +173,46 @@ def test_beams_are_brought_back_to_the_memory_of_the_step(model, ways):
     prompt = torch.randint(3, 96, (2, 5), generator=torch.Generator().manual_seed(1))
     options = {"max_new_tokens": 12, "attention_mask": torch.ones_like(prompt), **ways}
     seen = []
-    again = DecodeGraph.again
+    again = RecordedStep.again
 
     def watched(self):
-        held = [(layer.keys, layer.values) for layer in self._recorded.cache.layers]
-        seen.append(all(a is c and b is d for (a, b), (c, d) in zip(held, self._recorded.memory, strict=True)))
+        held = [(layer.keys, layer.values) for layer in self.cache.layers]
+        seen.append(all(a is c and b is d for (a, b), (c, d) in zip(held, self.memory, strict=True)))
         return again(self)
 
     found = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(DecodeGraph, "again", watched)
+        patched.setattr(RecordedStep, "again", watched)
         for each in (made, fast):
             torch.manual_seed(1)
             found.append(each.generate(prompt, **options))
     assert torch.equal(*found)
     assert seen
     assert all(seen)
+    assert fast._sparta.graph._recorded is None
+
+
+def test_two_answers_at_a_time(model):
+    made, fast = model
+    prompts = [torch.randint(3, 96, (1, 4 + i), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 95}
+    expected = [made.generate(p, attention_mask=torch.ones_like(p), **options) for p in prompts]
+
+    def meanwhile(self):  # another answer is begun and ended between two tokens of this one
+        RecordedStep.again = again
+        try:
+            other = prompts[1]
+            assert torch.equal(fast.generate(other, attention_mask=torch.ones_like(other), **options), expected[1])
+        finally:
+            RecordedStep.again = meanwhile
+        Replayed.cache = self.cache
+        return again(self)
+
+    again = RecordedStep.again
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RecordedStep, "again", meanwhile)
+        found = fast.generate(prompts[0], attention_mask=torch.ones_like(prompts[0]), **options)
+    assert torch.equal(found, expected[0])
 
 
 def test_a_model_from_a_file_replays_its_steps(model, monkeypatch, tmp_path):

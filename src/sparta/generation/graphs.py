@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from sparta.specialize.cuda.graphs import RecordedGraph, recorded
 
-__all__ = ["DecodeGraph", "can_read", "is_static", "with_static_cache"]
+__all__ = ["DecodeGraph", "RecordedStep", "can_read", "is_static", "with_static_cache"]
 
 _BEFORE = 2  # steps over a cache before one is recorded: short answers need none
 _LEAST_STEPS = 8
@@ -31,15 +31,33 @@ _PLAIN = {"use_cache": True, "prompt_lookup_num_tokens": None, "prefill_chunk_si
 
 
 @dataclass
-class _Recorded:
+class RecordedStep:
     """A step over one cache: what it reads, what it makes, and the structure of what it is called with."""
 
+    owner: DecodeGraph
     cache: Any
     graph: RecordedGraph
     buffers: list[Any]
     structure: pytree.TreeSpec
     logits: Tensor
     memory: list[tuple[Tensor, Tensor]]  # keys and values of each layer
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Return the memory that the step reads, by the names of the model's inputs."""
+        named = pytree.tree_unflatten(self.buffers, self.structure)
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+    def again(self) -> Tensor:
+        """Replay the step on what is in its memory; return its logits, which the next replay overwrites."""
+        self.graph.replay()
+        self.owner.replays += 1
+        return self.logits
+
+    def go_back(self, tokens: int) -> None:
+        """Take so many tokens off the end of the cache."""
+        if tokens:
+            for length in _lengths(self.cache):
+                length.sub_(tokens)
 
 
 @dataclass
@@ -59,16 +77,15 @@ class DecodeGraph:
     replays: int = 0
     problem: str = ""
     follows: bool = True
-    _recorded: _Recorded | None = None
+    _recorded: RecordedStep | None = None
     _seen: tuple[int, int] = (0, 0)  # a cache, and the steps over it
-    _lengths: list[Tensor] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DecodeGraph:
         return DecodeGraph(follows=self.follows)
 
     def forget(self) -> None:
         """Let go of the recorded step, and of its cache."""
-        self._recorded, self._seen, self._lengths = None, (0, 0), []
+        self._recorded, self._seen = None, (0, 0)
 
     def step(self, forward: Callable[..., Any], named: Mapping[str, Any]) -> Tensor | None:
         """Return the logits of one more token for each sequence; None for calls that are something else.
@@ -98,50 +115,30 @@ class DecodeGraph:
         for buffer, leaf in zip(known.buffers, leaves, strict=True):
             if isinstance(buffer, Tensor):
                 buffer.copy_(leaf)
-        return self.again().clone()
+        return known.again().clone()
 
-    def holds(self, cache: Any) -> bool:
-        """Whether a step over this cache is recorded."""
-        return self._recorded is not None and self._recorded.cache is cache
-
-    def inputs(self) -> dict[str, Tensor]:
-        """Return the memory that the recorded step reads, by the names of the model's inputs."""
-        if self._recorded is None:
-            return {}
-        named = pytree.tree_unflatten(self._recorded.buffers, self._recorded.structure)
-        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
-
-    def again(self) -> Tensor:
-        """Replay the recorded step on what is in its memory; return its logits, which the next replay overwrites."""
-        assert self._recorded is not None  # noqa: S101 - as `holds` told
-        self._recorded.graph.replay()
-        self.replays += 1
-        return self._recorded.logits
-
-    def go_back(self, tokens: int) -> None:
-        """Take so many tokens off the end of the cache."""
-        if tokens:
-            for length in self._lengths:
-                length.sub_(tokens)
+    def recorded_over(self, cache: Any) -> RecordedStep | None:
+        """Return the recorded step if it is one over this cache."""
+        known = self._recorded
+        return known if known is not None and known.cache is cache else None
 
     def _takes(self, cache: Any) -> bool:
         """Whether a cache is a static one all of whose state is on the device."""
-        if self._recorded is not None and self._recorded.cache is cache:
+        if self.recorded_over(cache) is not None:
             return True
         if not is_static(cache):
             return False
         loaded, layers = sys.modules["transformers.cache_utils"], cache.layers
         lengths = [getattr(layer, "cumulative_length", None) for layer in layers]
-        self._lengths = [length for length in lengths if isinstance(length, Tensor)]
         known = all(type(layer) is loaded.StaticLayer and layer.is_initialized for layer in layers)
         held = all(length is None or (isinstance(length, Tensor) and can_read(length)) for length in lengths)
         return known and held
 
     def _record(
         self, forward: Callable[..., Any], cache: Any, leaves: list[Any], structure: pytree.TreeSpec
-    ) -> _Recorded | None:
+    ) -> RecordedStep | None:
         """Record a step; the cache is left as long as it was."""
-        lengths = self._lengths
+        lengths = _lengths(cache)
         with torch.inference_mode(mode=False), torch.no_grad():
             buffers = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             before = [length.clone() for length in lengths]
@@ -159,7 +156,13 @@ class DecodeGraph:
                 for length, was in zip(lengths, before, strict=True):
                     length.copy_(was)
         memory = [(layer.keys, layer.values) for layer in cache.layers]
-        return _Recorded(cache, graph, buffers, structure, logits, memory)
+        return RecordedStep(self, cache, graph, buffers, structure, logits, memory)
+
+
+def _lengths(cache: Any) -> list[Tensor]:
+    """Return how long a static cache is, as numbers on the device."""
+    held = [getattr(layer, "cumulative_length", None) for layer in cache.layers]
+    return [length for length in held if isinstance(length, Tensor)]
 
 
 def _is_step(named: Mapping[str, Any]) -> bool:
@@ -178,7 +181,7 @@ def is_static(cache: Any) -> bool:
     return loaded is not None and type(cache) is loaded.StaticCache and not getattr(cache, "offloading", False)
 
 
-def _at_home(known: _Recorded) -> bool:
+def _at_home(known: RecordedStep) -> bool:
     """Bring keys and values back to the memory that the recorded step reads, which beams are reordered out of.
 
     Returns False where they are of another size.
@@ -200,7 +203,7 @@ def can_read(tensor: Tensor) -> bool:
     return tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
 
 
-def _alike(known: _Recorded, leaves: list[Any], structure: pytree.TreeSpec) -> bool:
+def _alike(known: RecordedStep, leaves: list[Any], structure: pytree.TreeSpec) -> bool:
     """Whether a call differs from the recorded one in the values of its tensors alone."""
     if structure != known.structure:
         return False

@@ -161,14 +161,9 @@ def compiled_class(original: type[nn.Module]) -> type[nn.Module]:
 
         @functools.wraps(sample)
         def decode(self: Any, *args: Any, **kwargs: Any) -> Any:
-            graph: DecodeGraph | None = self._sparta.graph
-            try:
-                follow = greedy_sequences if graph is None else replayed_sequences
-                found = follow(self, sample, args, kwargs)
-                return sample(self, *args, **kwargs) if found is None else found
-            finally:
-                if graph is not None:
-                    graph.forget()  # its cache is let go with it
+            follow = greedy_sequences if self._sparta.graph is None else replayed_sequences
+            found = follow(self, sample, args, kwargs)
+            return sample(self, *args, **kwargs) if found is None else found
 
         members["_sample"] = decode
     generate = getattr(original, "generate", None)
@@ -176,8 +171,14 @@ def compiled_class(original: type[nn.Module]) -> type[nn.Module]:
 
         @functools.wraps(generate)
         def generated(self: Any, *args: Any, **kwargs: Any) -> Any:
-            replayed = self._sparta.graph is not None and not self._sparta.graph.problem and len(args) < 2
-            return generate(self, *args, **(with_static_cache(self.generation_config, kwargs) if replayed else kwargs))
+            graph: DecodeGraph | None = self._sparta.graph
+            if graph is None:
+                return generate(self, *args, **kwargs)
+            fits = not graph.problem and len(args) < 2
+            try:
+                return generate(self, *args, **(with_static_cache(self.generation_config, kwargs) if fits else kwargs))
+            finally:
+                graph.forget()  # its cache is let go with it
 
         members["generate"] = generated
     made = type(original.__name__, (GenerativeModel, original), members)

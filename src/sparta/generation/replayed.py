@@ -52,22 +52,23 @@ def _decoded(model: Any, graph: DecodeGraph, asked: Asked) -> Tensor:
     tokens, more = _Tokens(asked.ids, asked.run), asked.more
     tokens.add(outputs.logits)
     watched: list[dict[str, Tensor]] = []
-    changes = None
+    step, changes = None, None
     while not tokens.done():
-        if changes is None:
+        if step is None or changes is None:
             more = model._update_model_kwargs_for_generation(outputs, more, is_encoder_decoder=False)
             inputs = model.prepare_inputs_for_generation(tokens.sequences(), next_sequence_length=1, **more)
             if len(watched) < _WATCHED:
                 watched.append({name: t.clone() for name, t in inputs.items() if isinstance(t, Tensor)})
             outputs = model(**inputs, return_dict=True)
             tokens.add(outputs.logits)
-            if len(watched) == _WATCHED and graph.holds(more["past_key_values"]):
-                changes = _Changes.seen(graph.inputs(), watched)
+            if len(watched) == _WATCHED and step is None:
+                step = graph.recorded_over(more["past_key_values"])
+                changes = None if step is None else _Changes.seen(step.inputs(), watched)
             continue
         for _ in range(tokens.room(_TOGETHER)):
             changes.advance(tokens.last)
-            tokens.add(graph.again())
-        graph.go_back(tokens.trimmed())
+            tokens.add(step.again())
+        step.go_back(tokens.trimmed())
     return tokens.sequences()
 
 
