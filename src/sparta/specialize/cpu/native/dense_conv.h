@@ -34,6 +34,7 @@ struct DenseRows {
   int64_t count;            // tokens that are stored
   bool adds;                // to what is stored already
   const RowsFinish* finish; // null stores sums as they are
+  bool ahead;               // whether the tokens after these are asked for
 };
 
 // Stores the sums of one row, the last `count` of which may be less than a vector.
@@ -69,6 +70,24 @@ SPARTA_INLINE void put_dense(const DenseRows& task, Vec (&sums)[MV], int64_t row
   }
 }
 
+// All columns of one block. Weights are asked for ahead, as StreamAhead does it, and so may be the tokens of the next tile:
+// the channels of an image lie far apart, where the processor does not look by itself.
+template <int BN, int MV, bool Ahead>
+SPARTA_INLINE void multiply_columns(const DenseRows& task, const float* values, Vec (&sums)[BN][MV]) {
+  constexpr int64_t kAhead = StreamAhead::kBytes / static_cast<int64_t>(sizeof(float));
+  const float* const x = task.x;
+  const uint32_t* const offsets = task.offsets;
+  for (int64_t i = 0; i < task.columns; ++i) {
+    const float* from = at_offset(x, offsets[i]);
+    __builtin_prefetch(values + i * BN + kAhead);
+    Vec inputs[MV];
+#pragma GCC unroll 4
+    for (int j = 0; j < MV; ++j) inputs[j] = load(from + j * kLanes);
+    if constexpr (Ahead) announce_early<MV>(from + MV * kLanes);
+    multiply_entry<BN, MV>(values + i * BN, inputs, sums);
+  }
+}
+
 template <int BN, int MV>
 void multiply_dense_rows(const DenseRows& task) {
   for (int64_t block = task.begin; block < task.end; ++block) {
@@ -77,7 +96,12 @@ void multiply_dense_rows(const DenseRows& task) {
     const int64_t rows = std::min<int64_t>(BN, task.outputs - row);
     for (int64_t r = 0; r < rows; ++r) announce<MV>(y + r * task.stride);
     Vec sums[BN][MV] = {};
-    multiply<BN, MV, false>(task.x, task.offsets, task.values + block * task.columns * BN, task.columns, 0, sums);
+    const float* values = task.values + block * task.columns * BN;
+    if (task.ahead && block == task.begin) {
+      multiply_columns<BN, MV, true>(task, values, sums);
+    } else {
+      multiply_columns<BN, MV, false>(task, values, sums);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < BN; ++r) {
       if (r >= rows) break;
@@ -148,7 +172,7 @@ inline void multiply_dense_tile(const DenseBand& band, int64_t begin, int64_t co
   find_dense_kernel(call.bn, vectors)(DenseRows{band.x + begin, call.offsets + column,
                                                 band.values + column * blocks * call.bn, columns, first, last,
                                                 call.outputs, band.y + begin, plane, count, column > 0,
-                                                ends && in_registers ? &finish : nullptr});
+                                                ends && in_registers ? &finish : nullptr, call.conv.direct != 0});
   if (!ends || in_registers) return;
   with_activation(call.conv.activation, [&](auto tag) {
     finish_dense<decltype(tag)::value>(band.y + begin, plane, first * call.bn, std::min(last * call.bn, call.outputs),

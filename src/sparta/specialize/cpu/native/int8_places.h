@@ -138,10 +138,12 @@ void multiply_int8_places(const PlacesTask& given) {
   const PlacesTask task = given;  // copies, which no store can change
   const PanelMatrix matrix = *task.matrix;
   const PlacesFinish finish = *task.finish;
+  StreamAhead weights(matrix.values + matrix.starts[task.group_begin] * 4);
   for (int64_t group = task.group_begin; group < task.group_end; ++group) {
     const int64_t row = matrix.rows[group], done = row - task.first_row;
     const int64_t place = done / 4 * task.ends.plane, at = done * task.ends.plane;
     const GroupScales<4> scales(finish.scales, row, matrix.channels);
+    weights.ask(matrix.values + matrix.starts[group + 1] * 4);
     if (group + kGroupsAhead < task.group_end) announce_four<MV>(task, matrix.rows[group + kGroupsAhead]);
     IntVec sums[4][MV];
     sum_int8_group<Unit>(matrix, group, task.x, scales.starts, sums);

@@ -145,6 +145,21 @@ SPARTA_INLINE void announce_early(const void* row) {
   for (int j = 0; j < MV; ++j) __builtin_prefetch(static_cast<const float*>(row) + j * kLanes, 0, 2);
 }
 
+// Asks for a stream of weights ahead of its use. Processors do so by themselves up to the end of a page, and a large
+// network reads pages by the thousand.
+class StreamAhead {
+ public:
+  static constexpr int64_t kBytes = 2048;
+  explicit StreamAhead(const void* begin) : asked_(static_cast<const char*>(begin)) {}
+  // Everything up to kBytes after `end`, which is where the next weights end.
+  SPARTA_INLINE void ask(const void* end) {
+    for (; asked_ < static_cast<const char*>(end) + kBytes; asked_ += 64) __builtin_prefetch(asked_);
+  }
+
+ private:
+  const char* asked_;
+};
+
 // The output and the residual of a later group.
 template <int BN, int MV>
 SPARTA_INLINE void announce_group(const RowsTask& task, int64_t group) {
@@ -184,13 +199,17 @@ template <int BN, int MV, bool Prefetch>
 void multiply_groups(const RowsTask& task) {
   const PanelMatrix& matrix = *task.matrix;
   const int64_t* starts = matrix.starts + task.chunk * matrix.groups;
+  StreamAhead weights(matrix.values + starts[task.group_begin] * BN);
   for (int64_t group = task.group_begin; group < task.group_end; ++group) {
     const int64_t begin = starts[group];
     const int64_t row = matrix.rows[group];
     float* y = task.y + (row - task.first_row) * task.y_stride;
 #pragma GCC unroll 8
     for (int r = 0; r < BN; ++r) announce<MV>(y + r * task.y_stride);
-    if (task.far) announce_group<BN, MV>(task, group + kGroupsAhead);
+    if (task.far) {
+      announce_group<BN, MV>(task, group + kGroupsAhead);
+      weights.ask(matrix.values + starts[group + 1] * BN);
+    }
     Vec sums[BN][MV] = {};
     multiply<BN, MV, Prefetch>(task.x, matrix.offsets + begin, matrix.values + begin * BN, starts[group + 1] - begin,
                                matrix.prefetch, sums);
