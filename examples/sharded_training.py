@@ -54,7 +54,7 @@ for block in model[1:3]:
 fully_shard(model, mesh=mesh["data"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-# one call, after the model is distributed; thresholds are found over all processes, one layer gathered at a time
+# one call, after the model is distributed; thresholds are found over all processes, and no weight is gathered for them
 variables = {"num_epochs": EPOCHS, "sparsity": 0.9, "init_lr": 3e-3}
 manager, optimizer = sparta.create.initialize(model, optimizer, STEPS, quantization=False, recipe_variables=variables)
 

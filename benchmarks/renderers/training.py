@@ -171,7 +171,7 @@ def _sentences(record: Record) -> str:
         for row in results["rows"]
     ]
     batch = f"{results['pairs']} pairs" + (
-        f" and {2 * results['pairs']} other sentences" if results["unscored"] else ""
+        f" and {results.get('others', 2 * results['pairs'])} other sentences" if results["unscored"] else ""
     )
     text = (
         f"{results['steps']} steps of {batch}, learning rate {results['lr']:g}, the teacher's share of the loss "

@@ -3,11 +3,11 @@
 Run with ``python benchmarks/training/sts.py --minilm FOLDER --sts FOLDER --text BOOK.txt ...``. The first folder holds
 a sentence encoder that transformers can load (all-MiniLM-L6-v2 is what the stored results are of), the second STS-B's
 ``sts-train.csv``, ``sts-dev.csv`` and ``sts-test.csv``; the books, which are optional, give sentences without a score
-for the teacher to speak of. The dense model is trained first, on the scores; it is then the teacher of every row, which
-starts from the weights as they come. Each row is one call of `sparta.create.initialize`, and differs from the defaults
-in what its name says. Nothing is chosen by the test pairs. Every model is compiled at the end, and its metric taken
-again. ``--device cuda`` trains on a GPU; ``--only`` names rows, ``--continue`` goes on after the rows that are stored;
-``--quick`` tries the script.
+for the teacher to speak of; any text will do, and more of it is better. The dense model is trained first, on the
+scores; it is then the teacher of every row and what every row starts from. Each row is one call of
+`sparta.create.initialize`, and differs from the defaults in what its name says. Nothing is chosen by the test pairs.
+Every model is compiled at the end, and its metric taken again. ``--device cuda`` trains on a GPU; ``--only`` names
+rows, ``--continue`` goes on after the rows that are stored; ``--quick`` tries the script.
 """
 
 from __future__ import annotations
@@ -85,46 +85,60 @@ class Encoder(nn.Module):
 # ---------------------------------------------------------------------- sentences
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """Tokenized sentences (N, LONGEST) with padding, and how long each is."""
+
+    ids: Tensor
+    lengths: Tensor
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
 class Sentences:
     """The tokenized pairs of STS-B, and sentences without a score."""
 
     def __init__(self, folder: Path, books: Sequence[Path], tokenizer: Any, pairs: int | None) -> None:
-        self.padding = tokenizer.pad_token_id
-
-        def tokens(texts: Sequence[str]) -> list[list[int]]:
-            found: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=LONGEST)["input_ids"]
-            return found
+        def tokens(texts: Sequence[str]) -> Tokens:
+            if not texts:
+                return Tokens(torch.empty(0, LONGEST, dtype=torch.long), torch.empty(0, dtype=torch.long))
+            found = tokenizer(
+                list(texts), truncation=True, max_length=LONGEST, padding="max_length", return_tensors="pt"
+            )
+            return Tokens(found["input_ids"], found["attention_mask"].sum(1))
 
         self.scores: dict[str, Tensor] = {}
-        self.ids: dict[str, list[list[int]]] = {}
+        self.ids: dict[str, Tokens] = {}
         for part in ("train", "dev", "test"):
             lines = (folder / f"sts-{part}.csv").read_text(encoding="utf-8").splitlines()
             cells = [cell for cell in (line.split("\t") for line in lines) if len(cell) > 6][:pairs]
             self.scores[part] = torch.tensor([float(cell[4]) / 5 for cell in cells])
             self.ids[part] = tokens([text for cell in cells for text in cell[5:7]])
         more = [sentence for book in books for sentence in _sentences(book)]
-        self.unscored = tokens(more) if more else []
+        self.unscored = tokens(more)
 
-    def batch(self, ids: Sequence[list[int]], scores: Tensor, device: str) -> Batch:
+    def batch(self, parts: Sequence[Tokens], scores: Tensor, device: str) -> Batch:
         """Return sentences side by side; lengths are multiples of eight, so that few sizes are seen."""
-        length = -(-max(map(len, ids)) // 8) * 8
-        padded = torch.full((len(ids), length), self.padding)
-        mask = torch.zeros(len(ids), length, dtype=torch.long)
-        for row, one in enumerate(ids):
-            padded[row, : len(one)] = torch.tensor(one)
-            mask[row, : len(one)] = 1
-        return {"input_ids": padded.to(device), "attention_mask": mask.to(device)}, scores.to(device)
+        lengths = torch.cat([part.lengths for part in parts])
+        length = min(LONGEST, -(-int(lengths.max()) // 8) * 8)
+        ids = torch.cat([part.ids[:, :length] for part in parts])
+        mask = (torch.arange(length) < lengths.unsqueeze(1)).long()
+        return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}, scores.to(device)
 
-    def batches(self, steps: int, size: int, device: str) -> Iterator[Batch]:
-        """Yield batches of `size` pairs with scores, and as many sentences without, in orders that never change."""
+    def batches(self, steps: int, size: int, others: int, device: str) -> Iterator[Batch]:
+        """Yield batches of `size` pairs with scores, and sentences without, in orders that never change."""
         generator = torch.Generator().manual_seed(0)
-        pairs, others = (_endless(count, generator) for count in (len(self.scores["train"]), len(self.unscored)))
+        train = self.ids["train"]
+        pairs, more = (_endless(count, generator) for count in (len(self.scores["train"]), len(self.unscored)))
         for _ in range(steps):
-            chosen = [next(pairs) for _ in range(size)]
-            ids = [self.ids["train"][2 * pair + side] for pair in chosen for side in (0, 1)]
-            if self.unscored:
-                ids += [self.unscored[next(others)] for _ in range(2 * size)]
-            yield self.batch(ids, self.scores["train"][chosen], device)
+            chosen = torch.tensor([next(pairs) for _ in range(size)])
+            rows = torch.stack([2 * chosen, 2 * chosen + 1], 1).flatten()
+            parts = [Tokens(train.ids[rows], train.lengths[rows])]
+            if len(self.unscored) and others:
+                rows = torch.tensor([next(more) for _ in range(others)])
+                parts.append(Tokens(self.unscored.ids[rows], self.unscored.lengths[rows]))
+            yield self.batch(parts, self.scores["train"][chosen], device)
 
 
 def _sentences(book: Path) -> list[str]:
@@ -140,9 +154,10 @@ def _endless(count: int, generator: torch.Generator) -> Iterator[int]:
 @torch.no_grad()
 def metric(model: Any, sentences: Sentences, part: str, device: str) -> float:
     """Return how well angles between embeddings rank the pairs as their scores do, in percent."""
-    ids, angles = sentences.ids[part], []
-    for first in range(0, len(ids), 128):
-        inputs, _ = sentences.batch(ids[first : first + 128], torch.empty(0), device)
+    tokens, angles = sentences.ids[part], []
+    for first in range(0, len(tokens), 128):
+        rows = slice(first, first + 128)
+        inputs, _ = sentences.batch([Tokens(tokens.ids[rows], tokens.lengths[rows])], torch.empty(0), device)
         found = model(**inputs).float().cpu()
         angles.append((found[0::2] * found[1::2]).sum(-1))
     return 100 * spearman(torch.cat(angles), sentences.scores[part])
@@ -171,14 +186,14 @@ def teacher_of(dense: Encoder, sentences: Sentences, given: argparse.Namespace) 
     manager, _ = sparta.create.initialize(
         model, optimizer, steps, pruning=False, quantization=False, recipe_variables=variables
     )
-    train(model, sentences.batches(steps, given.batch, given.device), manager, optimizer)
+    train(model, sentences.batches(steps, given.batch, 0, given.device), manager, optimizer)
     return model
 
 
-def trained(dense: Encoder, teacher: Encoder, row: Row, sentences: Sentences, given: argparse.Namespace) -> Encoder:
-    """Return a copy of the dense model, trained as the row says."""
+def trained(teacher: Encoder, row: Row, sentences: Sentences, given: argparse.Namespace) -> Encoder:
+    """Return a copy of the teacher, trained as the row says."""
     torch.manual_seed(0)
-    model = copy.deepcopy(dense)
+    model = copy.deepcopy(teacher).requires_grad_(requires_grad=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr)
     per_epoch = -(-given.steps // EPOCHS)
     manager, _ = sparta.create.initialize(
@@ -186,7 +201,7 @@ def trained(dense: Encoder, teacher: Encoder, row: Row, sentences: Sentences, gi
         recipe_variables={"num_epochs": EPOCHS, "init_lr": given.lr, "hardness": given.hardness, **row.variables},
         **row.arguments,
     )  # fmt: skip
-    train(model, sentences.batches(per_epoch * EPOCHS, given.batch, given.device), manager, optimizer)
+    train(model, sentences.batches(per_epoch * EPOCHS, given.batch, given.others, given.device), manager, optimizer)
     return model
 
 
@@ -203,7 +218,9 @@ def measured(model: Encoder, sentences: Sentences, given: argparse.Namespace) ->
         "compiled": None,
     }
     if given.compile_on != "none":
-        inputs, _ = sentences.batch(sentences.ids["train"][:128], torch.empty(0), given.compile_on)
+        first = sentences.ids["train"]
+        some = Tokens(first.ids[:128], first.lengths[:128])
+        inputs, _ = sentences.batch([some], torch.empty(0), given.compile_on)
         precision = "int8" if is_quantized(model) else None
         fast = sparta.compile(model.to(given.compile_on), inputs, budget_s=given.budget, precision=precision)
         found["compiled"] = metric(fast, sentences, "test", given.compile_on)
@@ -220,8 +237,9 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--sts", type=Path, required=True)
     parser.add_argument("--text", type=Path, nargs="*", default=[])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--steps", type=int, default=1000, help="of each row; the teacher has a fifth")
-    parser.add_argument("--batch", type=int, default=64, help="pairs with scores, and twice as many other sentences")
+    parser.add_argument("--steps", type=int, default=2000, help="of each row; the teacher has a fifth")
+    parser.add_argument("--batch", type=int, default=32, help="pairs with scores in a step")
+    parser.add_argument("--others", type=int, default=192, help="other sentences in a step")
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--hardness", type=float, default=0.9, help="the teacher's share of the loss")
     parser.add_argument("--allocations", action="store_true", help="80 %% spread over the layers in four ways instead")
@@ -239,7 +257,7 @@ def stored(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     results: dict[str, Any] = json.loads(path.read_text())["results"]
-    same = all(results[key] == value for key, value in settings.items())
+    same = all(results.get(key) == value for key, value in settings.items())
     rows: list[dict[str, Any]] = results["rows"] if same else []
     return rows
 
@@ -260,13 +278,13 @@ def main() -> None:
     """Train every row that was asked for, and store each when it is done."""
     given = options_given()
     if given.quick:
-        given.steps, given.batch = 20, 2
+        given.steps, given.batch, given.others = 20, 2, 4
     dense, sentences = loaded(given)
     cuda = given.device.startswith("cuda")
     device = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU"
     question = f"{QUESTION}_allocations" if given.allocations else QUESTION
-    settings = {"steps": given.steps, "pairs": given.batch, "lr": given.lr, "hardness": given.hardness,
-                "unscored": len(sentences.unscored)}  # fmt: skip
+    settings = {"steps": given.steps, "pairs": given.batch, "others": given.others, "lr": given.lr,
+                "hardness": given.hardness, "unscored": len(sentences.unscored)}  # fmt: skip
     name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     rows = stored(given.out / f"{question}.{name}.json", settings) if given.goes_on else []
 
@@ -285,7 +303,7 @@ def main() -> None:
         if row.name in done or (given.only and row.name not in given.only):
             continue
         began = time.perf_counter()
-        add(row.name, trained(dense, teacher, row, sentences, given), began)
+        add(row.name, trained(teacher, row, sentences, given), began)
     show(rows)
 
 

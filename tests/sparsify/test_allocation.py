@@ -124,6 +124,24 @@ def test_lamp_divides_by_what_is_not_smaller():
     assert lamp().counts(layers, 0.25) == [0, 1]
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-20, 1e15])
+def test_lamp_is_the_published_formula(scale):
+    def published(scores):
+        values, order = scores.double().square().sort()
+        found = torch.empty_like(values)
+        found[order] = values / values.flip(0).cumsum(0).flip(0)
+        return found
+
+    torch.manual_seed(0)
+    sizes = {"a": (3000, 1.0), "b": (900, 9.0), "c": (40, 0.1)}
+    layers = [Candidate(n, (k,), k, (torch.randn(k) * size * scale).abs()) for n, (k, size) in sizes.items()]
+    lowest = torch.cat([published(layer.scores / scale) for layer in layers]).argsort()[: round(0.8 * 3940)]
+    wanted = [int((lowest < 3000).sum()), int(((lowest >= 3000) & (lowest < 3900)).sum()), int((lowest >= 3900).sum())]
+    found = lamp().counts(layers, 0.8)
+    assert sum(found) == sum(wanted)
+    assert all(abs(one - other) <= 2 for one, other in zip(found, wanted, strict=True))
+
+
 def test_energy_counts_what_lies_within_a_share_of_the_squares():
     layer = Candidate("a", (4,), 4, torch.tensor([1.0, 2.0, 3.0, 4.0]))  # cumulated 3.3, 16.7, 46.7, 100 %
     assert Energy().counts([layer], 0.5) == [2]

@@ -23,6 +23,7 @@ from sparta.tesa.select import check_sparsity, pruned_count
 
 __all__ = ["ERK", "Allocation", "Candidate", "Energy", "Global", "Sensitivity", "Uniform", "erk_densities", "lamp"]
 
+_RANGE = 13  # last bits of a float32 that ranges of scores do not tell apart: they are 0.1 % wide
 _BISECTIONS = 100  # halves an interval of floats until nothing lies between its ends
 
 
@@ -159,7 +160,7 @@ class Global(Allocation):
         return _under_limits(scores, [c.shards for c in candidates], most, budget)
 
     def _comparable(self, candidate: Candidate) -> Tensor:
-        scores = candidate.scores.double() if self.normalize == "lamp" else candidate.scores.float()
+        scores = candidate.scores.float()
         if self.normalize == "none" or scores.numel() == 0:
             return scores
         if self.normalize == "lamp":
@@ -383,18 +384,20 @@ def _lowest_units(
 
 
 def _lamp_scores(scores: Tensor, candidate: Candidate) -> Tensor:
-    """Return LAMP's scores of what is here; those of a sharded layer are gathered for it, one layer at a time."""
-    shards = candidate.shards
-    scores = gathered(scores, shards).flatten()
-    if bool((scores < 0).any()):
+    """Return the roots of LAMP's scores of what is here: each score over the norm of all that are not smaller.
+
+    The norms come from how many scores lie in each of many narrow ranges. Counts are summed over the processes of a
+    sharded layer, so nothing is gathered or sorted, and every process finds the same numbers.
+    """
+    scores = scores.float().flatten()
+    if int(summed(torch.count_nonzero(scores < 0), candidate.shards)):
         raise ValueRangeError(message(f"a negative score of {candidate.name!r} for LAMP", "scores of 0 or more"))
-    squares = scores.square()
-    order = squares.argsort(stable=True)
-    not_smaller = squares[order].flip(0).cumsum(0).flip(0)
-    result = torch.empty_like(squares)
-    result[order] = squares[order] / not_smaller.clamp(min=torch.finfo(torch.float64).tiny)
-    result = result.float()  # what is held of all layers together
-    return result if shards.is_whole else result.reshape(shards.shape)[shards.slices()].flatten()
+    ranges = scores.abs().view(torch.int32) >> _RANGE  # the bits of floats that are not negative have their order
+    counts = summed(torch.bincount(ranges, minlength=1 << (31 - _RANGE)), candidate.shards)
+    middles = torch.arange(len(counts), dtype=torch.int32, device=counts.device) << _RANGE | 1 << (_RANGE - 1)
+    squares = torch.where(counts > 0, counts * middles.view(torch.float32).double().square(), 0.0)
+    not_smaller = squares.flip(0).cumsum(0).flip(0).clamp(min=torch.finfo(torch.float64).tiny).sqrt()
+    return (scores / not_smaller[ranges]).float()
 
 
 def _cumulated_energy(scores: Tensor) -> Tensor:
