@@ -60,7 +60,7 @@ def plans(found: Sequence[Record]) -> str:
     for record in found:
         rows = [
             [
-                f"{row['model']} ({row['metric_name']})" if row["metric_name"] else row["model"],
+                f"{row['model']} ({row['metric_name']}, by {row['method']})" if row["metric_name"] else row["model"],
                 f"{row['asked']:g}x",
                 f"{row['speedup']:.2f}x" + ("" if row["met"] else " (not met)"),
                 f"{100 * (row['speedup'] / row['asked'] - 1):+.1f} %",
