@@ -19,6 +19,7 @@ KERNELS = (
     "linear/test_cpu.py",
     "conv/test_cpu.py",
     "int8_linear/test_cpu.py",
+    "conv/test_cpu_dense.py",
     "conv/test_int8.py",
     "cpu/test_short.py",
     "cpu/test_short_bytes.py",
@@ -33,6 +34,7 @@ SELECTION = (
     *(str(Path("tests", "specialize", name)) for name in KERNELS),
     str(Path("tests", "nn", "test_masked_linear.py")),
     str(Path("tests", "compiler", "run", "test_chain.py")),
+    str(Path("tests", "compiler", "run", "test_chain_places.py")),
     *("-k", "not torch_compile"),
 )
 FAULTS = {
