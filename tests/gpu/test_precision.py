@@ -91,7 +91,7 @@ def test_activations_are_rounded_once_under_every_host(host):
     torch.manual_seed(0)
     model = nn.Sequential(Gated(), Gated()).to("cuda", torch.bfloat16).eval()
     x = torch.randn(2, 64, 512, device="cuda").bfloat16()
-    sparta.Spec.from_pattern(model, sparta.Block(64, 64), 0.8).apply(model)
+    sparta.Spec.from_pattern(model, sparta.Block(64, 64), 0.5).apply(model)  # no channel is dead
     with forcing("triton-block-fp8"):
         fast = sparta.compile(model, x, precision="fp8", calibration=[x], tune="off", dynamic_shapes=None)
     assert len(fast.kernels) == 14, str(fast.report)
@@ -104,6 +104,12 @@ def test_activations_are_rounded_once_under_every_host(host):
             other = torch.randn_like(x)
             exact, found = fast.graph(other)[0].float(), run(other)[0].float()
             assert float((found - exact).norm() / exact.norm()) < 0.02
+        if host == "graph":  # the same kernels, so the same bits
+            plain = hosted(fast.graph, Host.EAGER)
+            for seed in range(10):
+                torch.manual_seed(seed)
+                other = torch.randn_like(x)
+                assert torch.equal(run(other)[0], plain(other)[0]), seed
     assert not getattr(run, "problem", "")
 
 

@@ -92,7 +92,6 @@ def test_two_four_beside_a_resident_input(m, n, k, format, group):
         (2, 100, 1300, 0.001),
         (4, 77, 5000, 0.08),
         (2, 300, 700, 0.15),
-        (1, 9, 40, 0.0),
     ],
 )
 def test_unstructured(m, n, k, density, format):

@@ -10,11 +10,14 @@ from torch.utils import _pytree as pytree
 
 import sparta
 from compiler import nets
+from sparta.compiler import job
+from sparta.compiler.graph import program
 from sparta.compiler.lower.scaled_linear import ScaledLinearLowering
 from sparta.compiler.run.host import Host
 from sparta.compiler.run.kernel_module import Fused, KernelModule
 from sparta.compiler.run.rounding import rounded_tokens, traced_rounding, with_shared_rounding
 from sparta.compiler.run.stages import calls_to_compile, staged
+from sparta.compiler.session import Session
 from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.scaled_linear.inputs import InputRounding, RoundsInputs
 from sparta.specialize.scaled_linear.spec import FP8, OP, rounded_weight, scaled_weight
@@ -103,6 +106,25 @@ def test_views_alone_are_not_compiled():
     assert not compiled_with(graph_of(Heads().eval(), x), x)
 
 
+@pytest.mark.parametrize(("worth", "picked"), [(64.0, 1), (1e6, 0)])
+def test_a_layer_picks_what_it_reads_only_where_moving_costs_little(worth, picked, monkeypatch):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 512), nn.Linear(64, 512)
+
+        def forward(self, x):
+            return self.first(x), self.second(x)
+
+    model, x = Two().eval(), torch.randn(5, 64)
+    model.second.weight.data[:, 16:48] = 0
+    monkeypatch.setitem(program._MOVED, "cpu", worth)
+    graph = graph_of(model, x)
+    assert sum(node.target is torch.ops.aten.index_select.default for node in graph.graph.nodes) == picked
+    for one, two in zip(pytree.tree_leaves(graph(x)), model(x), strict=True):
+        torch.testing.assert_close(one, two.detach())
+
+
 @pytest.mark.parametrize("host", [Host.INDUCTOR_GRAPH, Host.INDUCTOR])
 def test_other_sizes_are_not_compiled_where_the_example_is_replayed(host, monkeypatch):
     model, compiled = nets.pruned(nets.Mlp()), []
@@ -113,6 +135,16 @@ def test_other_sizes_are_not_compiled_where_the_example_is_replayed(host, monkey
     x = torch.randn(9, 32)
     torch.testing.assert_close(fast._by_size().made((x.shape,))(x)[0], model(x).detach(), rtol=1e-4, atol=1e-5)
     assert len(compiled) == (host is Host.INDUCTOR)
+
+
+@pytest.mark.parametrize(("graphs", "many", "competes"), [(True, 1, True), (True, 10**6, False), (False, 1, False)])
+def test_inductor_competes_where_graphs_are_replayed_and_much_lies_between_layers(graphs, many, competes, monkeypatch):
+    monkeypatch.setattr(job, "_MANY_CALLS", many)
+    session = Session(budget_s=0.01)
+    started = job.Job.started(nets.pruned(nets.Mlp()), torch.randn(6, 32), None, None, (), session)
+    session.in_graphs = graphs
+    assert started.contest(inductor=None).inductor is competes
+    assert started.contest(inductor=True).inductor
 
 
 # ---------------------------------------------------------------- rounding
