@@ -29,7 +29,7 @@ help:
 	@echo "make soak    serve a model from eight threads for SECONDS=60 and compare every answer"
 	@echo "make sanitize  run the tests of the C++ kernels under the address and undefined-behaviour sanitizers"
 	@echo "make processes  train in 2 and 4 processes, kill them, go on: every kind of pruning against one process"
-	@echo "make scale   prune a model of a billion weights that is sharded over four processes (18 GiB of memory)"
+	@echo "make scale   prune a model of a billion weights that is sharded over four processes (14 GiB of memory)"
 	@echo "make format  rewrite the code in the house format"
 	@echo "make clean   remove everything that the targets made"
 

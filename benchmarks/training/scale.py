@@ -1,12 +1,13 @@
 """What does pruning cost a sharded run? Time of a step and memory of a process, at one, two and four processes.
 
-Run with ``python benchmarks/training/scale.py``; ``--large`` is the test of memory (`make scale`): a billion weights
-over four processes, which take 18 GiB together. A stack of decoder blocks is made on the meta device, sharded by FSDP2
-block by block, and only then given memory and numbers, so no process ever holds it whole. It trains dense for some
-steps, then with one call of `sparta.create.initialize`: first steps in which the masks change, then steps that only
-hold them. The processes share this machine's cores, so their steps are compared with the dense ones of the same run,
-not with fewer processes. Memory is the most that any process had; it is an error where pruning added more than
-`ALLOWED` times the weights of one process and of one block, which a gathered model would be far beyond.
+Run with ``python benchmarks/training/scale.py``; ``--large`` is the test of memory (`make scale`): a billion weights in
+bfloat16 over four processes, which take about 14 GiB together. A stack of decoder blocks is made on the meta device,
+sharded by FSDP2 block by block, and only then given memory and numbers, so no process ever holds it whole. It trains
+dense for some steps, then with one call of `sparta.create.initialize`: first steps in which the masks change, then
+steps that only hold them. The processes share this machine's cores, so their steps are compared with the dense ones of
+the same run, not with fewer processes. Memory is the most that any process had; it is an error where pruning added more
+than `ALLOWED` times the weights of one process and of one block as float32, which scores of a gathered model would be
+beyond.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ def stack(parameters: float, width: int) -> nn.Sequential:
         return nn.Sequential(*(Block(width, inner) for _ in range(blocks)))
 
 
-def sharded(parameters: float, width: int, seed: int) -> nn.Sequential:
+def sharded(given: argparse.Namespace, seed: int) -> nn.Sequential:
     """Return the stack, cut over all processes; memory is taken for this process's part alone."""
-    model = stack(parameters, width)
+    model = stack(given.parameters, given.width).to(getattr(torch, given.dtype))
     for block in model:
         fully_shard(block)
     fully_shard(model)
@@ -95,16 +96,15 @@ def work(rank: int, store: str, processes: int, given: argparse.Namespace, kind:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
     found: dict[str, Any] = {"import_mib": peak_mib()}
-    model = sharded(given.parameters, given.width, rank)
+    model = sharded(given, rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     found["built_mib"] = peak_mib()
 
     def steps(count: int) -> list[float]:
         taken = []
         for number in range(count):
-            x = torch.randn(
-                1, given.tokens, given.width, generator=torch.Generator().manual_seed(number * processes + rank)
-            )
+            generator = torch.Generator().manual_seed(number * processes + rank)
+            x = torch.randn(1, given.tokens, given.width, generator=generator).to(getattr(torch, given.dtype))
             began = time.perf_counter()
             optimizer.zero_grad()
             model(x).square().mean().backward()
@@ -124,7 +124,7 @@ def work(rank: int, store: str, processes: int, given: argparse.Namespace, kind:
     layers = find_layers(model)
     found["zeros"] = manager.pruning_modifiers[0].masks.sparsity
     found["parameters"] = sum(layer.parameter.numel() for layer in layers)
-    found["part_mib"] = sum(local(layer.parameter).nbytes for layer in layers) / 2**20
+    found["part_mib"] = sum(local(layer.parameter).numel() * 4 for layer in layers) / 2**20
     found["block_mib"] = sum(p.numel() * 4 for p in model[0].parameters()) / 2**20
     gathered: list[Any] = [None] * processes
     dist.all_gather_object(gathered, found)
@@ -165,12 +165,13 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
     parser.add_argument("--steps", type=int, default=6, help="of each of the three parts")
     parser.add_argument("--tokens", type=int, default=64, help="of each process in a step")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--large", action="store_true", help="a billion weights over four processes, one step of each")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     given = parser.parse_args()
     if given.large:
         given.parameters, given.width, given.processes, given.kinds = 1e9, 2048, [4], ["magnitude"]
-        given.steps, given.tokens = 1, 8
+        given.steps, given.tokens, given.dtype = 1, 8, "bfloat16"
     rows: list[dict[str, Any]] = []
     for kind in given.kinds:
         for processes in given.processes:
@@ -179,6 +180,7 @@ def main() -> None:
                 "steps": given.steps,
                 "tokens": given.tokens,
                 "width": given.width,
+                "dtype": given.dtype,
                 "allowed": ALLOWED,
                 "rows": rows,
             }

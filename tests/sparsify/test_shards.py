@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pairs
-from sparsify.two_processes import PLACED
+from sparsify.two_processes import PLACED, SCARCE
 from sparta.sparsify.ranking import lowest_of
 from sparta.sparsify.shards import Shards
 from sparta.tesa.patterns import NM, VNM, Block, Channel, Unstructured
@@ -18,7 +18,7 @@ def test_two_processes_make_the_masks_of_one(tmp_path):
     report = tmp_path / "report"
     pairs.run("sparsify.two_processes", report)
     lines = report.read_text().splitlines()
-    assert len(lines) == 16 + 2 * len(PLACED)
+    assert len(lines) == 16 + 2 * len(PLACED) + len(SCARCE)
     trained, placed = lines[:16], lines[16:]
     assert [line for line in trained if "same=True zero=True density=0.5000" not in line] == []
     assert [line for line in placed if "same=True" not in line] == []

@@ -41,6 +41,7 @@ PLACED = {
     "blocks, global": ("block:4x2", 0.5, Global()),
     "2:2:8": ("2:2:8", None, None),
 }
+SCARCE = {"global": Global(), "l2": Global(normalize="l2"), "lamp": lamp()}
 SCHEDULE = Schedule.cubic(0.5, begin=1, end=4, every=2)
 
 
@@ -114,9 +115,27 @@ def placed(rank, report):
                     file.write(f"{name}, {kind} same={same and back}\n")
 
 
+def scarce(rank, report):
+    """Compare masks of layers of which the second process holds nothing."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1))
+    sharded = copy.deepcopy(plain)
+    for layer in sharded:
+        fully_shard(layer)
+    for name, allocation in SCARCE.items():
+        expected = make_masks(find_layers(plain), Magnitude(), "unstructured", 0.5, allocation)
+        layers = find_layers(sharded)
+        made = make_masks(layers, Magnitude(), "unstructured", 0.5, allocation)
+        same = all(torch.equal(whole(made[x.name], x.parameter), expected[x.name]) for x in layers)
+        if rank == 0:
+            with open(report, "a") as file:  # noqa: PTH123
+                file.write(f"scarce, {name} same={same}\n")
+
+
 def all_of_it(rank, report):
     work(rank, report)
     placed(rank, report)
+    scarce(rank, report)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ class Global(Allocation):
 
     def _comparable(self, candidate: Candidate) -> Tensor:
         scores = candidate.scores.float()
-        if self.normalize == "none" or scores.numel() == 0:
+        if self.normalize == "none" or candidate.elements == 0:  # a process that holds nothing of a layer sums too
             return scores
         if self.normalize == "lamp":
             return _lamp_scores(scores, candidate)
