@@ -79,9 +79,23 @@ def test_masks(attend, kind, causal):
     mask = {
         "padding": torch.rand(2, 1, 1, 20) < 0.6,
         "added": torch.randn(2, 1, 1, 20),
-        "own": torch.randn(2, 1, 20, 20),  # for each query: computed in fp32
+        "own": torch.randn(2, 1, 20, 20),  # for each query
     }[kind]
     near(attend(q, k, v, mask, causal=causal), exact(q, k, v, mask, causal=causal))
+
+
+@pytest.mark.parametrize("queries", [70, 200])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_masks_of_queries_are_turned_once_for_heads_that_share_them(attend, queries, heads):
+    q, k, v = tensors(2, 2, 2, queries, 40, 16, 16)
+    mask = torch.rand(2, heads, queries, 40) < 0.7
+    mask[..., 0] = True
+    for each in (mask, torch.where(mask, torch.randn(mask.shape), -torch.inf), mask.mT.contiguous().mT):
+        near(attend(q, k, v, each), exact(q, k, v, each))
+        assert torch.equal(attend(q, k, v, each, threads=3), attend(q, k, v, each))
+    long = torch.rand(1, 1, 70, 2000) < 0.5  # too many keys for more than one tile to be kept
+    q, k, v = tensors(1, 2, 1, 70, 2000, 8, 8)
+    near(attend(q, k, v, long), exact(q, k, v, long))
 
 
 def test_queries_that_see_nothing_get_zeros_and_what_is_no_number_stays_so(attend):

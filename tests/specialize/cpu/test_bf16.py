@@ -194,8 +194,10 @@ def test_the_units_are_those_of_the_processor() -> None:
         assert not units
 
 
-def _spec(rows: int, dtype: torch.dtype = torch.bfloat16, epilogue: Epilogue | None = None) -> KernelSpec:
-    return linear_spec(TeSA.from_mask(block_mask((64, 96), (4, 1), 0.6, seed=0)), rows, dtype, epilogue=epilogue)
+def _spec(
+    rows: int, dtype: torch.dtype = torch.bfloat16, epilogue: Epilogue | None = None, sparsity: float = 0.6
+) -> KernelSpec:
+    return linear_spec(TeSA.from_mask(block_mask((64, 96), (4, 1), sparsity, seed=0)), rows, dtype, epilogue=epilogue)
 
 
 def test_the_implement_says_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,11 +210,21 @@ def test_the_implement_says_what_it_does_not_take(monkeypatch: pytest.MonkeyPatc
     assert "AMX" in refused.reason
 
 
-@pytest.mark.parametrize("units", [{"pairs"}, {"blocks"}])
-def test_the_implement_computes_a_layer_of_a_bf16_model(monkeypatch: pytest.MonkeyPatch, units: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("units", "sparsity", "forms"),
+    [
+        ({"pairs"}, 0.6, ["pairs"]),
+        ({"blocks"}, 0.6, ["blocks"]),
+        ({"pairs", "blocks"}, 0.9, ["gathered", "blocks", "pairs"]),
+    ],
+    ids=["pairs", "blocks", "both"],
+)
+def test_the_implement_computes_a_layer_of_a_bf16_model(
+    monkeypatch: pytest.MonkeyPatch, units: set[str], sparsity: float, forms: list[str]
+) -> None:
     monkeypatch.setattr(cpu_bf16_panel, "_FLAGS", frozenset(probe_cpu().vector_isa))
     monkeypatch.setattr(Library, "bf16_units", units)
-    spec = _spec(70, epilogue=Epilogue(bias=True, activation="gelu", residual=True))
+    spec = _spec(70, epilogue=Epilogue(bias=True, activation="gelu", residual=True), sparsity=sparsity)
     implement = implement_named("cpu-bf16-panel", "linear")
     assert implement.supports(spec)
     torch.manual_seed(0)
@@ -220,8 +232,9 @@ def test_the_implement_computes_a_layer_of_a_bf16_model(monkeypatch: pytest.Monk
     x, bias, residual = torch.randn(70, 96).bfloat16(), torch.randn(64).bfloat16(), torch.randn(70, 64).bfloat16()
     exact = x.double() @ weight.double().t() + bias.double()
     truth = apply_epilogue(exact, spec.epilogue, residual.double())
-    for tile in implement.tiles(spec):  # type: ignore[attr-defined]
-        assert str(tile).split(":")[0] in units
+    tiles = implement.tiles(spec)  # type: ignore[attr-defined]
+    assert list(dict.fromkeys(str(tile).split(":")[0] for tile in tiles)) == forms
+    for tile in tiles:
         kernel = build(spec, {"_name": "cpu-bf16-panel", "tile": str(tile)})
         y = kernel.run(kernel.pack(weight), x, bias, residual)
         assert y.dtype == torch.bfloat16

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sparta.errors import ShapeError, ValueRangeError
 from sparta.measure.machine import probe_cpu
 from sparta.specialize.cpu import load, runnable_isas
-from sparta.specialize.cpu.library import INT8_CALL
+from sparta.specialize.cpu.library import INT8_CALL, Library
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.implement import implement_named, supported
 from sparta.specialize.int8_linear import dense
@@ -23,7 +23,7 @@ from sparta.specialize.int8_linear.spec import OP, int8_linear_spec, reference, 
 from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.tuning.select import Problem, build, tune_kernel
 from sparta.tesa.attribute import TeSA
-from sparta.testing import check
+from sparta.testing import block_mask, check
 from specialize.kernel_strategies import weight_masks
 
 FORMATS = {"int8": torch.int8, "uint8": torch.uint8}
@@ -319,6 +319,22 @@ def test_the_tuner_chooses_among_them():
     kernel = build(spec, choice.config)
     check(kernel.run(kernel.pack(integers), x, bias, None), truth, reduction=64)
     assert implement_named("cpu-int8", OP).default(spec)["tile"].startswith("panel:4")
+
+
+@pytest.mark.parametrize(
+    ("block", "tiles", "first"),
+    [((4, 4), False, "panel:4"), ((4, 4), True, "panel:4"), ((16, 4), True, "gathered"), ((16, 4), False, "panel:4")],
+)
+def test_tile_registers_are_tried_and_come_first_where_they_multiply_little_that_is_zero(
+    block, tiles, first, monkeypatch
+):
+    monkeypatch.setattr(Library, "byte_tiles", tiles)
+    weight = TeSA.from_mask(block_mask((64, 64), block, 0.8, seed=0)).with_format("int8", scale=0.02)
+    found = [
+        str(each) for each in implement_named("cpu-int8", OP).tiles(int8_linear_spec(weight, 64, Quantization(1.0)))
+    ]
+    assert found[0].startswith(first)
+    assert any(each.startswith("gathered") for each in found) == tiles
 
 
 def test_a_bias_that_changes_is_seen():

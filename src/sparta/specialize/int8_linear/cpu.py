@@ -33,6 +33,7 @@ __all__ = ["CpuInt8Linear", "Int8Options", "Int8Panel", "PackedInt8Linear", "int
 # Vectors of tokens for blocks of 4, the best guess first: sixteen registers hold the sums of two.
 _VECTORS = {"avx512": (4, 3, 2, 1), "avx2": (2, 3, 4, 1), "portable": (2, 1)}
 _GATHERED = (4, 2, 1)  # vectors of tokens for tile registers
+_MOST_UNION = 2.2  # times the live weights: what tile registers may multiply to be the better guess
 
 
 class _CpuInt8Kernel(Int8Kernel):
@@ -105,13 +106,16 @@ class CpuInt8Linear(TiledImplement):
         vectors = max(1, -(-spec["input"].shape[0] // library.lanes))
         whole = weight.state.block[0] % 4 == 0 or weight.density > 0.5
         orders = {4: _VECTORS[library.isa], 1: (4, 3, 2, 1)}
-        gathered = [Tile("gathered", 16, mv) for mv in _GATHERED if mv <= vectors] if library.byte_tiles else []
-        return gathered[:2] + [
-            Tile(block=height, mv=mv)
-            for height in ((4, 1) if whole else (1, 4))
-            for mv in orders[height]
-            if mv <= vectors
-        ]
+        heights = (4, 1) if whole else (1, 4)
+        panels = {height: [Tile(block=height, mv=mv) for mv in orders[height] if mv <= vectors] for height in heights}
+        if not library.byte_tiles:
+            return [*panels[heights[0]], *panels[heights[1]]]
+        gathered = [Tile("gathered", 16, mv) for mv in _GATHERED if mv <= vectors]
+        # A tile multiplies a place for 16 rows where any of them has it.
+        union = 1 - (1 - weight.density) ** (16 / min(16, weight.state.block[0]))
+        if union <= _MOST_UNION * weight.density:
+            return [*gathered[:2], *panels[heights[0]][:2]]
+        return [*panels[heights[0]][:2], *gathered[:1], *panels[heights[1]][:1], *panels[heights[0]][2:]]
 
     def build(self, spec: KernelSpec, params: Params) -> Int8Kernel:
         """Compile the library if it is not there yet, and pack the mask."""

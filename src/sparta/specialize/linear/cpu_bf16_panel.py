@@ -77,9 +77,10 @@ class CpuBf16Panel(TiledImplement):
         blocks = [Bf16Tile("blocks", 16, tokens) for tokens in _fitting(_BLOCK_TOKENS, spec["input"].shape[0])]
         gathered = [Bf16Tile("gathered", 16, tokens) for tokens in _fitting(_GATHERED_TOKENS, spec["input"].shape[0])]
         union = 1 - (1 - weight.density) ** (16 / min(16, weight.state.block[0]))
-        tiles = [*gathered, *blocks] if union < _MOST_UNION else blocks
-        found = [*(tiles if "blocks" in units else []), *(pairs if "pairs" in units else [])]
-        return found or pairs
+        if "blocks" not in units:
+            return pairs
+        tiles = [*gathered[:2], *blocks[:2]] if union < _MOST_UNION else blocks
+        return [*tiles, *(pairs[:1] if "pairs" in units else [])]
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
         """Compile the library if it is not there yet, and pack the mask."""

@@ -1,6 +1,6 @@
 // Attention of bf16 models: keys and, turned, values are packed as blocks (bf16.h) once for each head, so both products
-// run as those of layers do, and the scores of a query stand in one lane of their rows. What the blocks do not take, a
-// mask of its own for each query, is left to attention.h.
+// run as those of layers do, and the scores of a query stand in one lane of their rows. A mask of its own for each query
+// is turned likewise, once for all heads that share it.
 #pragma once
 
 #include "attention.h"
@@ -9,6 +9,7 @@
 namespace sparta {
 
 constexpr int64_t kQueriesOfTile = 64;
+constexpr int64_t kMostTurned = 1 << 16;  // floats of turned masks that are kept for the next head
 
 // e^x of numbers that are not above 0, to 1e-4 of itself, which is less than bf16 rounds; 0 below -87, NaN for NaN.
 SPARTA_INLINE Vec exp_in_short(Vec x) {
@@ -24,8 +25,7 @@ SPARTA_INLINE Vec exp_in_short(Vec x) {
 
 // Whether a call can be computed by blocks.
 inline bool attends_in_bf16(const AttentionCall& call) {
-  const bool alike = call.mask_kind == kNoMask || call.mask_strides[2] == 0;  // one mask for all queries
-  return alike && call.keys > 0 && call.width > 0 && call.value_width > 0;
+  return call.keys > 0 && call.width > 0 && call.value_width > 0;
 }
 
 // A weight (rows, inputs) of which every block is there, with room for its blocks.
@@ -79,7 +79,8 @@ class WholeBlocks {
 class ShortAttentionThread {
  public:
   explicit ShortAttentionThread(const AttentionCall& call)
-      : call_(call), query_places_(bf16_places(call.width)), key_places_(bf16_places(call.keys)) {}
+      : call_(call), query_places_(bf16_places(call.width)), key_places_(bf16_places(call.keys)),
+        own_masks_(call.mask_kind != kNoMask && call.mask_strides[2] != 0) {}
 
   bool run(int64_t index, int64_t count) {
     static thread_local Scratch scratch;
@@ -88,7 +89,10 @@ class ShortAttentionThread {
     const int64_t score_rows = ceil_div(call_.keys, kTileInputs) * kTileInputs;
     const int64_t result_rows = ceil_div(call_.value_width, kTileInputs) * kTileInputs;
     const int64_t rows = query_places_ + key_places_ + score_rows + result_rows + 1;
-    float* memory = scratch.get(keys + values + score_rows + rows * kQueriesOfTile);
+    const int64_t tiles = ceil_div(call_.queries, kQueriesOfTile);
+    turned_floats_ = own_masks_ ? call_.keys * kQueriesOfTile : 0;
+    kept_ = tiles * turned_floats_ <= kMostTurned ? tiles : 1;
+    float* memory = scratch.get(keys + values + score_rows + rows * kQueriesOfTile + kept_ * turned_floats_);
     if (!memory) return false;
     keys_.place(call_.keys, call_.width, memory);
     values_.place(call_.value_width, call_.keys, memory + keys);
@@ -98,7 +102,9 @@ class ShortAttentionThread {
     factors_ = results_ + result_rows * kQueriesOfTile;
     queries_ = reinterpret_cast<int32_t*>(factors_ + kQueriesOfTile);
     weights_ = queries_ + query_places_ * kQueriesOfTile;
-    const int64_t tiles = ceil_div(call_.queries, kQueriesOfTile), all = call_.batch * call_.heads * tiles;
+    turned_ = reinterpret_cast<float*>(weights_ + key_places_ * kQueriesOfTile);
+    turned_from_ = -1;
+    const int64_t all = call_.batch * call_.heads * tiles;
     int64_t packed = -1;
     for (int64_t at = all * index / count; at < all * (index + 1) / count; ++at) {
       const int64_t head = at / tiles, sequence = head / call_.heads;
@@ -146,29 +152,47 @@ class ShortAttentionThread {
     }
   }
 
-  // What the mask adds to the score of each key.
+  float added(int64_t at) const {
+    if (call_.mask_kind == kFloatMask) return static_cast<const float*>(call_.mask)[at];
+    return static_cast<const uint8_t*>(call_.mask)[at] ? 0.0f : -std::numeric_limits<float>::infinity();
+  }
+
+  // What the mask adds to the score of each key, for all queries.
   void add_mask(int64_t sequence, int64_t head) {
     std::fill(added_, added_ + call_.keys, 0.0f);
     if (call_.mask_kind == kNoMask) return;
-    const int64_t first = sequence * call_.mask_strides[0] + head * call_.mask_strides[1], step = call_.mask_strides[3];
-    for (int64_t s = 0; s < call_.keys; ++s) {
-      if (call_.mask_kind == kBoolMask) {
-        const bool seen = static_cast<const uint8_t*>(call_.mask)[first + s * step] != 0;
-        added_[s] = seen ? 0.0f : -std::numeric_limits<float>::infinity();
-      } else {
-        added_[s] = static_cast<const float*>(call_.mask)[first + s * step];
+    const int64_t first = sequence * call_.mask_strides[0] + head * call_.mask_strides[1];
+    for (int64_t s = 0; s < call_.keys; ++s) added_[s] = added(first + s * call_.mask_strides[3]);
+  }
+
+  // The same for each query of a tile, [keys][queries]; masks of the head before are taken again where they are the same.
+  const float* turned_mask(int64_t sequence, int64_t head, int64_t first_query, int64_t tokens) {
+    const int64_t from = sequence * call_.mask_strides[0] + head * call_.mask_strides[1];
+    if (from != turned_from_) std::fill(done_, done_ + kDone, false);
+    turned_from_ = from;
+    const int64_t tile = first_query / kQueriesOfTile, number = kept_ > 1 ? tile : 0;
+    float* to = turned_ + number * turned_floats_;
+    const bool keeps = kept_ > 1 || call_.queries <= kQueriesOfTile;
+    if (keeps && done_[number]) return to;
+    for (int64_t q = 0; q < kQueriesOfTile; ++q) {
+      const int64_t row = from + (first_query + q) * call_.mask_strides[2];
+      for (int64_t s = 0; s < call_.keys; ++s) {
+        to[s * kQueriesOfTile + q] = q < tokens ? added(row + s * call_.mask_strides[3]) : 0.0f;
       }
     }
+    done_[number] = true;
+    return to;
   }
 
   // The scores of one vector of queries become weights, as places of a panel; their sums go to the factors.
-  void soften(int64_t vector, int64_t first_query) {
+  void soften(int64_t vector, int64_t first_query, const float* turned) {
     constexpr float kHidden = -std::numeric_limits<float>::infinity();
     float* scores = scores_ + vector * kLanes;
     Vec query, most = splat(kHidden), sums = {};
     for (int lane = 0; lane < kLanes; ++lane) query[lane] = static_cast<float>(first_query + vector * kLanes + lane);
     for (int64_t s = 0; s < call_.keys; ++s) {
-      Vec score = load(scores + s * kQueriesOfTile) * splat(call_.scale) + splat(added_[s]);
+      const Vec plus = turned ? load(turned + s * kQueriesOfTile + vector * kLanes) : splat(added_[s]);
+      Vec score = load(scores + s * kQueriesOfTile) * splat(call_.scale) + plus;
       if (call_.causal) score = query < splat(static_cast<float>(s)) ? splat(kHidden) : score;
       store(scores + s * kQueriesOfTile, score);
       most = score > most ? score : most;
@@ -194,8 +218,9 @@ class ShortAttentionThread {
     const float* q = call_.q + sequence * call_.q_strides[0] + head * call_.q_strides[1] + first * call_.q_strides[2];
     pack_bf16_rows(q, call_.q_strides[2], tokens, call_.width, queries_);
     multiply_bf16_rows({&keys_.matrix, 0, keys_.matrix.groups, queries_, scores_, 0, kQueriesOfTile, tokens, 0});
-    add_mask(sequence, head);
-    for (int64_t vector = 0; vector < vectors; ++vector) soften(vector, first);
+    const float* turned = own_masks_ ? turned_mask(sequence, head, first, tokens) : nullptr;
+    if (!own_masks_) add_mask(sequence, head);
+    for (int64_t vector = 0; vector < vectors; ++vector) soften(vector, first, turned);
     multiply_bf16_rows({&values_.matrix, 0, values_.matrix.groups, weights_, results_, 0, kQueriesOfTile, tokens, 0});
     for (int64_t d = 0; d < call_.value_width; ++d) {
       for (int64_t j = 0; j < vectors * kLanes; j += kLanes) {
@@ -209,8 +234,13 @@ class ShortAttentionThread {
                        call_.y_strides[2]);
   }
 
+  static constexpr int64_t kDone = kMostTurned / kQueriesOfTile;  // no more tiles are kept, not of one key either
   const AttentionCall call_;
   const int64_t query_places_, key_places_;
+  const bool own_masks_;
+  int64_t turned_floats_ = 0, kept_ = 0, turned_from_ = -1;
+  bool done_[kDone] = {};
+  float* turned_ = nullptr;
   WholeBlocks keys_, values_;
   float *added_ = nullptr, *scores_ = nullptr, *results_ = nullptr, *factors_ = nullptr;
   int32_t *queries_ = nullptr, *weights_ = nullptr;
