@@ -99,17 +99,25 @@ def measure(name: str, device: torch.device, options: argparse.Namespace) -> dic
         prune(model, *PATTERNS[name])
     prompt = torch.randint(3, 500, (1, 16 if options.quick else options.prompt), device=device)
     example = {"input_ids": prompt}
-    fast = sparta.compile(model, example, budget_s=options.seconds)
+    fast = _compiled(f"{name}, sparta", model, example, budget_s=options.seconds)
     models: dict[str, tuple[Any, dict[str, Any]]] = {"eager": (model, {}), "sparta": (fast, {})}
     if device.type == "cuda":
         models["torch.compile"] = (model, {"cache_implementation": "static"})
         if torch.cuda.get_device_capability() >= (8, 9):
-            models["sparta fp8"] = (sparta.compile(model, example, precision="fp8", budget_s=options.seconds), {})
-    times = timed(models, prompt, 4 if options.quick else options.tokens, 1 if options.quick else 5)
-    for each, (compiled, _) in models.items():
-        if each.startswith("sparta"):
-            print(f"{name}, {each}: {compiled.report.plan.whole.reason}; {'; '.join(compiled.report.notes)}")
+            in_fp8 = _compiled(f"{name}, sparta fp8", model, example, precision="fp8", budget_s=options.seconds)
+            models["sparta fp8"] = (in_fp8, {})
+    times = timed(models, prompt, 4 if options.quick else options.tokens, 1 if options.quick else options.rounds)
     return {"pattern": name, "prompt_tokens": prompt.shape[1], "milliseconds": times}
+
+
+def _compiled(name: str, model: Any, example: dict[str, Tensor], **how: Any) -> Any:
+    """Compile a model, and say how that went and how long it took."""
+    begin = time.perf_counter()
+    fast = sparta.compile(model, example, **how)
+    took = time.perf_counter() - begin
+    told = [fast.report.plan.whole.reason, *fast.report.notes]
+    print(f"{name}, compiled in {took:.0f} s: {'; '.join(told)}", flush=True)
+    return fast
 
 
 def main() -> None:
@@ -119,6 +127,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(PATTERNS), default=list(PATTERNS))
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=64, help="by how many tokens the longer call is longer")
+    parser.add_argument("--rounds", type=int, default=5, help="of calls of each")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each compilation")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that all runs")
     options = parser.parse_args()

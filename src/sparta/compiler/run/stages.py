@@ -124,13 +124,14 @@ class _Compiled:
         if made is None:
             # A module of its own, because what is compiled for several sizes of one is soon not compiled any more.
             made = self._made[key] = self.compiler(fx.GraphModule(self.module, copied(self.module.graph)[0], "Stretch"))
+            with warnings.catch_warnings():  # Inductor's own, at the call that compiles
+                warnings.simplefilter("ignore")
+                return made(*inputs)
         return made(*inputs)
 
 
 def _inductor(module: fx.GraphModule) -> Callable[..., Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        compiled: Callable[..., Any] = torch.compile(module, dynamic=False)
+    compiled: Callable[..., Any] = torch.compile(module, dynamic=False)
     return compiled
 
 
