@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 import sparta
 from compiler import nets
+from compiler.clocks import Clock
 from sparta.compiler import job
 from sparta.compiler.graph import program
 from sparta.compiler.lower.scaled_linear import ScaledLinearLowering
@@ -154,6 +155,31 @@ def test_inductor_competes_where_graphs_are_replayed_and_much_lies_between_layer
     session.in_graphs = graphs
     assert started.contest(inductor=None).inductor is competes
     assert started.contest(inductor=True).inductor
+
+
+def test_stages_win_a_contest_as_any_host_does(forced, own_stores, monkeypatch):
+    """All but the recording itself, which needs a GPU."""
+    compiled = []
+    for name in ("sparta.compiler.run.host", "sparta.compiler.choose.workshop"):
+        monkeypatch.setattr(f"{name}.on_cuda", lambda _module: True)
+        monkeypatch.setattr(f"{name}.Graphed", lambda run, **_options: run)
+    monkeypatch.setattr(torch, "compile", lambda module, **_options: compiled.append(module) or module)
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+
+    def cost(key):
+        return 1.0 if getattr(key, "host", None) is Host.INDUCTOR_GRAPH and key.kernels else 10.0
+
+    session = Session(measure=Clock(cost), budget_s=1000)
+    started = job.Job.started(model, x, None, None, (), session)
+    session.in_graphs = True
+    contest = started.contest(inductor=True)
+    outcome = contest.decide()
+    assert outcome.variant.host is Host.INDUCTOR_GRAPH
+    assert outcome.variant.kernels
+    assert compiled
+    assert not any(isinstance(child, KernelModule) for module in compiled for child in module.modules())
+    found = contest.workshop.run(outcome.variant, outcome.plans)(x)
+    torch.testing.assert_close(pytree.tree_leaves(found)[0], model(x).detach(), rtol=1e-4, atol=1e-5)
 
 
 # ---------------------------------------------------------------- rounding
