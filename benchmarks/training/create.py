@@ -335,6 +335,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="CPU threads of each job; by default 1 if there are several")
     parser.add_argument("--quick", action="store_true", help="one seed, 80 %%, 10 epochs, 6,000 images; not for tables")
     parser.add_argument("--steps", type=int, default=30, help="steps of an epoch, in batches as large as that takes")
+    parser.add_argument("--images", type=int, help="train with the first so many, where all take too long")
     parser.add_argument("--epochs", type=int, help="other than the 20 of the default recipe")
     parser.add_argument(
         "--only", nargs="+", default=[], help="methods whose names contain one of these; saved only with --out"
@@ -349,7 +350,8 @@ def main() -> None:
     options = options_given()
     at_a_time = options.jobs or (12 if options.device.startswith("cuda") else 1)
     threads = options.threads or (1 if at_a_time > 1 else None)
-    plan = Plan(options.data, options.device, steps=options.steps, only=tuple(options.only), threads=threads)
+    plan = Plan(options.data, options.device, steps=options.steps, images=options.images, only=tuple(options.only),
+                threads=threads)  # fmt: skip
     seeds, percents = range(options.seeds), options.percents
     if options.quick:
         seeds, percents, plan = range(1), [80], replace(plan, epochs=10, dense_epochs=5, images=6000)
