@@ -103,6 +103,19 @@ def test_a_configuration_out_of_all_proportion(saved, tmp_path):
         load_generator(changed(saved[0], tmp_path, config=config))
 
 
+def test_positions_of_another_size_than_heads(saved, tmp_path):
+    path, _ = saved
+    config = dict(load_tensors(path, KIND, 1)[1]["config"])
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    tensors, payload = load_tensors(path, KIND, 1)
+    tensors = dict(tensors)
+    for name in [name for name in tensors if "inv_freq" in name]:
+        tensors[name] = tensors[name][: len(tensors[name]) // 2].contiguous()
+    save_tensors(tmp_path / "changed.sparta", KIND, 1, tensors, {**payload, "config": config})
+    with pytest.raises(FileFormatError):
+        sparta.load(tmp_path / "changed.sparta")
+
+
 def test_settings_that_name_code_elsewhere_are_dropped():
     kind, model = architecture("llama", "LlamaForCausalLM")
     assert model is transformers.LlamaForCausalLM

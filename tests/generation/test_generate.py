@@ -151,6 +151,18 @@ def test_embeddings_labels_and_kept_logits(both, ids):
         assert torch.allclose(fast(ids, logits_to_keep=keep).logits, model(ids, logits_to_keep=keep).logits, atol=1e-4)
 
 
+def test_what_the_model_refuses_is_refused(both, ids):
+    for model in both:
+        with pytest.raises((RuntimeError, IndexError)):
+            model(inputs_embeds=torch.randn(2, 3, 16))  # half of what a token has
+        with pytest.raises(IndexError):
+            model(torch.tensor([[96]]))
+    end = int(both[0].generate(**attended(ids), max_new_tokens=1, do_sample=False)[0, -1])
+    for model in both:  # a padding token that has no embedding, asked for when the first sequence has ended
+        with pytest.raises(IndexError):
+            model.generate(**attended(ids), max_new_tokens=6, do_sample=False, eos_token_id=end, pad_token_id=96)
+
+
 def test_long_prompts_are_run_in_parts(both):
     ids = torch.randint(3, 96, (2, 130))
     model, fast = both

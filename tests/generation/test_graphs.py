@@ -226,6 +226,7 @@ def test_a_model_from_a_file_replays_its_steps(model, monkeypatch, tmp_path):
     monkeypatch.setattr(artifact, "_has_graphs", lambda device: True)
     assert sparta.load(tmp_path / "plain.sparta")._sparta.graph is None
     again = sparta.load(tmp_path / "model.sparta")
+    assert again._sparta.graph.follows
     options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     assert torch.equal(again.generate(ids, **options), made.generate(ids, **options))
     assert again._sparta.graph.replays > 0

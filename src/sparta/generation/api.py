@@ -353,7 +353,7 @@ class _Compilation:
         """Let steps on CUDA be replayed from a graph, where they then compute what the model's own code does."""
         if next(self.base.parameters()).device.type != "cuda":
             return
-        fast._sparta.graph = graph = DecodeGraph()
+        fast._sparta.graph = graph = DecodeGraph(follows=False)  # until it was tried
         plain = {name: value for name, value in self.example.items() if name == "input_ids"}
         why = ""
         try:

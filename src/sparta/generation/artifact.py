@@ -83,7 +83,7 @@ def save(model: GenerativeModel, path: str | os.PathLike[str], sign: object = No
         "experts": {name: m.int8 for name, m in model.named_modules() if isinstance(m, PackedExperts)},
         "program": model.program is not None,
         "longest": model._sparta.longest,
-        "replayed": model._sparta.graph is not None,
+        "replayed": None if model._sparta.graph is None else {"follows": model._sparta.graph.follows},
         "report": model.report.to_dict(),
         "provenance": dict(model.provenance),
         "pruned": sorted(model.spec),
@@ -208,8 +208,9 @@ class _Reader:
         self.matrices.update(matrices)
         self.fill(model, set(matrices))
         compiled = Compiled(longest=self.longest())
-        if self.payload.get("replayed") is True and _has_graphs(self.where):
-            compiled.graph = DecodeGraph()
+        replayed = self.payload.get("replayed")
+        if replayed is not None and _has_graphs(self.where):
+            compiled.graph = DecodeGraph(follows=replayed["follows"] is True)
         self.put_layers(model)
         self.put_fp8(model)
         if self.payload["program"]:

@@ -119,6 +119,9 @@ def _found(model: nn.Module, dtypes: Collection[torch.dtype]) -> Decoder:
     }
     if head_dim % 2 or sizes["heads"] % sizes["kv_heads"]:
         raise _NoDecoderError("its heads are of odd sizes")
+    turned = getattr(base.rotary_emb, "inv_freq", None)
+    if isinstance(turned, Tensor) and 2 * turned.numel() != head_dim:
+        raise _NoDecoderError("its positions turn other sizes than those of its heads")
     return Decoder(
         tuple(blocks),
         _norm(base.norm)[0],

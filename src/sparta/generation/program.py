@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from sparta.errors import ShapeError, message
 from sparta.generation.cache import CacheViews, Places
 from sparta.generation.decoder import Decoder
 from sparta.generation.matrices import MatrixStruct, PackedMatrix
@@ -137,7 +138,7 @@ class DecodeProgram:
         embeds = _embeddings(model, named) if _plain_call(model.config, named) else None
         cache = named.get("past_key_values")
         held = cache if cache is not None else _new_cache(model.config)
-        if embeds is None or not self.caches.fits(held):
+        if embeds is None or embeds.shape[2] != self.decoder.sizes["hidden"] or not self.caches.fits(held):
             return None
         batch, tokens = embeds.shape[:2]
         past = self.caches.past(held)
@@ -150,7 +151,7 @@ class DecodeProgram:
         if places is None:
             return None
         base = getattr(model, model.base_model_prefix)
-        cos, sin = base.rotary_emb(embeds, position_ids=positions)
+        cos, sin = self._angles(base, embeds, positions)
         keep = named.get("logits_to_keep", 0)
         logits = self.run(embeds, (cos, sin), places, mask, tokens if keep == 0 else min(keep, tokens))
         wanted = given.get("use_cache")
@@ -226,6 +227,7 @@ class DecodeProgram:
         base = getattr(model, model.base_model_prefix)
         table: Tensor = base.embed_tokens.weight
         plain = table.dtype == torch.float32 and table.is_contiguous() and len(table) >= self.vocabulary
+        plain = plain and table.shape[1] == self.decoder.sizes["hidden"] and 0 <= padding < len(table)
         if not plain or batch > _ROWS or not self.caches.fits(cache):
             return None
         past = self.caches.past(cache)
@@ -235,7 +237,7 @@ class DecodeProgram:
         places = self.caches.open(cache, batch, count)
         if places is None:
             return None
-        angles = base.rotary_emb(table[:1, None], position_ids=steps.positions)
+        angles = self._angles(base, table[:1, None], steps.positions)
         cos, sin = (t.expand(batch, count, -1).transpose(0, 1).to(torch.float32).contiguous() for t in angles)
         x, logits = torch.empty(batch, table.shape[1]), torch.empty(batch, self.vocabulary)
         tokens = torch.empty(count + 1, batch, dtype=torch.int64)
@@ -266,6 +268,14 @@ class DecodeProgram:
         if taken < count:
             cache.crop(taken - count)
         return tokens[1 : taken + 1].t()
+
+    def _angles(self, base: Any, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cos and sin of positions (batch or 1, tokens), by the model's own code."""
+        cos, sin = base.rotary_emb(like, position_ids=positions)
+        wanted = self.decoder.sizes["head_dim"]
+        if cos.shape[-1] != wanted or sin.shape != cos.shape:
+            raise ShapeError(message(f"angles of {cos.shape[-1]}", f"{wanted}, the size of a head"))
+        return cos, sin
 
     def _room(self, rows: int) -> Tensor:
         """Return memory that the threads of a call share."""

@@ -8,7 +8,9 @@ nobody reads them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -255,7 +257,25 @@ def _over_copies(model: Any, example: Mapping[str, Any], more: Mapping[str, Any]
 def generate_call(model: Any, example: Mapping[str, Any]) -> Callable[[], Any]:
     """Return a function that generates two tokens after the example, by what transformers makes of it."""
     named = {name: value for name, value in example.items() if not name.startswith("decoder_")}
-    return lambda: model.generate(**named, max_new_tokens=2, do_sample=False)
+
+    def call() -> Any:
+        with _quiet():
+            return model.generate(**named, max_new_tokens=2, do_sample=False)
+
+    return call
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back what transformers says of calls that are not the user's."""
+    from transformers.utils.logging import get_verbosity, set_verbosity
+
+    level = get_verbosity()
+    set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        set_verbosity(level)
 
 
 def replayed_call(model: Any, example: Mapping[str, Any]) -> Callable[[], Tensor] | None:
@@ -303,7 +323,8 @@ def follows_itself(model: Any, example: Mapping[str, Any], tokens: int = 24) -> 
     try:
         for follows in (False, True):
             graph.follows = follows
-            found.append(model.generate(**given, max_new_tokens=tokens, do_sample=False))
+            with _quiet():
+                found.append(model.generate(**given, max_new_tokens=tokens, do_sample=False))
     except Exception:  # noqa: BLE001 - whatever goes wrong: the loop of transformers runs
         return False
     finally:
