@@ -100,7 +100,7 @@ class Search:
             kinds.setdefault(self.bench.kind(name), []).append(name)
         slowest = sorted(kinds.values(), key=lambda names: -sum(times[name][DENSE] for name in names))
         patterns = {
-            pattern: [option for option in options if option.measured]
+            pattern: sorted((option for option in options if option.measured), key=_turn)
             for pattern, options in self.options.items()
             if pattern != CHANNELS
         }
@@ -162,11 +162,11 @@ class Search:
         times: Mapping[str, dict[Option, float]],
         precision: str | None = None,
     ) -> None:
-        """Time options of layers, the fastest of all first, and those of a pattern until one does not beat dense.
+        """Time options of layers, one of each pattern per step; what is denser than one that lost is left out.
 
         So a budget that ends early has measured something of every kind of layer and of every pattern.
         """
-        closed: set[tuple[str, str]] = set()
+        lost: dict[tuple[str, str], float] = {}  # the least density that does not beat dense
         words = "" if precision is None else f" in {precision}"
         steps = max((len(options) for each in patterns.values() for options in each.values()), default=0)
         for step in range(steps):
@@ -175,13 +175,13 @@ class Search:
                 self.show(f"kind of layer {number + 1}/{len(kinds)}{words}, step {step + 1}/{steps}: {first}")
                 limit = _limit(times[first], precision)
                 for pattern, options in patterns.get(first, {}).items():
-                    if (first, pattern) in closed or step >= len(options):
+                    if step >= len(options) or options[step].density >= lost.get((first, pattern), math.inf):
                         continue
                     if not self.room_for_layers():
                         self._note(_SPENT)
                         return
                     if not self._beats(first, options[step], times[first], limit):
-                        closed.add((first, pattern))
+                        lost[first, pattern] = options[step].density
 
     def _beats(self, name: str, option: Option, times: dict[Option, float], limit: float) -> bool:
         """Time an option and keep it if it beats what it must."""
@@ -332,3 +332,8 @@ class Search:
 def _limit(times: Mapping[Option, float], precision: str | None) -> float:
     """Return what an option of a precision must beat: dense, and dense so rounded."""
     return min(times.get(Option("dense", precision=each), math.inf) for each in (None, precision))
+
+
+def _turn(option: Option) -> int:
+    """Return when an option is measured."""
+    return MEASURED.index(option.sparsity) if option.sparsity is not None else 0
