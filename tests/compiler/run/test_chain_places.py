@@ -16,6 +16,7 @@ from sparta.compiler.run.chain.trace import ImageItem, Native, Trace
 from sparta.compiler.run.eager import with_fast_paths
 from sparta.compiler.run.kernel_module import KernelModule
 from sparta.measure.machine import probe_compiler
+from sparta.precision.api import quantize
 from sparta.specialize.cpu.chain import StepKind
 from sparta.specialize.cpu.tile import Tile
 
@@ -154,3 +155,19 @@ def test_files_keep_the_grid_of_a_residual(net, tmp_path):
     net.save(tmp_path / "net.sparta")
     with torch.no_grad():
         assert torch.equal(sparta.load(tmp_path / "net.sparta")(BATCHES[1]), net(BATCHES[1]))
+
+
+def test_grids_that_are_given_are_kept_and_residuals_are_not_rounded_then():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), Block(8, 8), nn.Conv2d(8, 4, 1)).eval()
+    found = quantize(model, BATCHES, "int8")
+    pairs = {name: (grid.scale, grid.zero_point, grid.format) for name, grid in found.activations.items()}
+    with forcing("cpu-int8"):
+        attributes = [
+            [m.fused.attributes for m in fast.graph.modules() if isinstance(m, KernelModule)]
+            for fast in (
+                sparta.compile(found.model, BATCHES[0], found.spec, activations=grids, tune="off")
+                for grids in (found.activations, pairs)
+            )
+        ]
+    assert any("residual_scale" in each for each in attributes[0])
+    assert not any("residual_scale" in each for each in attributes[1])

@@ -69,9 +69,12 @@ class Calibration:
         self, program: Program, subgraphs: Sequence[SubGraph], samples: Sequence[SizeSample]
     ) -> tuple[list[SubGraph], list[SizeSample]]:
         """Return the sub-graphs, those of int8 layers as such, and the samples with them."""
-        changed = _sharing_grids(
-            {subgraph: self._intended(program, self._quantized(program, subgraph, samples)) for subgraph in subgraphs}
-        )
+        changed = {
+            subgraph: self._intended(program, self._quantized(program, subgraph, samples)) for subgraph in subgraphs
+        }
+        # Grids that were learnt, or given by the user, are as they are meant.
+        if all(isinstance(grid, Quantization) for grid in self.inputs.values()):
+            changed = _sharing_grids(changed)
         used = {f"{_layer(program, subgraph)}input" for subgraph in subgraphs if changed[subgraph].scales is not None}
         unused = sorted(set(self.inputs) - used)
         if unused:
