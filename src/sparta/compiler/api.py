@@ -149,13 +149,18 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
         how = {"tune": tune, "verify": verify, "budget_s": budget_s, "progress": progress, "calibration": calibration}
         return cast("CompiledModel", _generation().compile_generator(given, calls[0], spec, **where, **how))
     given, calls = _moved(given, calls, device, dtype)
-    settled = {"inductor": competes, "cuda_graphs": cuda_graphs, "cast": dtype is not None, "check": verify}
+    rest: dict[str, Any] = {
+        "inductor": competes,
+        "cuda_graphs": cuda_graphs,
+        "cast": dtype is not None,
+        "check": verify,
+    }
 
     def one(
         model: nn.Module, spec: Spec | None, activations: Mapping[str, Any] | None, share: float = 1.0
     ) -> CompiledModel | PartialModel:
         own = session if wanted.precision is None else session.again(share)
-        return compile_in(own, model, calls, spec, dynamic_shapes=dynamic_shapes, activations=activations, **settled)
+        return compile_in(own, model, calls, spec, dynamic_shapes=dynamic_shapes, activations=activations, **rest)
 
     with session.showing():
         if wanted.precision is None:
