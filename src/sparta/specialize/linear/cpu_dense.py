@@ -22,6 +22,8 @@ __all__ = ["dense_product", "dense_tile", "dense_values"]
 
 _MANY_INPUTS = 1536  # from here on a tile of activations outgrows the second level of caches
 _CHUNK = 768
+_HEIGHT = 4  # of all tiles, so that a weight is packed once for all sizes
+_WIDEST = {"avx512": 4, "avx2": 2}
 _PADDING = 16  # values that a kernel may load beyond the last one
 
 
@@ -32,9 +34,8 @@ def dense_tile(tokens: int, inputs: int) -> Tile:
     'panel'
     """
     library = load()
-    height, widest = {"avx512": (8, 3), "avx2": (4, 2)}.get(library.isa, (4, 2))
-    vectors = min(widest, -(-tokens // library.lanes))
-    return Tile("panel", height, vectors, k_chunk=_CHUNK if inputs > _MANY_INPUTS else 0)
+    vectors = min(_WIDEST.get(library.isa, 2), -(-tokens // library.lanes))
+    return Tile("panel", _HEIGHT, vectors, k_chunk=_CHUNK if inputs > _MANY_INPUTS else 0)
 
 
 def dense_values(weight: Tensor, tile: Tile) -> Tensor:
