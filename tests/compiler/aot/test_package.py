@@ -86,6 +86,7 @@ def test_convolutions_of_a_compiled_model_are_operators(operators, forced):
 
 
 @needs_compiler
+@pytest.mark.filterwarnings("ignore:.*a processor with AMX")  # where this one has none
 @pytest.mark.parametrize("tile", [Tile(block=4), Tile("gathered", 16, 2)], ids=str)
 def test_int8_layers_of_a_compiled_model_are_operators(operators, tile, monkeypatch):
     model, x = nets.pruned(Chain(), sparsity=0.5), torch.randn(2, 3, 24)  # linked: layers hand over integers
@@ -113,6 +114,20 @@ def test_int8_layers_of_a_compiled_model_are_operators(operators, tile, monkeypa
             first._numbers,
             None,
         )
+
+
+@needs_compiler
+def test_int8_convolutions_are_not_taken_for_real_ones(operators):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
+    model, x = nets.pruned(model, sparsity=0.5), torch.randn(2, 4, 9, 8)
+    with forcing("cpu-int8"):
+        fast = compile_model(model, x, precision="int8", calibration=[x], max_loss=1.0, tune="off")
+    with pytest.warns(UserWarning, match="cpu-int8 has no C\\+\\+ operator; it is packaged dense"):
+        graph = _with_operators(fast.graph)
+    assert not [layer for layer in graph.modules() if isinstance(layer, ConvLayer)]
+    with torch.no_grad():
+        torch.testing.assert_close(graph(x)[0], fast(x), rtol=1e-4, atol=1e-5)
 
 
 @needs_compiler

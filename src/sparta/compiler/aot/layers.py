@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparta.specialize.conv.cpu_packed import PackedConv
+from sparta.specialize.conv.int8_packed import PackedInt8Conv
 from sparta.specialize.cpu.library import STREAM_FORMS, activation_code, fused_activation
 from sparta.specialize.int8_linear.cpu_packed import PackedInt8Linear, no_least_weight
 from sparta.specialize.int8_linear.quantization import Quantization
@@ -199,7 +200,8 @@ def layer_for(kernel: KernelModule) -> nn.Module | None:
     if isinstance(inner, PackedLinear):
         return PackedLayer(inner, packed[0], kernel.bias, activation)
     sizes: set[tuple[int, ...]] = {tuple(spec["input"].shape[2:]) for spec, _ in kernel.choices.values()}
-    if isinstance(inner, PackedConv) and len(sizes) == 1:
+    real = isinstance(inner, PackedConv) and not isinstance(inner, PackedInt8Conv)  # integers have no operator
+    if real and len(sizes) == 1:
         return ConvLayer(inner, packed[0], kernel.bias, activation, min(sizes))
     return None
 

@@ -158,6 +158,7 @@ class _CpuInt8Conv(Implement):
     """Hand-written C++ kernels on places of four channels, with VNNI where the processor has it."""
 
     name = "cpu-int8"
+    version = 2
     every_epilogue = True
     any_mask = True
 

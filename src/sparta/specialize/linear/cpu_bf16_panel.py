@@ -55,6 +55,7 @@ class CpuBf16Panel(TiledImplement):
     """Products of two channels at once (AVX-512 BF16), of blocks of 16 x 32, or of 32 gathered channels (AMX)."""
 
     name = "cpu-bf16-panel"
+    version = 2
     op = "linear"
     every_epilogue = True
     any_mask = True

@@ -239,6 +239,10 @@ void check_int8(at::TensorList operands, at::TensorList arrays, at::IntArrayRef 
   TORCH_CHECK(operands[1].scalar_type() == at::kInt && operands[1].numel() == n[iChannels],
               "sparta_aot::int8_linear: the sums of rows must be int32 (", n[iChannels], ")");
   sparta_aot::check_bias(operands[2], n[iChannels], "the multiplier");
+  if (n[iBlock] == 16 && !sparta::has_byte_tiles()) {
+    TORCH_WARN_ONCE("sparta_aot::int8_linear: the package was made for a processor with AMX, which this one has not: its "
+                    "int8 layers run slowly here; package the model on this machine");
+  }
   if (!n[iNoLeastWeight]) return;  // kernels that are quicker without a weight of -128 would give wrong sums with one
   const int8_t* values = static_cast<const int8_t*>(operands[0].const_data_ptr());
   TORCH_CHECK(std::count(values, values + operands[0].nbytes(), int8_t{-128}) == 0,

@@ -399,19 +399,33 @@ inline bool overlap(const float* one, int64_t floats, const float* two, int64_t 
   return one && two && before(one, two + more_floats) && before(two, one + floats);
 }
 
+// The first of two layers, cut into bands of whole tiles of both.
+inline ConvCall in_pair_bands(const PanelMatrix& one, ConvCall first, const PanelMatrix& two) {
+  const int64_t step = static_cast<int64_t>(one.mv) * two.mv * kLanes;
+  first.band_tokens = ceil_div(kPairTokens, step) * step;
+  return first;
+}
+
+// Whether bands, which threads do not cut again, keep all of them busy.
+inline bool shares_bands(const ConvCall& call) {
+  const int64_t bands = call.images * bands_of(call), threads = std::max(call.threads, 1);
+  return bands % threads == 0 || bands >= 8 * threads;
+}
+
 // Whether the second of two layers reads what the first writes, token by token, and it is much: each band is then read
 // while it is still near. What the second writes must not lie where the first still reads.
 inline bool is_pair(const PanelMatrix& one, const ConvCall& first, const PanelMatrix& two, const ConvCall& second) {
   const int64_t tokens = tokens_of(first), each = one.channels * tokens, written = second.images * two.channels * tokens;
   const bool direct = first.direct && second.direct && tokens == tokens_of(second) && first.images == second.images;
-  return direct && second.in_channels == one.channels && each * static_cast<int64_t>(sizeof(float)) >= kFarBytes &&
+  return direct && shares_bands(in_pair_bands(one, first, two)) && second.in_channels == one.channels &&
+         each * static_cast<int64_t>(sizeof(float)) >= kFarBytes &&
          !overlap(second.y, written, first.x, first.images * first.x_strides[0]) &&
          !overlap(second.y, written, first.residual, first.images * each);
 }
 
 inline bool multiply_pair(const PanelMatrix& one, ConvCall first, const PanelMatrix& two, ConvCall second) {
-  const int64_t step = static_cast<int64_t>(one.mv) * two.mv * kLanes;  // whole tiles of both
-  first.band_tokens = second.band_tokens = ceil_div(kPairTokens, step) * step;
+  first = in_pair_bands(one, first, two);
+  second.band_tokens = first.band_tokens;
   const int64_t bands = first.images * bands_of(first);
   bool enough_memory = true;
   parallel(first.threads, [&](int64_t index, int64_t count) {
