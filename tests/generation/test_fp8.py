@@ -10,6 +10,7 @@ from sparta.files import Budget
 from sparta.generation import api, fp8, layers
 from sparta.generation.fp8_files import fp8_fields, fp8_weight
 from sparta.generation.layers import SparseLayer, kernel_of, layer_spec, put_layers
+from sparta.specialize.scaled_linear.inputs import InputRounding, RoundsInputs, rounding_is_shared
 from sparta.specialize.scaled_linear.spec import rounded_weight, scaled_weight
 from sparta.specialize.tuning.select import DENSE, Choice
 from sparta.specialize.tuning.store import key_of
@@ -78,6 +79,37 @@ def test_every_linear_layer_is_rounded_but_the_last_and_patterns_stay(model, any
         assert torch.equal(other.kernel.fused.weight.mask(), layer.kernel.fused.weight.mask())
     assert {name: tesa.density for name, tesa in again.spec.items()} == {n: t.density for n, t in fast.spec.items()}
     again.save(tmp_path / "again.sparta")  # as often as one likes
+
+
+class Rounding(RoundsInputs):
+    """The product of codes in real numbers."""
+
+    def __init__(self, tesa):
+        self._tesa, self._round = tesa, InputRounding(None)
+
+    def pack(self, operand):
+        return (rounded_weight(operand, self._tesa),)
+
+    def run_rounded(self, packed, x, bias, residual):
+        return torch.nn.functional.linear(x[0].float() * x[1][:, None], packed[0], bias).bfloat16()
+
+
+def test_inputs_are_rounded_once_in_a_call_and_again_in_the_next(model, anywhere, monkeypatch):
+    ids = torch.randint(3, 96, (2, 7))
+    fast = sparta.compile(model, {"input_ids": ids}, precision="fp8", tune="off")
+    for module in fast.modules():
+        if isinstance(module, SparseLayer):
+            kernel = Rounding(module.kernel.fused.weight)
+            module.kernel._built = [(1, kernel, kernel.pack(module.kernel.weight()))]
+    rounded = []
+    plain = InputRounding.__call__
+    monkeypatch.setattr(InputRounding, "__call__", lambda self, x: rounded.append(x) or plain(self, x))
+    with torch.no_grad():
+        first = fast(ids).logits
+        assert len(rounded) == 8  # in each block: what q, k and v read, and o, and gate and up, and down
+        assert torch.equal(fast(ids).logits, first)
+    assert len(rounded) == 16
+    assert not rounding_is_shared()
 
 
 def test_a_loss_beyond_what_is_allowed_leaves_the_model_as_it_was(model, anywhere):

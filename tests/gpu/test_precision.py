@@ -9,7 +9,7 @@ from compiler.conftest import forcing
 from sparta.compiler.run.host import Host, hosted
 from sparta.compiler.run.rounding import rounded_tokens, with_shared_rounding
 from sparta.errors import ValueRangeError
-from sparta.specialize.scaled_linear.inputs import rounded_once
+from sparta.specialize.scaled_linear.inputs import rounded_once, shared_rounding
 from sparta.specialize.scaled_linear.spec import OP
 
 pytestmark = pytest.mark.skipif(
@@ -86,7 +86,7 @@ class Gated(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")  # Inductor's own
-@pytest.mark.parametrize("host", ["eager", "graph", "inductor graph"])
+@pytest.mark.parametrize("host", ["eager", "graph", "inductor", "inductor graph"])
 def test_activations_are_rounded_once_under_every_host(host):
     torch.manual_seed(0)
     model = nn.Sequential(Gated(), Gated()).to("cuda", torch.bfloat16).eval()
@@ -113,18 +113,35 @@ def test_activations_are_rounded_once_under_every_host(host):
     assert not getattr(run, "problem", "")
 
 
-def test_a_tensor_that_is_read_again_is_rounded_once():
+def test_a_tensor_that_is_read_again_within_a_call_is_rounded_once():
     x = torch.randn(4, 512, device="cuda").bfloat16()
-    first = rounded_once(x, None)
-    assert rounded_once(x, None)[0] is first[0]
-    assert rounded_once(x, 0.5)[0] is not first[0]
-    again = rounded_once(x, None)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        assert rounded_once(x, None)[0] is not again[0]
-    x.mul_(2)
-    codes, scales = rounded_once(x, None)
+    with shared_rounding():
+        first = rounded_once(x, None)
+        assert rounded_once(x, None)[0] is first[0]
+        assert rounded_once(x, 0.5)[0] is not first[0]
+        again = rounded_once(x, None)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert rounded_once(x, None)[0] is not again[0]
+        x.mul_(2)
+        codes, scales = rounded_once(x, None)
     assert torch.equal(codes.float(), first[0].float())
     assert torch.equal(scales, 2 * first[1])
+    assert rounded_once(x, None)[0] is not codes
+
+
+def test_what_writes_unseen_to_an_input_is_seen():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).to("cuda", torch.bfloat16).eval()
+    sparta.Spec.from_pattern(model, sparta.Block(64, 64), 0.5).apply(model)
+    x, other = torch.randn(2, 64, 512, device="cuda").bfloat16().unbind()
+    with forcing("triton-block-fp8"):
+        fast = sparta.compile(model, x, precision="fp8", calibration=[x], tune="off")
+    with torch.no_grad():
+        expected = fast.graph(other)[0]
+        held = x.clone()
+        fast.graph(held)
+        held.data.copy_(other)
+        assert torch.equal(fast.graph(held)[0], expected)
 
 
 def test_int8_is_refused_with_advice():

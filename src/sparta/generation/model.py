@@ -25,6 +25,7 @@ from sparta.generation.greedy import greedy_sequences
 from sparta.generation.program import DecodeProgram
 from sparta.generation.replayed import replayed_sequences
 from sparta.signing import SigningKey
+from sparta.specialize.scaled_linear.inputs import shared_rounding
 from sparta.tesa.spec import Spec
 
 __all__ = ["Compiled", "GenerativeModel", "compiled_class", "shared_copy"]
@@ -138,10 +139,16 @@ def compiled_class(original: type[nn.Module]) -> type[nn.Module]:
 
     It has the name of the original, which transformers looks at here and there, and the signature of its forward.
     """
-    forward = original.forward
-    signature = inspect.signature(forward)
+    own_forward = original.forward
+    signature = inspect.signature(own_forward)
 
-    @functools.wraps(forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return own_forward(self, *args, **kwargs)
+        with shared_rounding():  # of this call: a step that is recorded rounds anew
+            return own_forward(self, *args, **kwargs)
+
+    @functools.wraps(own_forward)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         embeds = kwargs.get("inputs_embeds")
         if self._sparta.program is not None and isinstance(embeds, Tensor):

@@ -21,7 +21,7 @@ from sparta.compiler.run.rounding import rounded_tokens, traced_rounding, with_s
 from sparta.compiler.run.stages import calls_to_compile, staged
 from sparta.compiler.session import Session
 from sparta.specialize.kernel_spec import Epilogue
-from sparta.specialize.scaled_linear.inputs import InputRounding, RoundsInputs
+from sparta.specialize.scaled_linear.inputs import InputRounding, RoundsInputs, shared_rounding
 from sparta.specialize.scaled_linear.spec import FP8, OP, rounded_weight, scaled_weight
 from sparta.specialize.tuning.select import DENSE, Choice
 
@@ -252,3 +252,74 @@ def test_layers_that_read_the_same_share_its_codes(traced):
 def test_a_graph_without_fp8_is_left_alone():
     module = graph_of(nets.pruned(nets.Mlp()), torch.randn(6, 32))
     assert with_shared_rounding(module) is module
+
+
+class PreNorm(nn.Module):
+    """Blocks whose layers read tensors in memory that Inductor uses again and again."""
+
+    def __init__(self, width=32, blocks=3):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList([layer(width, width), layer(width, width)]) for _ in range(blocks))
+
+    def forward(self, x):
+        for first, second in self.blocks:
+            x = x + second(functional.silu(first(functional.layer_norm(x, x.shape[-1:]))))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore")  # Inductor's own
+def test_layers_under_inductor_round_what_they_are_given():
+    torch.manual_seed(0)
+    model, x = PreNorm(), torch.randn(64, 32)
+    with torch.no_grad(), shared_rounding():
+        exact, found = model(x), torch.compile(model)(x)
+    assert float((found - exact).norm() / exact.norm()) < 0.02
+
+
+def test_a_tensor_that_was_written_to_unseen_is_rounded_again():
+    torch.manual_seed(0)
+    made, x, other = layer(16, 16), torch.randn(4, 16), torch.randn(4, 16)
+    expected = made(other)
+    made(x)
+    x.data.copy_(other)
+    assert torch.equal(made(x), expected)
+    for _ in range(2):  # in another call of a model, and in what Inductor has compiled
+        with shared_rounding():
+            made(x)
+            torch.ops.sparta.subgraph(x, None, made.handle)
+        x.data.copy_(torch.randn(4, 16))
+        expected = made(x.clone())
+        with shared_rounding():
+            assert torch.equal(made(x), expected)
+            x.data.copy_(other)
+            assert torch.equal(torch.ops.sparta.subgraph(x, None, made.handle), made(other))
+
+
+def test_layers_share_what_is_rounded_within_a_call(monkeypatch):
+    torch.manual_seed(0)
+    rounded = []
+    plain = InputRounding.__call__
+
+    def watched(self, x):
+        rounded.append(x)
+        return plain(self, x)
+
+    monkeypatch.setattr(InputRounding, "__call__", watched)
+    query, key, static, x = layer(16, 16), layer(8, 16), layer(8, 16, 0.5), torch.randn(2, 3, 16)
+    with shared_rounding():
+        found = [query(x), key(x)]
+        assert len(rounded) == 1
+        with shared_rounding():  # a call within
+            key(x)
+        assert len(rounded) == 2
+        key(x)
+        assert len(rounded) == 2
+        static(x)
+        assert len(rounded) == 3
+        with torch.inference_mode():
+            hidden = torch.randn(2, 16)
+        key(hidden)
+        key(hidden)
+        assert len(rounded) == 5  # such tensors do not tell when they are written to
+    assert [tuple(each.shape) for each in found] == [(2, 3, 16), (2, 3, 8)]
+    assert torch.equal(found[0], query(x))

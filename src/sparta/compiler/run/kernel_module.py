@@ -24,7 +24,7 @@ from sparta.errors import ShapeError, SpartaError, message
 from sparta.specialize.implement import Kernel
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.runtime.handles import find, register
-from sparta.specialize.scaled_linear.inputs import RoundsInputs, rounded_once
+from sparta.specialize.scaled_linear.inputs import RoundsInputs, rounded_once, rounding_is_shared
 from sparta.specialize.tuning.forgiving import ForgivingStore
 from sparta.specialize.tuning.select import DENSE, Choice, build, choose
 from sparta.specialize.tuning.store import key_of
@@ -116,16 +116,15 @@ class KernelModule(nn.Module):
             return self.run_rounded(x, residual, scales)
         if torch.compiler.is_compiling():
             return cast("Tensor", torch.ops.sparta.subgraph(x, residual, self.handle))
+        if rounding_is_shared() and isinstance(self._built_for(x)[0], RoundsInputs):
+            codes, scales = rounded_once(x, self.fused.attributes["input_scale"])
+            return self.run_rounded(codes, residual, scales)
         return self.run(x, residual)
 
     def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Run the kernel for this size."""
-        lowering = self.fused.lowering
-        kernel, packed = self.kernel_for(lowering.size(x)) if len(self._built) > 1 else self._built[0][1:]
-        if isinstance(kernel, RoundsInputs) and x.is_cuda:
-            codes, scales = rounded_once(x, self.fused.attributes["input_scale"])
-            return self.run_rounded(codes, residual, scales)
-        return lowering.run(kernel, packed, x, self.bias, residual, self.fused.attributes)
+        """Run the kernel for this size, on x as it is now: Inductor writes to tensors without a trace."""
+        kernel, packed = self._built_for(x)
+        return self.fused.lowering.run(kernel, packed, x, self.bias, residual, self.fused.attributes)
 
     @property
     def rounds_inputs(self) -> bool:
@@ -135,13 +134,17 @@ class KernelModule(nn.Module):
     def run_rounded(self, codes: Tensor, residual: Tensor | None, scales: Tensor) -> Tensor:
         """Run the kernel for this size on codes (..., K) in fp8 with the scales (M,) of their rows."""
         lowering = self.fused.lowering
-        kernel, packed = self.kernel_for(lowering.size(codes)) if len(self._built) > 1 else self._built[0][1:]
+        kernel, packed = self._built_for(codes)
         if not isinstance(kernel, RoundsInputs):  # it was replaced after the graph was made
             real = codes.to(torch.float32) * scales.view(*codes.shape[:-1], 1)
             return self.run(real.to(self.live.dtype), residual)
         rows = lowering.flat(codes), scales
         y = kernel.run_rounded(packed, rows, self.bias, None if residual is None else lowering.flat(residual))
         return lowering.result(y, codes)
+
+    def _built_for(self, x: Tensor) -> tuple[Kernel, Sequence[Tensor]]:
+        """Return the kernel that runs x, and its packed weight."""
+        return self.kernel_for(self.fused.lowering.size(x)) if len(self._built) > 1 else self._built[0][1:]
 
     def fast_path(self, size: int | None = None) -> Callable[..., Tensor] | None:
         """Return a function like :meth:`forward` that holds the kernel as it is now, with little Python around it.

@@ -6,8 +6,10 @@ The kernels are Triton's; this module imports it only to run them. The definitio
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,9 +20,16 @@ from sparta.specialize.cuda.device import triton_here
 from sparta.specialize.linear.spec import LinearKernel
 from sparta.specialize.scaled_linear.spec import fp8_rows
 
-__all__ = ["InputRounding", "RoundsInputs", "rounded_once"]
+__all__ = ["InputRounding", "RoundsInputs", "rounded_once", "rounding_is_shared", "shared_rounding"]
 
-_known: Any = WeakTensorKeyDictionary()  # what was made of a tensor, as long as that lives
+
+class _Sharing(threading.local):
+    """What this thread has rounded in the present call of a model, by tensor; None outside of such a call."""
+
+    known: Any = None
+
+
+_sharing = _Sharing()
 
 
 class InputRounding:
@@ -51,36 +60,54 @@ class InputRounding:
         return round_on_gpu(x, self._scale)
 
 
-def rounded_once(x: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Return x (..., K) in fp8, of the same shape, and the scales (M,) of its rows; known for as long as x is the same.
+@contextmanager
+def shared_rounding() -> Iterator[None]:
+    """Let layers that are called with the same tensor inside share what the first of them rounded.
 
-    Layers that are called one after the other with the same tensor, as the queries, keys and values of an attention,
-    so share what the first of them rounded. It is found again only while x has not been written to, on the stream and
-    in the CUDA graph, if any, on which it was made.
+    It is for one call of a model in eager mode: there is no telling, from one call to the next, whether a tensor was
+    written to by what does not count it, such as a replayed graph, and codes that one CUDA graph makes belong to it.
+    """
+    before, _sharing.known = _sharing.known, WeakTensorKeyDictionary()
+    try:
+        yield
+    finally:
+        _sharing.known = before
+
+
+def rounding_is_shared() -> bool:
+    """Whether this thread is inside :func:`shared_rounding`."""
+    return _sharing.known is not None
+
+
+def rounded_once(x: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Return x (..., K) in fp8, of the same shape, and the scales (M,) of its rows.
+
+    Inside :func:`shared_rounding` the same are returned for the same tensor, such as the one that the queries, keys and
+    values of an attention read, unless it was written to or is read on another stream.
 
     >>> x = torch.randn(2, 3, 8)
-    >>> codes, scales = rounded_once(x, None)
-    >>> codes.shape, scales.shape, rounded_once(x, None)[0] is codes, rounded_once(x.add_(1), None)[0] is codes
-    (torch.Size([2, 3, 8]), torch.Size([6]), True, False)
+    >>> with shared_rounding():
+    ...     codes, scales = rounded_once(x, None)
+    ...     rounded_once(x, None)[0] is codes, rounded_once(x.add_(1), None)[0] is codes
+    (True, False)
+    >>> codes.shape, scales.shape, rounded_once(x, None)[0] is rounded_once(x, None)[0]
+    (torch.Size([2, 3, 8]), torch.Size([6]), False)
     """
-    if x.is_inference():  # which does not tell when it is written to
-        codes, scales = InputRounding(scale)(x.reshape(-1, x.shape[-1]))
-        return codes.view(x.shape), scales
-    state = (scale, x._version, _stream(x))
-    known = _known.get(x)
+    shared = None if x.is_inference() else _sharing.known  # such a tensor does not tell when it is written to
+    state = None if shared is None else (scale, x._version, _stream(x))
+    known = None if shared is None else shared.get(x)
     if known is None or known[0] != state:
         codes, scales = InputRounding(scale)(x.reshape(-1, x.shape[-1]))
         known = (state, codes.view(x.shape), scales)
-        _known[x] = known
+        if shared is not None:
+            shared[x] = known
     found: tuple[Tensor, Tensor] = known[1:]
     return found
 
 
-def _stream(x: Tensor) -> tuple[int, bool]:
-    """Return the stream that x is read on, and whether a graph is recorded there."""
-    if not x.is_cuda:
-        return 0, False
-    return torch.cuda.current_stream(x.device).cuda_stream, torch.cuda.is_current_stream_capturing()
+def _stream(x: Tensor) -> int:
+    """Return the stream that x is read on."""
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
 
 
 class RoundsInputs(LinearKernel):
