@@ -228,6 +228,38 @@ def test_trained_models_go_the_same_way_with_their_own_grids():
     assert torch.equal(fast.spec["0.weight"].mask(), spec["0.weight"].mask())
 
 
+class Residual(nn.Module):
+    """Two convolutions read one tensor, which is added to what the first of them leads to."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.first, self.second, self.side = (nn.Conv2d(8, 8, 1) for _ in range(4))
+
+    def forward(self, x):
+        x = torch.relu(self.enter(x))
+        return torch.relu(self.second(torch.relu(self.first(x))) + x) + self.side(x)
+
+
+@pytest.mark.parametrize("learnt", [True, False])
+def test_grids_that_training_learnt_are_not_shared_and_residuals_not_rounded_to_them(learnt):
+    torch.manual_seed(0)
+    net, x = Residual().eval(), torch.randn(2, 8, 6, 6)
+    if learnt:
+        training.prepare(net)
+        training.calibrate(net, [x])
+        with torch.no_grad():  # training has moved it
+            net.side.input_quantizer.high.mul_(1.5)
+    with forcing("cpu-int8"):
+        fast = sparta.compile(net, x, precision="int8", calibration=[x], tune="off")
+    attributes = {name: kernel.fused.attributes for name, kernel in fast.kernels.items()}
+    assert any("residual_scale" in each for each in attributes.values()) is not learnt
+    grids = {name.removesuffix(".weight_kernel"): Quantization.from_dict(each) for name, each in attributes.items()}
+    assert (grids["first"] == grids["side"]) is not learnt
+    if learnt:
+        own = training.export(net).activations
+        assert all(grid.scale == own[f"{name}.input"].scale for name, grid in grids.items())
+
+
 def test_a_model_that_was_never_calibrated_is_refused():
     model, _, x = trained(calibrated=False)
     with pytest.raises(ValueRangeError, match="not calibrated"):

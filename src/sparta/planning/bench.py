@@ -32,7 +32,7 @@ from sparta.errors import SpartaError
 from sparta.oneshot.targets import Target
 from sparta.planning.options import Option
 from sparta.planning.rounding import rounded
-from sparta.precision.api import FORMATS
+from sparta.precision.api import FORMATS, FoundGrids
 from sparta.precision.formats import Float8, round_weight
 from sparta.propagation.capture import call_arguments
 from sparta.specialize.cpu.library import load as load_kernels
@@ -233,7 +233,7 @@ class CompilerBench:
         for precision in sorted(set(short.values())):
             names = [name for name in short if short[name] == precision]
             found = rounded(model, [self.example], spec, names, precision, quick=True)
-            model, spec, grids = found.model, found.spec, {**grids, **found.activations}
+            model, spec, grids = found.model, found.spec, FoundGrids({**grids, **found.activations})
         fast = self._compiled(model, spec, grids)
         if masks and _gave_up(fast):  # timing was unstable, or the time was up: kernels are stored by now
             fast = self._compiled(model, spec, grids)

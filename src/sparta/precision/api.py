@@ -30,10 +30,19 @@ from sparta.tesa import names as tensor_names
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.spec import Spec
 
-__all__ = ["FORMATS", "Quantized", "quantize"]
+__all__ = ["FORMATS", "FoundGrids", "Quantized", "quantize"]
 
 FORMATS: Mapping[str, str] = {"int8": "int8", "fp8": "fp8_e4m3"}
 """The bit format of each precision that rounds weights."""
+
+
+class FoundGrids(dict[str, Quantization | Float8]):
+    """Grids of inputs, by ``"layer.input"``, that were found in data after training.
+
+    Nothing was trained with them, so the compiler may let layers that read one tensor share the widest of its grids,
+    and round what is added to it as well. Grids in any other mapping were learnt, or are the user's: they stay as they
+    are.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +56,7 @@ class Quantized:
     spec
         The TeSAs of its tensors, with pattern, bits and scales.
     activations
-        The grids of inputs, by ``"layer.input"``.
+        The grids of inputs, by ``"layer.input"``; :class:`FoundGrids` unless training has learnt them.
     simulated
         The model that rounds its inputs as well: what kernels must agree with.
     report
@@ -232,10 +241,14 @@ def _row(name: str, layer: Layer | None, why: str, moved: bool) -> LayerPrecisio
     return LayerPrecision(shown, layer.format, how, layer.error, "scaled by its norm" if moved else "")
 
 
-def _activations(layers: Mapping[str, Layer]) -> dict[str, Quantization | Float8]:
-    return {
-        f"{name.removesuffix('weight')}input": layer.input for name, layer in layers.items() if layer.input is not None
-    }
+def _activations(layers: Mapping[str, Layer]) -> FoundGrids:
+    return FoundGrids(
+        {
+            f"{name.removesuffix('weight')}input": layer.input
+            for name, layer in layers.items()
+            if layer.input is not None
+        }
+    )
 
 
 def _spec_of(known: Mapping[str, TeSA], layers: Mapping[str, Layer], weights: Weights) -> Spec:

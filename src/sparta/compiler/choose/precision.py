@@ -22,6 +22,7 @@ from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.run.combine import combined
 from sparta.compiler.run.kernel_module import KernelModule
 from sparta.errors import SpartaError, ValueRangeError, message
+from sparta.precision.api import FoundGrids
 from sparta.specialize.conv.int8 import CONV_OPS
 from sparta.specialize.int8_linear.quantization import Quantization
 from sparta.specialize.int8_linear.quantized import INT8_IMPLEMENTS, OP, integers_of
@@ -51,6 +52,7 @@ class Calibration:
         The spec of the model; int8 TeSAs with a scale are what counts here.
     inputs
         Grids of inputs by layer, ``"fc.input"``; see :meth:`Quantization.of`. Others are taken from the examples.
+        Layers share grids only where these are :class:`FoundGrids`, or none are given.
     note
         Called with what could not be used, and why.
     tensors
@@ -73,7 +75,7 @@ class Calibration:
             subgraph: self._intended(program, self._quantized(program, subgraph, samples)) for subgraph in subgraphs
         }
         # Grids that were learnt, or given by the user, are as they are meant.
-        if all(isinstance(grid, Quantization) for grid in self.inputs.values()):
+        if not self.inputs or isinstance(self.inputs, FoundGrids):
             changed = _sharing_grids(changed)
         used = {f"{_layer(program, subgraph)}input" for subgraph in subgraphs if changed[subgraph].scales is not None}
         unused = sorted(set(self.inputs) - used)
