@@ -42,16 +42,25 @@ def compiled():
         num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     made = transformers.LlamaForCausalLM(config).eval()
+    return made, twin(made)
+
+
+def twin(made):
     fast = shared_copy(made)
     fast.__class__ = compiled_class(type(made))
-    return made, fast
+    replaying(fast)
+    return fast
+
+
+def replaying(fast):
+    output = transformers.modeling_outputs.CausalLMOutputWithPast
+    object.__setattr__(fast, "_sparta", Compiled(output=output, graph=DecodeGraph()))
 
 
 @pytest.fixture
 def model(compiled, monkeypatch):
     made, fast = compiled
-    output = transformers.modeling_outputs.CausalLMOutputWithPast
-    object.__setattr__(fast, "_sparta", Compiled(output=output, graph=DecodeGraph()))
+    replaying(fast)
     for module in (graphs, replayed):
         monkeypatch.setattr(module, "can_read", lambda tensor: isinstance(tensor, torch.Tensor))
     monkeypatch.setattr(graphs, "recorded", recorded)
@@ -110,6 +119,42 @@ def test_greedy_tokens_follow_each_other(model, count, padded):
     assert prepared == min(4, count)  # the prompt and three steps
     assert model[1]._sparta.graph.replays == count - 3
     assert model[1]._sparta.graph._recorded is None
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.usefixtures("model")
+def test_masks_in_containers_open_too(name, padded):
+    made = pruned(name)
+    fast = twin(made)
+    prompt = torch.randint(3, 96, (2, 7), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(prompt)
+    if padded:
+        mask[0, :3] = 0
+    expected, found, prepared = follow((made, fast), prompt, max_new_tokens=24, attention_mask=mask, eos_token_id=95)
+    assert torch.equal(expected, found)
+    assert prepared == 4
+    assert fast._sparta.graph.replays == 21
+
+
+def test_tensors_out_of_sight_are_not_recorded(model):
+    _, fast = model
+    ids = torch.randint(3, 96, (1, 6))
+    call = replayed_call(fast, {"input_ids": ids})
+    assert call is not None
+
+    class Mask:
+        """What flex attention takes, say."""
+
+        def __init__(self):
+            self.places = torch.ones(1, 7, dtype=torch.bool)
+
+    named = {"input_ids": ids[:, -1:], "past_key_values": fast._sparta.graph._recorded.cache}
+    assert fast._sparta.graph.step(None, named) is not None
+    for mask in (Mask(), [Mask()]):
+        for _ in range(4):  # after two, one would be recorded
+            assert fast._sparta.graph.step(None, {**named, "attention_mask": mask}) is None
+    assert not fast._sparta.graph.problem
 
 
 @pytest.mark.parametrize("at", [0, 2, 4, 20])

@@ -8,13 +8,13 @@ import sparta
 transformers = pytest.importorskip("transformers")
 
 
-def pruned(pattern, sparsity):
+def pruned(pattern, sparsity, kind="Llama"):
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=128, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).cuda().eval()
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).cuda().eval()
     layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     include = [f"{name}.weight" for name in layers if "lm_head" not in name]
     sparta.Spec.from_pattern(model, pattern, sparsity, include=include).apply(model)
@@ -52,8 +52,9 @@ def test_steps_are_replayed_from_a_graph(dtype):
     assert drawn.shape == found.shape
 
 
-def test_greedy_tokens_follow_each_other_on_the_device():
-    model = pruned(sparta.Block(32, 32), 0.8)
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])  # masks as a tensor, and in a dict
+def test_greedy_tokens_follow_each_other_on_the_device(kind):
+    model = pruned(sparta.Block(32, 32), 0.8, kind)
     prompt = torch.randint(3, 128, (2, 9), device="cuda")
     fast = sparta.compile(model, {"input_ids": prompt}, budget_s=30)
     graph = fast._sparta.graph

@@ -19,13 +19,14 @@ from torch.utils import _pytree as pytree
 
 from sparta.specialize.cuda.graphs import RecordedGraph, recorded
 
-__all__ = ["DecodeGraph", "RecordedStep", "can_read", "is_static", "with_static_cache"]
+__all__ = ["DecodeGraph", "RecordedStep", "can_read", "is_static", "tensors_of", "with_static_cache"]
 
 _BEFORE = 2  # steps over a cache before one is recorded: short answers need none
 _LEAST_STEPS = 8
 _KNOWN = frozenset(
     {"input_ids", "position_ids", "attention_mask", "cache_position", "use_cache", "logits_to_keep", "return_dict"}
 )
+_CONSTANTS = (bool, int, float, str, type(None))  # anything else may hold tensors out of sight
 _OTHER_WAYS = ("past_key_values", "cache_implementation", "compile_config", "disable_compile", "assistant_model")
 _PLAIN = {"use_cache": True, "prompt_lookup_num_tokens": None, "prefill_chunk_size": None}
 
@@ -43,9 +44,8 @@ class RecordedStep:
     memory: list[tuple[Tensor, Tensor]]  # keys and values of each layer
 
     def inputs(self) -> dict[str, Tensor]:
-        """Return the memory that the step reads, by the names of the model's inputs."""
-        named = pytree.tree_unflatten(self.buffers, self.structure)
-        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        """Return the memory that the step reads, as :func:`tensors_of` names it."""
+        return tensors_of(pytree.tree_unflatten(self.buffers, self.structure))
 
     def again(self) -> Tensor:
         """Replay the step on what is in its memory; return its logits, which the next replay overwrites."""
@@ -99,9 +99,9 @@ class DecodeGraph:
         """
         cache = named.get("past_key_values")
         others = {name: value for name, value in named.items() if name != "past_key_values"}
-        if self.problem or not _is_step(others) or not self._takes(cache):
-            return None
         leaves, structure = pytree.tree_flatten(others)
+        if self.problem or not _is_step(others, leaves) or not self._takes(cache):
+            return None
         known = self._recorded
         if known is None or known.cache is not cache or not _alike(known, leaves, structure) or not _at_home(known):
             self._recorded = None
@@ -165,10 +165,27 @@ def _lengths(cache: Any) -> list[Tensor]:
     return [length for length in held if isinstance(length, Tensor)]
 
 
-def _is_step(named: Mapping[str, Any]) -> bool:
-    """Whether a call is one token more for each sequence, and asks for logits alone."""
+def tensors_of(named: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors that a model is called with, but for its cache, by name and by their place in containers.
+
+    >>> list(tensors_of({"input_ids": torch.ones(1), "attention_mask": {"full_attention": torch.ones(1)}}))
+    ['input_ids', "attention_mask['full_attention']"]
+    """
+    others = {name: value for name, value in named.items() if name != "past_key_values"}
+    return {
+        f"{name}{pytree.keystr(path)}": leaf
+        for name, value in others.items()
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]
+        if isinstance(leaf, Tensor)
+    }
+
+
+def _is_step(named: Mapping[str, Any], leaves: list[Any]) -> bool:
+    """Whether a call is one token more for each sequence, of tensors in sight, and asks for logits alone."""
     ids = named.get("input_ids")
-    if not isinstance(ids, Tensor) or not can_read(ids) or ids.dim() != 2 or ids.shape[1] != 1:
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] != 1:
+        return False
+    if not all(can_read(leaf) if isinstance(leaf, Tensor) else isinstance(leaf, _CONSTANTS) for leaf in leaves):
         return False
     asked = {name for name, value in named.items() if value is not None and value is not False}
     quiet = asked <= _KNOWN and named.get("return_dict") is not False and named.get("use_cache") is not False

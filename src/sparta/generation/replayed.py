@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparta.generation.graphs import DecodeGraph, can_read, is_static
+from sparta.generation.graphs import DecodeGraph, can_read, is_static, tensors_of
 from sparta.generation.greedy import Asked, Run, plainly_asked
 
 __all__ = ["replayed_sequences"]
@@ -58,7 +58,7 @@ def _decoded(model: Any, graph: DecodeGraph, asked: Asked) -> Tensor:
             more = model._update_model_kwargs_for_generation(outputs, more, is_encoder_decoder=False)
             inputs = model.prepare_inputs_for_generation(tokens.sequences(), next_sequence_length=1, **more)
             if len(watched) < _WATCHED:
-                watched.append({name: t.clone() for name, t in inputs.items() if isinstance(t, Tensor)})
+                watched.append({name: t.clone() for name, t in tensors_of(inputs).items()})
             outputs = model(**inputs, return_dict=True)
             tokens.add(outputs.logits)
             if len(watched) == _WATCHED and step is None:
@@ -132,7 +132,7 @@ class _Changes:
         Parameters
         ----------
         inputs
-            The memory that the recorded step reads, by name.
+            The memory that the recorded step reads, as :func:`~sparta.generation.graphs.tensors_of` names it.
         steps
             The inputs of three steps; memory holds those of the last.
         """
