@@ -91,6 +91,19 @@ def test_large_images_are_cut_into_bands_and_long_sums_into_chunks(isa, shape, g
     check(y, functional.relu(truth + residual.double()), reduction=weight[0].numel())
 
 
+@pytest.mark.parametrize("isa", runnable_isas())
+@pytest.mark.parametrize(
+    ("inputs", "size", "direct"), [(40, 31, True), (600, 16, True), (600, 15, False), (40, 2, False)]
+)
+def test_layers_of_single_pixels_read_images_where_they_are(isa, inputs, size, direct):
+    weight, x = torch.randn(20, inputs, 1, 1), torch.randn(2, inputs, size, size)
+    conv = DenseConv(tuple(weight.shape), ConvGeometry.make(2), isa)
+    assert bool(conv._planned(tuple(x.shape), 1).rest[1][-1]) is direct
+    truth = dense_conv(x.double(), weight.double(), None, ConvGeometry.make(2))
+    for threads in (1, 3):
+        check(conv(x, conv.pack(weight), threads=threads), truth, reduction=inputs)
+
+
 @pytest.mark.parametrize("groups", [1, 6])
 def test_what_is_no_number_stays_where_it_belongs(groups):
     geometry = ConvGeometry.make(2, padding=1, groups=groups)

@@ -232,7 +232,7 @@ class DenseConv(PackedImages):
 
     def __init__(self, shape: tuple[int, ...], geometry: ConvGeometry, isa: str | None = None) -> None:
         super().__init__(shape, geometry, isa)
-        self._block, self._vectors = {"avx512": (8, 3), "avx2": (4, 3)}.get(self.library.isa, (4, 2))
+        self._block, self._vectors = 4, {"avx512": 4, "avx2": 3}.get(self.library.isa, 2)
         self._columns = shape[1] * self._kernel[0] * self._kernel[1]
         self._chunk = self._chunk_of(self._columns)
 
@@ -286,7 +286,8 @@ class DenseConv(PackedImages):
     ) -> ImagePlan:
         """Return the layout of the copy: bands as large as caches like them, of whole vectors, and alike."""
         lanes = self.library.lanes
-        plan = plan_image(geometry, self._kernel, size, image="columns", channels=channels, contiguous=True)
+        image = "flat" if self._kernel == (1, 1) else "columns"  # which may be read where it is
+        plan = plan_image(geometry, self._kernel, size, image=image, channels=channels, contiguous=True)
         tokens, tile = plan.out_size[0] * plan.out_size[1], self._vectors * lanes
         copies = len(plan.slot_rows) * channels
         # What is stored in parts must not be computed twice, and a last tile of the input itself is.

@@ -37,6 +37,7 @@ _FINALISTS, _CLOSE = 4, 1.3  # the best of a search are put in order once more: 
 _RUNNERS_UP = 2  # how many candidates may try to beat dense in the longer run
 _NEARLY = 1.15  # times dense, measured briefly: near enough to be looked at again
 _AS_CLEARLY = 0.85  # of the gain of a like problem
+_LOOK_SHARE = 0.25  # of the seconds, for what won for a like problem
 _MOST_COMPILERS = 4
 _DRIFT, _SLACK = 2.0, 0.05  # how far dense may be from its stored time: a factor, and milliseconds of the host's own
 
@@ -163,14 +164,15 @@ def tune_kernel(  # noqa: PLR0913 - the budgets and ways of one search
         :mod:`sparta.specialize.tuning.alone`.
     like
         What won for a problem of nearly the same sizes. Where it is right here and beats dense about as clearly, there
-        is no search.
+        is no search. The look at it takes a quarter of the time at most; if others have registered it, there is none
+        with `isolated`.
     """
     stored = choose(problem.spec, store)
     deadline = math.inf if max_seconds is None else perf_counter() + max_seconds
     rivals = Rivals.of(problem, in_graphs=in_graphs and problem.spec.device == "cuda" and not problem.backward)
     if stored.entry is not None and not _fault(problem, stored.config) and _still_holds(rivals, stored.entry):
         return stored
-    alike = None if like is None else _as_like(rivals, like, stored.refused, deadline)
+    alike = None if like is None else _as_like(rivals, like, stored.refused, deadline, isolated=isolated)
     if alike is not None:
         if store is not None and alike.entry is not None:
             store.put(problem.spec, alike.entry)
@@ -220,14 +222,20 @@ def _still_holds(rivals: Rivals, entry: Entry) -> bool:
     return low <= now <= entry.dense_milliseconds * max(1.0, grown) * _DRIFT + _SLACK
 
 
-def _as_like(rivals: Rivals, like: Choice, refused: Mapping[str, Support], deadline: float) -> Choice | None:
+def _as_like(
+    rivals: Rivals, like: Choice, refused: Mapping[str, Support], deadline: float, *, isolated: bool
+) -> Choice | None:
     """Return what won for a like problem, timed on this one; None where it does not win here, or by much less."""
     spec = rivals.problem.spec
     if rivals.fault or like.entry is None or like.implement == DENSE or misfit(spec, like.entry):
         return None
+    if isolated and not is_builtin(implement_named(like.implement, spec.op)):
+        return None
+    begin = perf_counter()
+    end = begin + _LOOK_SHARE * (deadline - begin)  # a search comes after it where it does not win
     try:
         candidate = rivals.candidate(like.config, build(spec, like.config))
-        verdict = settled(rivals.dense, candidate, deadline - perf_counter(), roof(spec))
+        verdict = settled(rivals.dense, candidate, end - perf_counter(), roof(spec))
     except (PrunedTrial, SpartaError, RuntimeError):
         return None
     if not (verdict.won and verdict.stable and verdict.gain >= _AS_CLEARLY * like.entry.speedup):

@@ -191,7 +191,7 @@ def parts_of(
 
 
 def quicker_of(program: Program, parts: Sequence[InParts], leaves: Sequence[Any]) -> Program | InParts:
-    """Return which is clearly faster with these inputs, the first where none is; a first, cold run rules nothing out."""
+    """Return which is clearly faster with these inputs, the first where none is; no cold run rules one out."""
     seconds: dict[Program | InParts, list[float]] = {program: [], **{each: [] for each in parts}}
     for _ in range(_TIMES):
         best = min((min(taken) for taken in seconds.values() if taken), default=float("inf"))

@@ -122,11 +122,7 @@ inline DenseKernel find_dense_kernel(int32_t bn, int64_t mv) {
     if (mv == 1) return multiply_dense_rows<4, 1>;
     if (mv == 2) return multiply_dense_rows<4, 2>;
     if (mv == 3) return multiply_dense_rows<4, 3>;
-  }
-  if (bn == 8) {
-    if (mv == 1) return multiply_dense_rows<8, 1>;
-    if (mv == 2) return multiply_dense_rows<8, 2>;
-    if (mv == 3) return multiply_dense_rows<8, 3>;
+    if (mv == 4) return multiply_dense_rows<4, 4>;
   }
   return nullptr;
 }
