@@ -260,6 +260,29 @@ def test_two_answers_at_a_time(model):
     assert torch.equal(found, expected[0])
 
 
+@pytest.mark.parametrize("before", [2, 3])
+@pytest.mark.parametrize("padded", [False, True])
+def test_another_answer_that_ends_before_a_step_is_recorded(model, monkeypatch, before, padded):
+    steps = []
+    own = DecodeGraph.step
+
+    def step(self, forward, named):
+        if named["input_ids"].shape[1] == 1:
+            steps.append(named)
+            if len(steps) == before:
+                self.forget()  # as the end of another answer does
+        return own(self, forward, named)
+
+    monkeypatch.setattr(DecodeGraph, "step", step)
+    prompt = torch.randint(3, 96, (2, 7), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(prompt)
+    if padded:
+        mask[0, :3] = 0
+    expected, found, prepared = follow(model, prompt, max_new_tokens=24, attention_mask=mask, eos_token_id=95)
+    assert torch.equal(expected, found)
+    assert prepared == 3 + before  # the prompt, and what came before, and three steps
+
+
 def test_a_model_from_a_file_replays_its_steps(model, monkeypatch, tmp_path):
     made = pruned("gpt2")
     ids = torch.randint(3, 96, (1, 6))

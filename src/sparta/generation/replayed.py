@@ -22,7 +22,7 @@ from sparta.generation.greedy import Asked, Run, plainly_asked
 __all__ = ["replayed_sequences"]
 
 _TOGETHER = 16  # tokens between two looks at whether all sequences have ended
-_WATCHED = 3  # steps whose inputs are compared; the last of them is the one that is recorded
+_WATCHED = 3  # steps in a row whose inputs are compared; the last of them is the one that is recorded
 
 
 def replayed_sequences(model: Any, sample: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -57,8 +57,9 @@ def _decoded(model: Any, graph: DecodeGraph, asked: Asked) -> Tensor:
         if step is None or changes is None:
             more = model._update_model_kwargs_for_generation(outputs, more, is_encoder_decoder=False)
             inputs = model.prepare_inputs_for_generation(tokens.sequences(), next_sequence_length=1, **more)
-            if len(watched) < _WATCHED:
+            if step is None:
                 watched.append({name: t.clone() for name, t in tensors_of(inputs).items()})
+                del watched[:-_WATCHED]  # another answer may let this one start later
             outputs = model(**inputs, return_dict=True)
             tokens.add(outputs.logits)
             if len(watched) == _WATCHED and step is None:
