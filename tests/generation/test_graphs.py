@@ -210,6 +210,22 @@ def test_it_is_tried_whether_tokens_follow(model, monkeypatch):
     assert not follows_itself(fast, {"input_ids": ids})
 
 
+@pytest.mark.parametrize("settings", [{"eos_token_id": list(range(96))}, {"repetition_penalty": 1.3}], ids=str)
+def test_a_trial_in_which_nothing_follows_is_none(model, monkeypatch, settings):
+    _, fast = model
+    own = transformers.GenerationConfig(**settings, pad_token_id=0)
+    monkeypatch.setattr(fast, "generation_config", own)
+    ids = torch.randint(3, 96, (1, 6))
+    assert follows_itself(fast, {"input_ids": ids})
+    assert follows_itself(fast)
+    assert fast.generation_config is own
+    with monkeypatch.context() as patched:
+        patched.setattr(replayed._Changes, "advance", lambda *_: None)
+        assert not follows_itself(fast, {"input_ids": ids})
+    monkeypatch.setattr(replayed._Changes, "seen", classmethod(lambda *_: None))
+    assert not follows_itself(fast, {"input_ids": ids})
+
+
 @pytest.mark.parametrize(
     "ways", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2, "do_sample": True}], ids=str
 )
@@ -298,6 +314,10 @@ def test_a_model_from_a_file_replays_its_steps(model, monkeypatch, tmp_path):
     options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     assert torch.equal(again.generate(ids, **options), made.generate(ids, **options))
     assert again._sparta.graph.replays > 0
+    monkeypatch.setattr(replayed._Changes, "advance", lambda *_: None)
+    again = sparta.load(tmp_path / "model.sparta")  # what the file says is tried where it is loaded
+    assert not again._sparta.graph.follows
+    assert torch.equal(again.generate(ids, **options), made.generate(ids, **options))
 
 
 def test_sampling_draws_the_same(model):

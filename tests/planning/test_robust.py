@@ -115,3 +115,82 @@ def test_what_capturing_takes_leaves_half_of_the_budget_for_measuring():
     plan = planned(speedup=1.5, bench=Slow({}), session=Session(budget_s=100.0, now=lambda: now["seconds"]))
     assert plan.met
     assert abs(plan.speedup / 1.5 - 1) <= 0.03
+
+
+@pytest.mark.parametrize("milliseconds", [5000.0, 500.0, 5.0])
+def test_timing_what_is_dense_takes_a_part_of_the_budget(milliseconds):
+    now, asked = {"seconds": 0.0}, []
+
+    def measure(calls, seconds):
+        times = {key: milliseconds * (1.0 if key == _GIVEN else 0.4) for key in calls}
+        rounds = max(1, round(1e3 * seconds / sum(times.values())))
+        now["seconds"] += 1e-3 * rounds * sum(times.values())
+        asked.append(seconds)
+        return {key: [time] * rounds for key, time in times.items()}
+
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).eval()
+    targets = {target.name: target for target in find_targets(model)}
+    session = Session(measure=measure, now=lambda: now["seconds"], budget_s=60.0)
+    bench = CompilerBench(model, torch.randn(4, 32), targets, session)
+    assert bench.given_ms() == pytest.approx(milliseconds)
+    assert [bench.dense_ms(name) for name in targets] == pytest.approx([0.4 * milliseconds] * 2)
+    assert max(asked) <= 15.0
+    assert now["seconds"] <= 20.0
+    assert len(asked) == (1 if milliseconds == 5000.0 else 2)  # one round of calls that take so long
+
+
+@pytest.mark.parametrize("goal", [{"speedup": 1.5}, {"latency_ms": 15.0}, {"memory_mb": 0.01}, {"max_loss": 0.1}])
+def test_an_interrupt_before_the_model_itself_is_timed_ends_the_plan_and_raises_nothing(goal):
+    class Stopped(FakeBench):
+        def given_ms(self):
+            raise KeyboardInterrupt
+
+    plan = planned(bench=Stopped({}), **goal)
+    assert not plan.met
+    assert not plan.assignment
+    assert plan.whole is None
+    assert plan.reason.startswith("interrupted")
+    assert any("interrupted" in note for note in plan.notes)
+    assert plan.curve
+    assert "interrupted" in plan.report()
+
+
+class Counting(FakeBench):
+    """Counts whatever it is asked to measure."""
+
+    def given_ms(self):
+        self.calls["given"] += 1
+        return super().given_ms()
+
+    def dense_ms(self, name):
+        self.calls["dense"] += 1
+        return super().dense_ms(name)
+
+
+@pytest.mark.parametrize("goal", [{"speedup": 1.5}, {"latency_ms": 15.0}, {"latency_ms": 1000.0}])
+def test_a_plan_made_again_from_its_checkpoint_measures_nothing(goal, tmp_path):
+    first, second = Counting({}), Counting({})
+    plan = planned(bench=first, checkpoint=tmp_path, **goal)
+    assert first.calls["given"]
+    again = planned(bench=second, checkpoint=tmp_path, **goal)
+    assert not +second.calls
+    assert again.assignment == plan.assignment
+    assert again.speedup == plan.speedup
+
+
+def test_what_is_captured_late_leaves_half_of_the_budget_for_measuring():
+    now = {"seconds": 0.0}
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).eval()
+    targets = {target.name: target for target in find_targets(model)}
+
+    def measure(calls, _seconds):
+        return {key: [10.0 if key == _GIVEN else 2.0] * 3 for key in calls}
+
+    def capturing(_line):
+        now["seconds"] += 80.0
+
+    session = Session(measure=measure, now=lambda: now["seconds"], budget_s=100.0, show=capturing)
+    bench = CompilerBench(model, torch.randn(4, 32), targets, session)
+    assert bench.dense_ms(next(iter(targets))) == pytest.approx(2.0)  # the model's own time is in the notebook
+    assert session.left == pytest.approx(50.0)
+    assert session.left_for_layers == pytest.approx(30.0)

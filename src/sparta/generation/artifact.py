@@ -31,6 +31,7 @@ from sparta.generation.packed_linear import PackedLinear
 from sparta.generation.packing import balanced
 from sparta.generation.program import DecodeProgram
 from sparta.generation.registry import architecture, config_fields, config_from, generation_from, transformers_module
+from sparta.generation.trials import follows_itself
 from sparta.modules import member, replace_module, set_member
 from sparta.signing import PublicKey, signer, verifier
 from sparta.specialize.kernel_spec import KernelSpec
@@ -210,7 +211,7 @@ class _Reader:
         compiled = Compiled(longest=self.longest())
         replayed = self.payload.get("replayed")
         if replayed is not None and _has_graphs(self.where):
-            compiled.graph = DecodeGraph(follows=replayed["follows"] is True)
+            compiled.graph = DecodeGraph(follows=False)  # until it was tried here
         self.put_layers(model)
         self.put_fp8(model)
         if self.payload["program"]:
@@ -225,6 +226,8 @@ class _Reader:
         self.tell(compiled, model)
         model.__class__ = compiled_class(original)  # type: ignore[arg-type]
         object.__setattr__(model, "_sparta", compiled)
+        if compiled.graph is not None and replayed["follows"] is True:
+            compiled.graph.follows = follows_itself(model)
         return cast("GenerativeModel", model)
 
     def longest(self) -> int | None:

@@ -72,11 +72,14 @@ class DecodeGraph:
         Why no step can be recorded; empty where none has failed.
     follows
         Whether greedy tokens may follow each other by replays alone.
+    followed
+        How many tokens did so.
     """
 
     replays: int = 0
     problem: str = ""
     follows: bool = True
+    followed: int = 0
     _recorded: RecordedStep | None = None
     _seen: tuple[int, int] = (0, 0)  # a cache, and the steps over it
 

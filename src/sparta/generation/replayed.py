@@ -69,6 +69,7 @@ def _decoded(model: Any, graph: DecodeGraph, asked: Asked) -> Tensor:
         for _ in range(tokens.room(_TOGETHER)):
             changes.advance(tokens.last)
             tokens.add(step.again())
+            graph.followed += 1
         step.go_back(tokens.trimmed())
     return tokens.sequences()
 

@@ -309,18 +309,26 @@ def replayed_call(model: Any, example: Mapping[str, Any]) -> Callable[[], Tensor
     return call if graph.replays > before else None
 
 
-def follows_itself(model: Any, example: Mapping[str, Any], tokens: int = 24) -> bool:
+def follows_itself(model: Any, example: Mapping[str, Any] | None = None, tokens: int = 24) -> bool:
     """Whether greedy tokens that follow by replays alone are those of transformers' own loop over the same replays.
+
+    The model's own settings of `generate` are put aside for it, for they may end the trial before anything followed.
 
     Parameters
     ----------
     model
         A compiled one that replays steps.
+    example
+        A prompt; some tokens if not given.
     """
+    from transformers import GenerationConfig
+
     graph, found = model._sparta.graph, []
-    given = {"attention_mask": torch.ones_like(example["input_ids"]), **example}
-    before = graph.follows
+    before, followed, settings = graph.follows, graph.followed, model.generation_config
     try:
+        ids = _some_tokens(model) if example is None else example["input_ids"]
+        given = {"attention_mask": torch.ones_like(ids), **(example or {"input_ids": ids})}
+        model.generation_config = GenerationConfig()
         for follows in (False, True):
             graph.follows = follows
             with _quiet():
@@ -328,8 +336,14 @@ def follows_itself(model: Any, example: Mapping[str, Any], tokens: int = 24) -> 
     except Exception:  # noqa: BLE001 - whatever goes wrong: the loop of transformers runs
         return False
     finally:
-        graph.follows = before
-    return torch.equal(*found)
+        graph.follows, model.generation_config = before, settings
+    return torch.equal(*found) and graph.followed > followed
+
+
+def _some_tokens(model: Any) -> Tensor:
+    """Return a prompt (1, 8) of random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, _vocabulary(model), (1, 8), generator=generator).to(next(model.parameters()).device)
 
 
 def timed(functions: Mapping[str, Callable[[], Tensor]], seconds: float = _SECONDS) -> Comparison:

@@ -30,6 +30,7 @@ from sparta.planning.options import CHANNELS, options_of, precisions_of
 from sparta.planning.result import Goal, SparsityPlan
 from sparta.planning.search import Search
 from sparta.planning.table import Table, picked
+from sparta.propagation.capture import call_arguments
 from sparta.tesa.patterns import Pattern
 
 __all__ = ["plan", "plan_with"]
@@ -157,8 +158,6 @@ def plan_with(  # noqa: PLR0913 - as above
     model, placed = models
     where = next((p.device for p in placed.parameters()), torch.device("cpu"))
     options = options_of(patterns, bench.device)
-    if _is_met(goal, bench, _megabytes(placed)):
-        options, precisions = {}, ()
     targets = {target.name: target for target in find_targets(placed, include, ignore)}
     given = listed([example] if data is None else data)
     batches = [moved(batch, where) for batch in given]
@@ -179,10 +178,11 @@ def plan_with(  # noqa: PLR0913 - as above
             room_for_layers=lambda: session.left_for_layers > 0,
             show=session.show,
             uncounted=session.uncounted,
+            enough=lambda milliseconds: _is_met(goal, milliseconds, _megabytes(placed)),
+            begin=lambda: session.begin_measuring(0),  # what was captured and loaded by now cannot be cut short
+            one_call=lambda: _one_call(placed, example),
             notes=notes,
         )
-        bench.given_ms()
-        session.begin_measuring(0)  # what was captured and loaded by now cannot be cut short
         if data is None:
             search.notes.append("no data: layers were calibrated on the example inputs alone")
         table = search.filled(batches, method, _megabytes(placed))
@@ -227,10 +227,21 @@ def _goal(
     return Goal(**{key: float(value)})
 
 
-def _is_met(goal: Goal, bench: Bench, megabytes: float) -> bool:
-    """Whether the model as given is what was asked, so that nothing has to be measured."""
-    slow = goal.latency_ms is not None and bench.given_ms() <= goal.latency_ms
-    return slow or (goal.memory_mb is not None and megabytes <= goal.memory_mb)
+def _is_met(goal: Goal, milliseconds: float, megabytes: float) -> bool:
+    """Whether the model as given, which takes so much, is what was asked, so that no option has to be measured."""
+    fast = goal.latency_ms is not None and milliseconds <= goal.latency_ms
+    return fast or (goal.memory_mb is not None and megabytes <= goal.memory_mb)
+
+
+def _one_call(model: nn.Module, example: Any) -> float:
+    """Return the milliseconds of one call of a model."""
+    args, kwargs = call_arguments(example)
+    before = time.perf_counter()
+    with torch.no_grad():
+        model(*args, **kwargs)
+    if next((p.is_cuda for p in model.parameters()), False):
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - before)
 
 
 def _megabytes(model: nn.Module) -> float:

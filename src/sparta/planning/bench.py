@@ -48,6 +48,8 @@ _GIVEN = "the model as given"
 _SECONDS = 0.1  # for a layer that becomes narrower
 _SHARE = 0.03  # of what is left for layers, for one option: a model has some fifty
 _WHOLE_SECONDS = 1.5
+_FOR_DENSE = 0.25  # of what is left, for timing the model and its layers as they are
+_FEWEST = 3  # rounds, of which two warm up
 _ROUNDS = 9
 _LEAST_S = 2.0  # for compiling a whole, whatever the budget is
 
@@ -65,7 +67,7 @@ class Whole:
     memory_mb
         Of what the compiled model holds, in MB (10^6 bytes).
     dense
-        The layers that run dense although they are sparse, because that was faster in the whole.
+        The layers that run dense although they are sparse, because their kernels lost to dense when measured alone.
     """
 
     given_ms: float
@@ -144,6 +146,7 @@ class CompilerBench:
         """Return the milliseconds of the model as given."""
         if self._given is None:
             self._given = self._time_dense()
+            self.session.begin_measuring(0)
         return self._given
 
     def dense_ms(self, name: str) -> float | None:
@@ -154,17 +157,24 @@ class CompilerBench:
         return self._dense[self.kind(name)]
 
     def _time_dense(self) -> float:
-        """Time the model and a layer of each kind, interleaved; a layer takes its share of the model in each round."""
+        """Time the model and a layer of each kind, interleaved; a layer takes its share of the model in each round.
+
+        Where the budget has no time for several rounds, it is one.
+        """
         if self.device == "cpu":
             with self.session.uncounted(), suppress(SpartaError, OSError):  # what is missing, implements tell
                 load_kernels()
         calls: dict[str, Any] = {_GIVEN: lambda: self._call(self.model)}
         for name, (subgraph, x, _) in self._layers.items():
             calls.setdefault(self.kind(name), partial(self._run, subgraph, subgraph.weight, x, subgraph.bias))
+        self.session.begin_measuring(0)  # what was captured and loaded by now cannot be cut short
         with torch.no_grad():
             once = Rounds(self.session.measure(calls, 0.0))
-            seconds = max(_WHOLE_SECONDS, 2e-3 * _ROUNDS * sum(once.median(key) for key in calls))
-            rounds = Rounds(self.session.measure(calls, seconds))
+            round_seconds = 1e-3 * sum(once.median(key) for key in calls)
+            most = max(_WHOLE_SECONDS, _FOR_DENSE * self.session.left)
+            wanted = max(_WHOLE_SECONDS, 2 * _ROUNDS * round_seconds)
+            fits = _FEWEST * round_seconds <= most
+            rounds = Rounds(self.session.measure(calls, min(wanted, most))) if fits else once
         given = rounds.median(_GIVEN)
         self._dense = {kind: given / rounds.ratio(_GIVEN, kind).value for kind in calls if kind != _GIVEN}
         return given
@@ -219,6 +229,7 @@ class CompilerBench:
 
     def whole(self, masks: Mapping[str, tuple[Option, Pattern | None]]) -> Whole:
         """Compile a copy with masks by magnitude, whose times are those of any mask of the kind, and measure it."""
+        given_ms = self.given_ms()
         model = copy.deepcopy(self.model)
         spec = Spec(
             {
@@ -240,7 +251,7 @@ class CompilerBench:
         args, kwargs = call_arguments(self.example)
         with torch.no_grad():
             calls = {"given": lambda: self._call(self.model), "fast": lambda: self._waited(fast(*args, **kwargs))}
-            seconds = max(_WHOLE_SECONDS, 2 * _ROUNDS * self.given_ms() / 1e3)
+            seconds = max(_WHOLE_SECONDS, 2 * _ROUNDS * given_ms / 1e3)
             rounds = Rounds(self.session.measure(calls, seconds))
         lost = {layer.name for layer in fast.report.plan.layers if _lost(layer)}
         dense = frozenset(name for name in masks if _module(name) in lost)

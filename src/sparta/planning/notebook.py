@@ -19,8 +19,10 @@ from sparta.planning.bench import Bench, Whole
 from sparta.planning.options import Option
 from sparta.tesa.patterns import Pattern
 
-__all__ = ["Notebook", "Remembering"]
+__all__ = ["GIVEN", "Notebook", "Remembering"]
 
+GIVEN = "given"
+"""The entry of the model as given."""
 _VERSION = 1
 
 
@@ -97,7 +99,7 @@ class Remembering:
 
     def given_ms(self) -> float:
         """Return the milliseconds of the model as given."""
-        return float(self.notebook.once("given", self.bench.given_ms))
+        return float(self.notebook.once(GIVEN, self.bench.given_ms))
 
     def dense_ms(self, name: str) -> float | None:
         """Return the milliseconds of a layer that is dense."""

@@ -19,7 +19,7 @@ from sparta.planning.bench import Bench, Whole
 from sparta.planning.between import costs_between, times_between
 from sparta.planning.cost import errors_of, grams_of, sensitivity_of
 from sparta.planning.layers import Group
-from sparta.planning.notebook import Notebook
+from sparta.planning.notebook import GIVEN, Notebook
 from sparta.planning.options import CHANNELS, DENSE, MEASURED, Option
 from sparta.planning.result import Goal
 from sparta.planning.rounding import rounding_errors
@@ -48,6 +48,14 @@ class Search:
         Called with a line about what is done.
     uncounted
         Makes what is done within not count as measuring.
+    enough
+        Returns whether a model that takes so many milliseconds is what was asked: no option is measured then.
+    begin
+        Called when the model as given was measured just now, and layers come next.
+    one_call
+        Returns the milliseconds of one call of the model, for a table of what was interrupted before it was measured.
+    given_ms
+        Of the model as given; None before it is measured.
     exhausted
         Whether nothing was left to measure that could be nearer to the goal.
     """
@@ -63,6 +71,10 @@ class Search:
     room_for_layers: Callable[[], bool] = lambda: True
     show: Callable[[str], object] = lambda _line: None
     uncounted: Callable[[], AbstractContextManager[None]] = nullcontext
+    enough: Callable[[float], bool] = lambda _milliseconds: False
+    begin: Callable[[], object] = lambda: None
+    one_call: Callable[[], float] = lambda: 1.0
+    given_ms: float | None = None
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
     exhausted: bool = False
@@ -87,9 +99,11 @@ class Search:
             costs[name] = costs_between(known) | known
         for number in [n for n in narrow if not all(c.reader in costs for c in self.groups[n].channels)]:
             del narrow[number]
-        return Table(self.groups, self.targets, times, costs, narrow, self.bench.given_ms(), megabytes)
+        given_ms = self.one_call() if self.given_ms is None else self.given_ms
+        return Table(self.groups, self.targets, times, costs, narrow, given_ms, megabytes)
 
     def _time(self, times: dict[str, dict[Option, float]], narrow: dict[int, dict[Option, float]]) -> None:
+        self._time_given()
         for group in self.groups:
             for name in group.names:
                 dense = self.bench.dense_ms(name)
@@ -117,6 +131,15 @@ class Search:
             for number, group in enumerate(self.groups):
                 if group.channels and all(name in times for name in group.names) and self.room_for_layers():
                     narrow[number] = self._narrow(group, times)
+
+    def _time_given(self) -> None:
+        """Time the model as given; where it is what was asked, nothing else is considered."""
+        known = GIVEN in self.notebook.entries
+        self.given_ms = self.bench.given_ms()
+        if not known:
+            self.begin()
+        if self.enough(self.given_ms):
+            self.options, self.precisions = {}, ()
 
     def _fill(self, name: str, times: dict[Option, float]) -> None:
         """Put in the options between measured ones that beat dense as well."""
@@ -266,6 +289,8 @@ class Search:
 
     def answered(self, table: Table, goal: Goal) -> tuple[Assignment, Whole | None, bool, str]:
         """Return what layers become, what that measured, whether it is what was asked, and what came of it."""
+        if self.given_ms is None:
+            return {}, None, False, f"interrupted before anything was measured: {goal} was not looked for"
         with self._interruptible("measuring the whole was interrupted: the best so far"):
             for _ in range(_ROUNDS):
                 assignment = following(table, goal, self.points)

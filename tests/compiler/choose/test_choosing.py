@@ -1,5 +1,8 @@
 """Layers and the whole are chosen by measurement, within a budget, remembered when that was enough."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,8 +12,11 @@ import sparta
 from compiler import nets
 from compiler.clocks import Clock, compiled, plain_cost
 from sparta.common.result import TuningResult
+from sparta.compiler.choose.partition import partition
 from sparta.compiler.job import Job
 from sparta.compiler.lower import lowering_of
+from sparta.compiler.run.host import Host
+from sparta.compiler.run.kernel_module import KernelModule
 from sparta.compiler.session import Session
 from sparta.compiler.settle import decided, verified
 from sparta.compiler.variant import Base, Variant
@@ -218,3 +224,52 @@ def test_kernels_that_lose_together_at_another_size_are_dense_there(forced, own_
         assert {size: choice.implement for size, choice in layer.choices.items()} == {6: "cpu", 24: "dense"}
     for x in sizes:
         agree(fast(x), model(x).detach())
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_what_inductor_compiled_in_a_contest_is_what_a_copy_runs(graphs, forced, own_stores, monkeypatch):
+    """All but the recording itself, which needs a GPU."""
+    for name in ("sparta.compiler.run.host", "sparta.compiler.choose.workshop"):
+        monkeypatch.setattr(f"{name}.on_cuda", lambda _module: True)
+        monkeypatch.setattr(f"{name}.Graphed", lambda run, **_options: run)
+    monkeypatch.setattr("sparta.compiler.job._replayable", lambda *_: graphs)
+    made = []
+    monkeypatch.setattr(torch, "compile", lambda module, **_options: made.append(module) or module)
+
+    def has_layers():
+        return any(isinstance(child, KernelModule) for module in made for child in module.modules())
+
+    def cost(key):
+        compiles = isinstance(key, Variant) and key.host.plain is Host.INDUCTOR
+        return 1.0 if compiles and key.kernels else 10.0
+
+    model = nets.pruned(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)).eval())
+    x = torch.randn(6, 32)
+    fast = compiled(model, x, Clock(cost), inductor=True, dynamic_shapes=None)
+    assert fast.report.plan.whole.host.plain is Host.INDUCTOR
+    assert made
+    whole = has_layers()
+    assert whole is not graphs  # what is replayed is compiled between layers, and the whole if nothing is
+    made.clear()
+    agree(copy.deepcopy(fast)(x), model(x).detach())
+    assert made
+    assert has_layers() is whole
+
+
+@pytest.mark.parametrize("activation", [functional.relu6, lambda x: functional.hardtanh(x, 0.0, 6.0)])
+def test_a_relu6_is_part_of_a_layer_on_the_cpu_alone(activation):
+    class Clipped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return activation(self.layer(x))
+
+    x = torch.randn(4, 8)
+    program = Job.started(Clipped().eval(), x, None, None, (), Session()).reduced
+    shapes = program.shapes([x])
+    elsewhere = replace(program, tensors={name: tensor.to("meta") for name, tensor in program.tensors.items()})
+    (here,), (there,) = partition(program, shapes), partition(elsewhere, shapes)
+    assert here.epilogue.activation == "relu6"
+    assert there.epilogue.activation is None  # no sparse kernel there knows it

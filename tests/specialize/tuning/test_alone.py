@@ -12,7 +12,9 @@ from sparta.specialize.implement import implement_named
 from sparta.specialize.linear.spec import linear_spec
 from sparta.specialize.tuning import select
 from sparta.specialize.tuning.alone import fault_alone, is_builtin
-from sparta.specialize.tuning.select import Problem
+from sparta.specialize.tuning.select import Choice, Problem
+from sparta.specialize.tuning.significance import Verdict
+from sparta.specialize.tuning.store import Entry
 from sparta.tesa.attribute import TeSA
 
 MODULE = """
@@ -84,3 +86,12 @@ def test_a_search_leaves_out_what_failed_alone(mine, monkeypatch):
         prepare({"_name": mine})
     select._compiler(problem_of(1.0), isolated=False)({"_name": mine})
     assert asked == [mine]
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_what_won_for_nearly_the_same_sizes_is_not_run_here_first_either(mine, isolated, monkeypatch):
+    monkeypatch.setattr(select, "fault_alone", lambda problem, config: "it broke")
+    monkeypatch.setattr(select, "settled", lambda *_: Verdict(3.0, 2.0, won=True, decided=True, stable=True))
+    like = Choice(mine, {}, "", Entry(mine, {}, 1.0, 3.0))
+    choice = select.tune_kernel(problem_of(1.0), isolated=isolated, like=like, max_trials=2)
+    assert (choice.implement == mine) is not isolated

@@ -82,3 +82,22 @@ def test_what_computes_something_else_here_is_searched_for(problem, said, monkey
     monkeypatch.setattr(select, "build", wrong)
     tune_kernel(problem, like=like(problem, 3.0), max_trials=2)
     assert searches
+
+
+def test_a_look_at_it_leaves_most_of_the_time_for_a_search(problem, monkeypatch):
+    given = {}
+    search = select.search
+
+    def looked(_dense, _candidate, seconds, _roof):
+        given.setdefault("look", seconds)
+        return Verdict(0.9, 2.0, won=False, decided=True, stable=True)
+
+    def searched(*args, **options):
+        given["search"] = options["max_seconds"]
+        return search(*args, **options)
+
+    monkeypatch.setattr(select, "settled", looked)
+    monkeypatch.setattr(select, "search", searched)
+    tune_kernel(problem, like=like(problem, 3.0), max_trials=2, max_seconds=1000.0)
+    assert given["look"] <= 250.0
+    assert given["search"] > 600.0

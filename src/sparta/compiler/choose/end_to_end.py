@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sparta.compiler.choose import judge
@@ -106,7 +106,6 @@ class Contest:
     timer: Timer
     inductor: bool = False
     inductor_seconds: float = _INDUCTOR_SECONDS
-    _failed: set[Variant] = field(default_factory=set)
 
     @property
     def session(self) -> Session:
@@ -173,6 +172,8 @@ class Contest:
         )
         if decision.host is Host.PANELS:
             plans = self.workshop.aligned(plans)
+        if decision.host is Host.INDUCTOR and self.session.in_graphs:
+            return None  # which does not compete here
         kernels = sparse_names(plans) if decision.base is Base.REDUCED else frozenset()
         variant = Variant(decision.base, kernels, decision.host)
         if not self.timer.affords(2):
@@ -358,20 +359,21 @@ class Contest:
             self._add(calls, replace(base, host=Host.CHAIN), plans)
 
     def _hosts(self, base: Variant) -> list[Host]:
-        """Return the hosts that compete for a graph."""
+        """Return the hosts that compete for a graph.
+
+        Where graphs are replayed, Inductor compiles what lies between layers to be replayed, and nothing else of it
+        competes: without a graph a model is compiled as a whole, which was not measured.
+        """
         compiled = self.inductor and (base.base is Base.ORIGINAL or bool(base.kernels))
-        hosts = [Host.EAGER, Host.INDUCTOR] if compiled else [Host.EAGER]
-        recorded = [Host.GRAPH, Host.INDUCTOR_GRAPH] if compiled else [Host.GRAPH]
-        return [*hosts, *recorded] if self.session.in_graphs else hosts
+        if self.session.in_graphs:
+            return [Host.EAGER, Host.GRAPH, *([Host.INDUCTOR_GRAPH] if compiled else [])]
+        return [Host.EAGER, Host.INDUCTOR] if compiled else [Host.EAGER]
 
     def _affords_preparing(self, variant: Variant, plans: Plans) -> bool:
         """Whether a host can be made ready in what is left of the budget: compiling cannot be cut short."""
         seconds = 0.0
-        if variant.host is Host.INDUCTOR:
+        if variant.host.plain is Host.INDUCTOR:
             seconds = self.inductor_seconds * self.workshop.calls_to_compile(variant, plans)
-        plain = replace(variant, host=variant.host.plain)
-        if variant.host is Host.INDUCTOR_GRAPH and (plain in self._failed or not self.workshop.has(plain, plans)):
-            return False  # what is recorded is what was compiled just now
         if self.session.affords(seconds):
             return True
         if seconds and not self.session.interrupted:
@@ -393,11 +395,10 @@ class Contest:
             problem = getattr(self.workshop.run(variant, plans), "problem", "")
         except Exception as error:  # noqa: BLE001 - whatever a candidate raises, the others remain
             problem = in_words(error)
-        if variant.host is Host.INDUCTOR:
+        if variant.host.plain is Host.INDUCTOR:
             count = max(1, self.workshop.calls_to_compile(variant, plans))
             self.inductor_seconds = max(1e-3, (self.session.elapsed - before) / count)
         if problem:
-            self._failed.add(variant)
             self.session.note(f"{variant} does not run: {problem}")
         else:
             calls[variant] = call

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,7 +90,7 @@ def _chosen(
     won: dict[str, Choice] = {}
     late: set[str] = set()
 
-    def measure(kind: str, number: int) -> None:
+    def measure(kind: str, number: int, like: Choice | None) -> None:
         subgraph, at = first[kind]
         x, residual = samples[at].values[subgraph]
         if session.left_for_layers <= 0 and not session.interrupted:
@@ -97,18 +98,17 @@ def _chosen(
         size = subgraph.lowering.size(x)
         pattern = subgraph.tesa.describe_pattern()
         session.show(f"kind of layer {number + 1}/{len(first)}: {subgraph.name} ({pattern}), size {size}")
-        share, like = _share(kind, costs, known), won.get(families[kind])
-        choice = _choice(subgraph, x, residual, known, session, share=share, like=like)
+        choice = _choice(subgraph, x, residual, known, session, share=_share(kind, costs, known), like=like)
         if choice.implement != DENSE and choice.entry is not None:
             won.setdefault(families[kind], choice)
 
     slowest = sorted(first, key=lambda kind: -costs[kind])
     for number, kind in enumerate(slowest):
-        measure(kind, number)
+        measure(kind, number, won.get(families[kind]))
     for number, kind in enumerate(slowest):
         if _hurried(known[kind]) and session.left_for_layers > 0:
             del known[kind]
-            measure(kind, number)
+            measure(kind, number, None)  # what won for its like had its look
     for kind in slowest:
         if kind in late or _hurried(known[kind]):
             known[kind] = _as_its_like(kind, specs, known)
@@ -130,14 +130,14 @@ def _hurried(choice: Choice) -> bool:
 def _as_its_like(kind: str, specs: Mapping[str, KernelSpec], known: Mapping[str, Choice]) -> Choice:
     """Return for a layer that nobody had time for what won clearly for the most similar one; what it has, if none did.
 
-    What the table that comes with the package says of it comes before that. The whole model is timed with it in any
-    case, and what it computes is checked.
+    What the table that comes with the package says of it comes before that; what was timed here and was no faster than
+    dense is neither. The whole model is timed with it in any case, and what it computes is checked.
     """
     now, spec = known[kind], specs[kind]
     if now.implement != DENSE or now.entry is not None:
         return now
     shipped = choose(spec)
-    if shipped.implement != DENSE:
+    if shipped.implement != DENSE and not _lost_here(now, shipped.config):
         return replace(shipped, refused=now.refused, result=now.result)
     weight = spec["weight"]
     likes: list[tuple[float, Choice]] = []
@@ -153,8 +153,16 @@ def _as_its_like(kind: str, specs: Mapping[str, KernelSpec], known: Mapping[str,
             continue
         inside = includes(dict(implement.space(spec)), dict(choice.params))
         params = choice.params if inside else implement.default(spec)
-        return Choice(choice.implement, params, "as the most similar layer: the time was up", None, now.refused)
+        found = Choice(choice.implement, params, "as the most similar layer: the time was up", None, now.refused)
+        if not _lost_here(now, found.config):
+            return found
     return now
+
+
+def _lost_here(now: Choice, config: Mapping[str, Any]) -> bool:
+    """Whether a candidate was tried for a layer in the time that it had, and did not work or was no faster."""
+    tried = () if now.result is None else now.result.trials
+    return any(dict(trial.params) == config and (trial.value is None or trial.value >= 1) for trial in tried)
 
 
 def _kinds(subgraphs: Sequence[SubGraph], samples: Sequence[SizeSample]) -> dict[tuple[SubGraph, int], str]:

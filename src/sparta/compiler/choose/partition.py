@@ -23,9 +23,10 @@ from sparta.specialize.kernel_spec import Epilogue
 __all__ = ["partition"]
 
 _aten = torch.ops.aten
+_RELU6 = "relu6"  # sparse kernels on CUDA do not know it: fused, it would leave a layer to dense
 _ACTIVATIONS: dict[Any, str] = {
     _aten.relu.default: "relu",
-    _aten.relu6.default: "relu6",
+    _aten.relu6.default: _RELU6,
     _aten.silu.default: "silu",
     _aten.gelu.default: "gelu",
 }
@@ -49,7 +50,8 @@ def partition(program: Program, shapes: Mapping[fx.Node, Tensor]) -> list[SubGra
         for lowering in lowerings:
             anchor = lowering.match(node)
             if anchor is not None and anchor.weight in program.tensors and _fits(program, lowering, anchor, shapes):
-                nodes, residual, epilogue = _reach(shapes, node, claimed, has_bias=anchor.bias is not None)
+                device = program.tensors[anchor.weight].device.type
+                nodes, residual, epilogue = _reach(shapes, node, claimed, device, has_bias=anchor.bias is not None)
                 claimed.update(nodes)
                 name = _free_name(anchor.weight, taken)
                 weight, bias = _operands(program, anchor)
@@ -84,12 +86,12 @@ def _fits(program: Program, lowering: Lowering, anchor: Anchor, shapes: Mapping[
 
 
 def _reach(
-    shapes: Mapping[fx.Node, Tensor], node: fx.Node, claimed: set[fx.Node], *, has_bias: bool
+    shapes: Mapping[fx.Node, Tensor], node: fx.Node, claimed: set[fx.Node], device: str, *, has_bias: bool
 ) -> tuple[tuple[fx.Node, ...], fx.Node | None, Epilogue]:
     """Return the calls from a layer's own to as far as the epilogue reaches, the residual, and the epilogue."""
     nodes, residual = [node], None
     follower = _only_user(node)
-    activation = _activation(follower)
+    activation = _activation(follower, device)
     if follower is not None and activation is not None:
         nodes.append(follower)
         follower = _only_user(follower)
@@ -101,20 +103,21 @@ def _reach(
             nodes.append(follower)
             follower = _only_user(follower)
     added = residual is not None
-    last = follower if added and activation is None and _activation(follower) == "relu" else None
+    last = follower if added and activation is None and _activation(follower, device) == "relu" else None
     if last is not None:
         nodes.append(last)
         return tuple(nodes), residual, Epilogue(bias=has_bias, activation="relu", residual=True, residual_first=True)
     return tuple(nodes), residual, Epilogue(bias=has_bias, activation=activation, residual=added)
 
 
-def _activation(node: fx.Node | None) -> str | None:
-    """Return the activation that a call is, if it is one that kernels know."""
+def _activation(node: fx.Node | None, device: str) -> str | None:
+    """Return the activation that a call is, if it is one that the kernels of a device know."""
     if node is None or node.kwargs.get("approximate", "none") != "none":
         return None
     if node.target is _aten.hardtanh.default and tuple(node.args[1:]) == (0, 6) and not node.kwargs:
-        return "relu6"
-    return _ACTIVATIONS.get(node.target)
+        return _RELU6 if device == "cpu" else None
+    found = _ACTIVATIONS.get(node.target)
+    return None if found == _RELU6 and device != "cpu" else found
 
 
 def _operands(program: Program, anchor: Anchor) -> tuple[Tensor, Tensor | None]:

@@ -67,7 +67,7 @@ class Workshop:
     given
         The model as the user gave it; None where that cannot run in a graph's place.
     replays
-        Whether what is compiled will be replayed from CUDA graphs as well.
+        Whether what is compiled will be replayed from CUDA graphs.
     """
 
     original: Program
@@ -131,10 +131,6 @@ class Workshop:
         if self.replays:
             return calls_to_compile(graph)
         return sum(node.op in ("call_function", "call_module") for node in graph.nodes)
-
-    def has(self, variant: Variant, plans: Plans) -> bool:
-        """Whether a variant was made already."""
-        return (_key(variant, plans), variant.host) in self._hosted
 
     def forget(self, variant: Variant, plans: Plans) -> None:
         """Let go of a graph that will not run, under all hosts, and of the memory that its CUDA graph holds."""
