@@ -9,7 +9,7 @@ from torch import nn
 from compiler import nets
 from compiler.clocks import Clock, compiled, plain_cost
 from compiler.conftest import chosen
-from sparta.common.result import TuningResult
+from sparta.common.result import Trial, TuningResult
 from sparta.compiler.choose import judge
 from sparta.compiler.clock import Rounds
 from sparta.compiler.job import Job
@@ -145,3 +145,25 @@ def test_what_won_for_nearly_the_same_sizes_is_looked_at_once(own_stores, monkey
     second = [turns for turns in asked.values() if len(turns) > 1]
     assert second
     assert all(turns == [True, False] for turns in second)
+
+
+@pytest.mark.parametrize(("value", "runs"), [(1.4, "dense"), (None, "dense"), (0.7, "cpu")])
+def test_what_lost_here_does_not_run_because_a_table_says_so(value, runs, own_stores, monkeypatch):
+    now, late = {"seconds": 0.0}, "dense: nothing was faster when the time was up"
+
+    def tune(problem, **_options):
+        now["seconds"] += 100.0
+        trial = Trial(0, chosen(problem.spec).config, value, "pruned" if value is None else "complete")
+        return Choice("dense", {}, late, None, {}, TuningResult((trial,)))
+
+    def tables(spec, _store=None):
+        known = chosen(spec)
+        return Choice(known.implement, known.params, "shipped table: 3.00x dense on another machine")
+
+    monkeypatch.setattr("sparta.compiler.choose.layers.tune_kernel", tune)
+    monkeypatch.setattr("sparta.compiler.choose.layers.choose", tables)
+    session = Session(now=lambda: now["seconds"], budget_s=50.0)
+    model = nets.pruned(nn.Sequential(nn.Linear(64, 64)))
+    (plan,) = Job.started(model, torch.randn(16, 64), None, None, (), session).contest(inductor=False).plans
+    assert plan.first.implement == runs
+    assert plan.first.reason.startswith(late if runs == "dense" else "shipped table")
