@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sparta import NM, VNM, Block, Channel, Spec, TeSA, Unstructured, detect, testing
+from sparta.specialize.linear.cuda_24 import is_two_four
 from sparta.tesa import BCSC, BCSR, BCSRC, Bitmap, NMPacked, Packed24, block_cover
 from sparta.tesa.select import lowest
 
@@ -111,3 +112,20 @@ def test_large_masks_are_looked_at_on_the_gpu_and_look_the_same(pattern, sparsit
     blocks = mask.view(32, 64, 16, 64).any(3).any(1)
     assert torch.equal(tesa.kept_blocks((64, 64)), blocks)
     assert not tesa.state.cells.is_cuda
+
+
+def test_a_gpu_without_room_leaves_questions_to_the_cpu():
+    mask = NM(2, 4).project(torch.rand(8192, 8192))
+    torch.zeros(1, device="cuda")
+    tesa = TeSA.from_mask(mask)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.0)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            tesa.soon()
+        assert tesa.count("live") == int(mask.sum())
+        assert tesa.pattern.pattern == NM(2, 4)
+        assert torch.equal(tesa.kept_blocks((64, 64)), mask.view(128, 64, 128, 64).any(3).any(1))
+        assert is_two_four(tesa)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

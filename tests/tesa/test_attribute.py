@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError
+from sparta.specialize.linear.cuda_24 import is_two_four
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.bits import FORMATS, bit_format
+from sparta.tesa.grid import Grid
 from sparta.tesa.patterns import NM, Block, Channel, Unstructured
 from strategies import masks, shapes, tesas
 
@@ -311,3 +313,29 @@ def test_what_was_found_out_about_live_elements_stays_in_another_format():
     assert str(fresh.pattern) == str(pattern)
     assert fresh.found == {}
     assert TeSA.from_mask(~mask).found == {}
+
+
+def test_a_gpu_without_room_leaves_questions_to_the_cpu(monkeypatch):
+    mask = NM(2, 4).project(torch.rand(32, 48))
+    asked = []
+
+    def full(*_):
+        asked.append(True)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    class Cells(torch.Tensor):
+        """Cells on a GPU that holds them, and nothing else."""
+
+        __eq__ = full
+        __hash__ = torch.Tensor.__hash__
+
+    for soon in (full, lambda tesa: Grid(tesa.shape, tesa.state.block, tesa.state.cells.as_subclass(Cells))):
+        monkeypatch.setattr(TeSA, "soon", soon)
+        tesa = TeSA.from_mask(mask)
+        assert tesa.count("live") == int(mask.sum())
+        assert tesa.density == 0.5
+        assert tesa.pattern.pattern == NM(2, 4)
+        assert torch.equal(tesa.kept_blocks((8, 8)), mask.view(4, 8, 6, 8).any(3).any(1))
+        assert is_two_four(tesa)
+        assert not is_two_four(TeSA.from_mask(NM(2, 4).project(torch.rand(32, 48)).roll(1, 1)))
+    assert len(asked) >= 8

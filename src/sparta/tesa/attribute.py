@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,12 +26,13 @@ from sparta.tesa.grid import Grid
 from sparta.tesa.mask import as_mask
 from sparta.tesa.patterns import Block, Channel, Detection, Pattern, as_pattern, detect
 
-__all__ = ["TeSA"]
+__all__ = ["TeSA", "live_cells"]
 
 LIVE, CONSTANT, DEAD = algebra.LIVE, algebra.CONSTANT, algebra.DEAD
 _STATES = {"live": LIVE, "constant": CONSTANT, "dead": DEAD}
 _OF_LIVE = ("_live", "density", "pattern")  # properties of the live elements alone
 _MANY = 1 << 20  # cells from which on a GPU answers sooner
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -279,7 +280,7 @@ class TeSA(GridBundle):
 
     @cached_property
     def _live(self) -> int:
-        return self._live_cells().count()
+        return self.answered(lambda state: live_cells(state).count())
 
     @cached_property
     def density(self) -> float:
@@ -314,10 +315,14 @@ class TeSA(GridBundle):
     @cached_property
     def pattern(self) -> Detection:
         """The most regular pattern that the live elements obey, and the density inside it."""
+        return self.answered(self._detected)
+
+    def answered(self, question: Callable[[Grid], _T]) -> _T:
+        """Return the answer to a question about the state: from :meth:`soon`, or the CPU where a GPU has no room."""
         try:
-            return self._detected(self.soon())
+            return question(self.soon())
         except torch.OutOfMemoryError:
-            return self._detected(self.state)
+            return question(self.state)
 
     def soon(self) -> Grid:
         """Return the state where questions about all of it are answered soonest: on a GPU that is in use, if large."""
@@ -336,13 +341,13 @@ class TeSA(GridBundle):
             exact = Block(h, w, axes=(varying[0], varying[1]))
         if exact is not None and bool((state.cells != LIVE).any()) and bool((state.cells == LIVE).any()):
             return Detection(exact, self.density, 1.0)
-        live = Grid(self.shape, state.block, state.cells == LIVE)
+        live = live_cells(state)
         return detect(live.cells if state.is_uniform else live.dense())
 
     def mask(self, device: torch.device | str | None = None) -> Tensor:
         """Return the bool tensor of live elements, a fresh one of the full shape."""
         cells = self.state.cells if device is None else self.state.cells.to(device)  # compared where it is wanted
-        return Grid(self.shape, self.state.block, cells == LIVE).dense()
+        return live_cells(Grid(self.shape, self.state.block, cells)).dense()
 
     def picture(self, cells: int = 24) -> tuple[tuple[float, ...], ...]:
         """Return the density in each cell of a coarse grid over the first axis and all others, for people to look at.
@@ -377,7 +382,7 @@ class TeSA(GridBundle):
 
     def kept_blocks(self, block: Sequence[int]) -> Tensor:
         """Return, for each block, whether it has a live element: bool of shape ``ceil(shape / block)``."""
-        return self._live_cells().any_in_blocks(block).cpu()
+        return self.answered(lambda state: live_cells(state).any_in_blocks(block).cpu())
 
     # ------------------------------------------------------------------ using
 
@@ -465,10 +470,6 @@ class TeSA(GridBundle):
 
     # ------------------------------------------------------------------ inside
 
-    def _live_cells(self) -> Grid:
-        state = self.soon()
-        return Grid(self.shape, state.block, state.cells == LIVE)
-
     def _where(self, state: int) -> Grid:
         return Grid(self.shape, self.state.block, self.state.cells == state)
 
@@ -477,3 +478,12 @@ class TeSA(GridBundle):
             raise ShapeError(
                 message(f"a tensor of shape {tuple(tensor.shape)} for {self}", f"a tensor of shape {self.shape}")
             )
+
+
+def live_cells(state: Grid) -> Grid:
+    """Return which cells of a grid of states are live.
+
+    >>> live_cells(TeSA.from_mask(torch.tensor([True, False])).state).cells.tolist()
+    [True, False]
+    """
+    return Grid(state.shape, state.block, state.cells == LIVE)

@@ -24,7 +24,8 @@ from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cuda_24_layout import CHUNK, SLAB, StreamLayout
 from sparta.specialize.linear.spec import LinearKernel
 from sparta.specialize.linear.streamed import StreamedKernel
-from sparta.tesa.attribute import TeSA
+from sparta.tesa.attribute import TeSA, live_cells
+from sparta.tesa.grid import Grid
 
 __all__ = ["StreamTile", "TwoFour", "is_two_four"]
 
@@ -148,6 +149,10 @@ def is_two_four(weight: TeSA) -> bool:
 def _is_two_four(weight: TeSA) -> bool:
     if weight.count("live") > -(-weight.shape[1] // 4) * 2 * weight.shape[0]:
         return False
-    padded = functional.pad(weight.mask(weight.soon().cells.device), (0, -weight.shape[1] % 4)).contiguous()
+    return weight.answered(_has_two_of_four)
+
+
+def _has_two_of_four(state: Grid) -> bool:
+    padded = functional.pad(live_cells(state).dense(), (0, -state.shape[1] % 4)).contiguous()
     # Four flags are the bytes of one number; the product sums them up in its highest byte.
     return not bool(((padded.view(torch.int32) * 0x01010101) >> 24 > 2).any())
