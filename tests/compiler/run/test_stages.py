@@ -249,6 +249,17 @@ def test_layers_that_read_the_same_share_its_codes(traced):
     assert (rounded(x)[0] - module(x)[0]).norm() < 0.2 * module(x)[0].norm()  # dense took its place, and takes codes
 
 
+@pytest.mark.parametrize("rounding", [traced_rounding, rounded_tokens])
+def test_codes_lie_row_by_row_in_memory(rounding):
+    for x in (torch.randn(16, 4).t(), torch.randn(2, 16, 3).transpose(1, 2), torch.randn(5, 32)[:, ::2]):
+        codes, scales = rounding(x, None)
+        assert codes.is_contiguous()
+        assert scales.is_contiguous()
+        expected, others = rounding(x.contiguous(), None)
+        assert torch.equal(codes.float(), expected.float())
+        assert torch.equal(scales, others)
+
+
 def test_a_graph_without_fp8_is_left_alone():
     module = graph_of(nets.pruned(nets.Mlp()), torch.randn(6, 32))
     assert with_shared_rounding(module) is module

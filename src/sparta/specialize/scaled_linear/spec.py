@@ -183,7 +183,10 @@ def rounded_rows(x: Tensor, scale: float | None = None) -> Tensor:
 
 
 def fp8_rows(x: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Return x (..., K) as float8_e4m3fn and the scales (..., 1), float32; see :func:`rounded_rows`."""
+    """Return x (..., K) as float8_e4m3fn, row by row in memory, and the scales (..., 1), float32.
+
+    See :func:`rounded_rows`.
+    """
     real = x.float()
     if scale is None:
         most = real.abs().amax(-1, keepdim=True) if x.shape[-1] else real.new_zeros(*x.shape[:-1], 1)
@@ -192,7 +195,7 @@ def fp8_rows(x: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
         scales = real.new_full((*x.shape[:-1], 1), scale)
     exact = real / scales
     codes = torch.where(real.isfinite(), exact.clamp(-LARGEST[FP8], LARGEST[FP8]), torch.nan)
-    return codes.to(torch.float8_e4m3fn), scales
+    return codes.to(torch.float8_e4m3fn).contiguous(), scales
 
 
 def scaled_linear_spec(
