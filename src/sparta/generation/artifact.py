@@ -226,7 +226,7 @@ class _Reader:
         self.tell(compiled, model)
         model.__class__ = compiled_class(original)  # type: ignore[arg-type]
         object.__setattr__(model, "_sparta", compiled)
-        if compiled.graph is not None and replayed["follows"] is True:
+        if compiled.graph is not None and self.payload["replayed"]["follows"] is True:
             compiled.graph.follows = follows_itself(model)
         return cast("GenerativeModel", model)
 

@@ -328,7 +328,7 @@ def follows_itself(model: Any, example: Mapping[str, Any] | None = None, tokens:
     try:
         ids = _some_tokens(model) if example is None else example["input_ids"]
         given = {"attention_mask": torch.ones_like(ids), **(example or {"input_ids": ids})}
-        model.generation_config = GenerationConfig()
+        model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
         for follows in (False, True):
             graph.follows = follows
             with _quiet():
