@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -341,6 +342,17 @@ def test_a_step_that_is_timed_leaves_the_cache_as_it_was(model):
     torch.testing.assert_close(call(), first)
     expected = made(torch.cat([ids, ids[:, -1:]], 1)).logits[:, -1:]
     torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_only_what_is_on_the_current_device_is_recorded(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    here, there = (SimpleNamespace(is_cuda=True, device=torch.device("cuda", index)) for index in range(2))
+    assert graphs.can_read(here)
+    assert not graphs.can_read(there)
+    assert not graphs.can_read(torch.ones(1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not graphs.can_read(here)
 
 
 def test_what_cannot_be_recorded_runs_as_it_is(model, monkeypatch):

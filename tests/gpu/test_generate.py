@@ -90,8 +90,19 @@ def test_a_model_from_a_file_replays_its_steps(tmp_path):
     fast.save(tmp_path / "model.sparta")
     again = sparta.load(tmp_path / "model.sparta")
     options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": 30}
+    assert again._sparta.graph.follows
     assert torch.equal(again.generate(prompt, **options), fast.generate(prompt, **options))
     assert again._sparta.graph.replays > 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_steps_on_another_device_than_the_current_one_run_as_they_are():
+    model = pruned(sparta.Block(32, 32), 0.8).to("cuda:1")
+    prompt = torch.randint(3, 128, (2, 9), device="cuda:1")
+    with torch.cuda.device(1):
+        fast = sparta.compile(model, {"input_ids": prompt}, budget_s=30)
+    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": 30}
+    assert torch.equal(fast.generate(prompt, **options), model.generate(prompt, **options))
 
 
 @pytest.mark.skipif(

@@ -219,8 +219,10 @@ def _at_home(known: RecordedStep) -> bool:
 
 
 def can_read(tensor: Tensor) -> bool:
-    """Whether a graph can read a tensor, and none is being recorded by someone else."""
-    return tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
+    """Whether a graph, which belongs to the current device, can read a tensor, and no one else is recording one."""
+    if not tensor.is_cuda or tensor.device.index != torch.cuda.current_device():
+        return False
+    return not torch.cuda.is_current_stream_capturing()
 
 
 def _alike(known: RecordedStep, leaves: list[Any], structure: pytree.TreeSpec) -> bool:
