@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -177,6 +178,39 @@ def test_a_cache_holds_no_more_than_was_decoded(model):
     found = model[1].generate(prompt, attention_mask=torch.ones_like(prompt), disable_compile=True, **options)
     assert found.shape[1] == 5 + at + 1
     assert int(cache.get_seq_length()) == found.shape[1] - 1
+
+
+def test_tokens_follow_in_the_mode_that_transformers_decodes_in(model, monkeypatch):
+    _, fast = model
+    seen, inside = [], []
+
+    @contextmanager
+    def decoding(self):
+        inside.append(self)
+        try:
+            yield
+        finally:
+            inside.remove(self)
+
+    again = RecordedStep.again
+    prepare = type(fast).prepare_inputs_for_generation
+
+    @functools.wraps(prepare)
+    def prepared(self, *args, **kwargs):
+        seen.append(bool(inside))
+        return prepare(self, *args, **kwargs)
+
+    monkeypatch.setattr(RecordedStep, "again", lambda self: seen.append(bool(inside)) or again(self))
+    mixin = "transformers.generation.utils.GenerationMixin"
+    monkeypatch.setattr(f"{mixin}.prepare_inputs_for_generation", prepared)
+    monkeypatch.setattr(f"{mixin}._optimize_model_for_decode", decoding, raising=False)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": 95}
+    ids = torch.randint(3, 96, (1, 5), generator=torch.Generator().manual_seed(6))
+    first = fast.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert seen == [False] + [True] * 12  # the prompt; three steps, the last of which is also replayed; and the others
+    assert not inside
+    monkeypatch.delattr(f"{mixin}._optimize_model_for_decode")  # as in older releases
+    assert torch.equal(fast.generate(ids, attention_mask=torch.ones_like(ids), **options), first)
 
 
 def test_what_changes_otherwise_is_left_to_transformers(model, monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,10 +48,18 @@ def replayed_sequences(model: Any, sample: Callable[..., Any], args: tuple[Any, 
 
 
 def _decoded(model: Any, graph: DecodeGraph, asked: Asked) -> Tensor:
-    """Return the sequences: the first steps by transformers' own preparation, the others by replays alone."""
+    """Return the sequences, of which the prompt gives the first token."""
     outputs = model._prefill(asked.ids, asked.config, asked.more, is_first_iteration=True)
-    tokens, more = _Tokens(asked.ids, asked.run), asked.more
+    tokens = _Tokens(asked.ids, asked.run)
     tokens.add(outputs.logits)
+    mode = getattr(model, "_optimize_model_for_decode", nullcontext)  # how transformers decodes, in newer releases
+    with mode():
+        _follow(model, graph, tokens, outputs, asked.more)
+    return tokens.sequences()
+
+
+def _follow(model: Any, graph: DecodeGraph, tokens: _Tokens, outputs: Any, more: dict[str, Any]) -> None:
+    """Add all other tokens: the first steps by transformers' own preparation, the others by replays alone."""
     watched: list[dict[str, Tensor]] = []
     step, changes = None, None
     while not tokens.done():
@@ -71,7 +80,6 @@ def _decoded(model: Any, graph: DecodeGraph, asked: Asked) -> Tensor:
             tokens.add(step.again())
             graph.followed += 1
         step.go_back(tokens.trimmed())
-    return tokens.sequences()
 
 
 class _Tokens:
