@@ -6,8 +6,9 @@ import torch
 import sparta
 from sparta.compiler.session import Session
 from sparta.errors import FileFormatError, ValueRangeError
-from sparta.files import Budget
-from sparta.generation import api, fp8, layers
+from sparta.files import Budget, load_tensors, save_tensors
+from sparta.generation import api, artifact, fp8, layers
+from sparta.generation.artifact import KIND
 from sparta.generation.fp8_files import fp8_fields, fp8_weight
 from sparta.generation.layers import SparseLayer, kernel_of, layer_spec, put_layers
 from sparta.specialize.scaled_linear.inputs import InputRounding, RoundsInputs, rounding_is_shared
@@ -110,6 +111,32 @@ def test_inputs_are_rounded_once_in_a_call_and_again_in_the_next(model, anywhere
         assert torch.equal(fast(ids).logits, first)
     assert len(rounded) == 16
     assert not rounding_is_shared()
+
+
+def test_a_layer_of_a_file_has_a_kernel(model, anywhere, tmp_path):
+    fast = sparta.compile(model, {"input_ids": torch.randint(3, 96, (2, 7))}, precision="fp8", tune="off")
+    fast.save(tmp_path / "model.sparta")
+    tensors, payload = load_tensors(tmp_path / "model.sparta", KIND, 1)
+    first = next(iter(payload["fp8"]))
+    payload["fp8"][first]["choices"] = {}
+    save_tensors(tmp_path / "changed.sparta", KIND, 1, tensors, payload)
+    with pytest.raises(FileFormatError, match=f"no kernel for {first}"):
+        sparta.load(tmp_path / "changed.sparta")
+
+
+def test_what_is_known_of_dense_layers_is_small_while_a_file_is_read(model, anywhere, tmp_path, monkeypatch):
+    fast = sparta.compile(model, {"input_ids": torch.randint(3, 96, (2, 7))}, precision="fp8", tune="off")
+    fast.save(tmp_path / "model.sparta")
+    readers = []
+    tell = artifact._Reader.tell
+    monkeypatch.setattr(artifact._Reader, "tell", lambda self, *given: readers.append(self) or tell(self, *given))
+    again = sparta.load(tmp_path / "model.sparta")
+    assert again.spec == fast.spec
+    held = [each for values in vars(readers[0]).values() if isinstance(values, dict) for each in values.items()]
+    masks = {name for name, value in held if isinstance(value, torch.Tensor) and value.dtype == torch.bool}
+    cells = {name: value.state.cells.numel() for name, value in held if isinstance(value, sparta.TeSA)}
+    assert not masks
+    assert {count for name, count in cells.items() if "attn" in name} == {1}
 
 
 def test_a_loss_beyond_what_is_allowed_leaves_the_model_as_it_was(model, anywhere):

@@ -190,7 +190,7 @@ class _Reader:
     ) -> None:
         self.tensors, self.payload, self.budget = tensors, payload, budget
         self.matrices: dict[str, PackedMatrix] = {}
-        self.masks: dict[str, Tensor] = {}
+        self.in_fp8: dict[str, TeSA] = {}
         self.turned: set[str] = set()
         stored = "cuda" if payload["provenance"]["device"] == "cuda" and torch.cuda.is_available() else "cpu"
         self.where = torch.device(stored if device is None else device)
@@ -242,7 +242,7 @@ class _Reader:
         found = {}
         for name in self.payload["pruned"]:
             path = str(name).removesuffix(".weight")
-            mask = self.masks[path] if path in self.masks else self.matrices[path].mask()
+            mask = self.in_fp8[path].mask() if path in self.in_fp8 else self.matrices[path].mask()
             found[str(name)] = TeSA.from_mask(mask.t().contiguous() if path in self.turned else mask)
         compiled.spec = Spec(found)
         fields = self.payload["generation"]
@@ -294,10 +294,12 @@ class _Reader:
             name, layer = str(key), model.get_submodule(str(key))
             if not is_linear(layer):
                 raise FileFormatError(message(f"a weight in fp8 for {name[:100]}", "a linear layer", "save it again"))
+            if not fields["choices"]:
+                raise FileFormatError(message(f"no kernel for {name[:100]}", "one or more", "save it again"))
             like: Any = layer.weight
             shape = (like.shape[1], like.shape[0]) if is_transposed(layer) else (like.shape[0], like.shape[1])
             weight, tesa = fp8_weight(name, fields, self.tensors, shape, self.budget)
-            self.masks[name] = tesa.mask()
+            self.in_fp8[name] = tesa  # which is small where nothing is pruned
             weight = weight.to(self.where, _dtype(fields))
             _set(model, f"{name}.weight", weight.t().contiguous() if is_transposed(layer) else weight, like=like)
             choices = {int(size): self.choice(layer, tesa, int(size), c) for size, c in fields["choices"].items()}
