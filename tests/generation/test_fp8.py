@@ -147,6 +147,21 @@ def test_a_loss_beyond_what_is_allowed_leaves_the_model_as_it_was(model, anywher
     assert torch.equal(fast.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
 
 
+def test_a_model_that_takes_fewer_calls_than_before_stays_as_it_was(model, anywhere, monkeypatch):
+    ids = torch.randint(3, 96, (2, 7))
+    whole = api.outputs
+
+    def fewer(asked, named):
+        rounded = any(isinstance(module, SparseLayer) for module in asked.modules())
+        simulated = any(isinstance(module, fp8._Simulated) for module in asked.modules())
+        return whole(asked, named)[: 1 if rounded or simulated else 2]
+
+    monkeypatch.setattr(api, "outputs", fewer)
+    fast = sparta.compile(model, {"input_ids": ids}, precision="fp8", tune="off")
+    assert any(note.startswith("not in fp8: ") for note in fast.report.notes)
+    assert fast.provenance["precision"] == "as given"
+
+
 def test_rounded_inputs_are_simulated_where_kernels_round_them(model, monkeypatch):
     layer = model.model.layers[0].mlp.up_proj
     tesa = fp8.round_weights(model, {})["model.layers.0.mlp.up_proj"]

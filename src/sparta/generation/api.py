@@ -288,8 +288,11 @@ class _Compilation:
 
     def _costs_too_much(self, fast: GenerativeModel, precision: str) -> bool:
         """Note what rounding changes; return whether that is more than is allowed."""
-        before, after = ([t for each in self.prompts for t in outputs(m, each)] for m in (self.base, fast))
-        relative, same = agreement(before, after)
+        before, after = ([outputs(m, each) for each in self.prompts] for m in (self.base, fast))
+        if [len(each) for each in before] != [len(each) for each in after]:
+            self.session.note(f"not in {precision}: the model then takes other calls than before")
+            return True
+        relative, same = agreement([t for each in before for t in each], [t for each in after for t in each])
         whose = "the example" if self.prompts[0] is self.example else f"{len(self.prompts)} calibration batches"
         self.session.note(
             f"{precision}: logits of {whose} differ from those before rounding by {relative:.2g} (relative); "
