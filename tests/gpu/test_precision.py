@@ -7,7 +7,7 @@ from torch import nn
 import sparta
 from compiler.conftest import forcing
 from sparta.compiler.run.host import Host, hosted
-from sparta.compiler.run.rounding import rounded_tokens, with_shared_rounding
+from sparta.compiler.run.rounding import rounded_tokens, traced_rounding, with_shared_rounding
 from sparta.errors import ValueRangeError
 from sparta.specialize.scaled_linear.inputs import rounded_once, shared_rounding
 from sparta.specialize.scaled_linear.spec import OP
@@ -127,6 +127,16 @@ def test_a_tensor_that_is_read_again_within_a_call_is_rounded_once():
     assert torch.equal(codes.float(), first[0].float())
     assert torch.equal(scales, 2 * first[1])
     assert rounded_once(x, None)[0] is not codes
+
+
+@pytest.mark.parametrize("rounding", [traced_rounding, rounded_tokens])
+def test_codes_lie_row_by_row_in_memory(rounding):
+    for x in (torch.randn(512, 32, device="cuda").t(), torch.randn(2, 512, 8, device="cuda").transpose(1, 2)):
+        codes, scales = rounding(x, None)
+        assert codes.is_contiguous()
+        expected, others = rounding(x.contiguous(), None)
+        assert torch.equal(codes.float(), expected.float())
+        assert torch.equal(scales, others)
 
 
 def test_what_writes_unseen_to_an_input_is_seen():
