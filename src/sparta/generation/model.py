@@ -145,7 +145,7 @@ def compiled_class(original: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return own_forward(self, *args, **kwargs)
-        with shared_rounding():  # of this call: a step that is recorded rounds anew
+        with shared_rounding():  # of this call: a step that is recorded rounds again
             return own_forward(self, *args, **kwargs)
 
     @functools.wraps(own_forward)
