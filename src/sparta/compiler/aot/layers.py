@@ -200,8 +200,9 @@ def layer_for(kernel: KernelModule) -> nn.Module | None:
     if isinstance(inner, PackedLinear):
         return PackedLayer(inner, packed[0], kernel.bias, activation)
     sizes: set[tuple[int, ...]] = {tuple(spec["input"].shape[2:]) for spec, _ in kernel.choices.values()}
-    real = isinstance(inner, PackedConv) and not isinstance(inner, PackedInt8Conv)  # integers have no operator
-    if real and len(sizes) == 1:
+    if isinstance(inner, PackedInt8Conv):
+        return None  # of integers there is no operator
+    if isinstance(inner, PackedConv) and len(sizes) == 1:
         return ConvLayer(inner, packed[0], kernel.bias, activation, min(sizes))
     return None
 
