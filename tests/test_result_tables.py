@@ -264,10 +264,19 @@ def test_the_drawing_of_losses_has_a_point_for_each_whole_row():
 def test_the_figures_of_the_readme_are_those_of_the_results():
     results = ROOT / "benchmarks" / "results"
     readme = " ".join((ROOT / "README.md").read_text().split())
-    cases = json.loads((results / "compiler_models.x86-64-cpu.json").read_text())["results"]["cases"]
-    wanted = {"model": "bert-base", "batch": 1, "pattern": "4x1", "sparsity": 0.9}
-    [bert] = [case for case in cases if wanted.items() <= case.items()]
-    assert f"**{bert['speedup']:.1f}x** the best of eager and `torch.compile`" in readme
+    rows = json.loads((results / "compiler_quantized.x86-64-cpu.json").read_text())["results"]["rows"]
+    [times] = [row["median_ms"] for row in rows if (row["model"], row["batch"]) == ("bert-base", 1)]
+
+    def gained(precision, ours):
+        dense = [ms for name, ms in times.items() if name.endswith(precision) and not name.startswith("sparta")]
+        return f"{min(dense) / times[f'sparta {ours} {precision}']:.1f}x"
+
+    assert f"**{gained('fp32', '4x1 90%')}** the best of PyTorch, ONNX Runtime and OpenVINO in fp32" in readme
+    assert f"in int8 **{gained('int8', '4x4 90%')}** the best of their dense int8" in readme
+    decoded = json.loads((results / "generation_decode.x86-64-cpu.json").read_text())["results"]
+    [rates] = [row["rates"] for row in decoded["rows"] if row["pattern"] == "unstructured 50 %"]
+    faster = rates["ours int8"] / rates["llama.cpp Q8_0"]
+    assert f"**{faster:.1f}x** the tokens per second of llama.cpp's Q8_0" in readme
     performance = (ROOT / "docs" / "performance.md").read_text()  # made from the results, as is checked above
     ahead = performance.partition("Ahead of DeepSparse in ")[2].partition(" rows")[0]
     assert f"ahead of DeepSparse 1.8 in **{ahead}** cases" in readme
