@@ -28,5 +28,14 @@ def save(question: str, device: str, results: Mapping[str, Any], folder: Path | 
         "environment": environment().to_dict(),
         "results": results,
     }
-    write_atomic(path, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
+    _write(path, record)
     return path
+
+
+def amend(path: Path, results: Mapping[str, Any]) -> None:
+    """Replace the results of a stored run to which another machine adds; where and when it was made stays."""
+    _write(path, {**json.loads(path.read_text(encoding="utf-8")), "results": results})
+
+
+def _write(path: Path, record: Mapping[str, Any]) -> None:
+    write_atomic(path, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())

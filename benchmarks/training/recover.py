@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import sparta
 from generation.decode import PROMPT, decoded
 from oneshot.language_model import load, perplexity
-from record import RESULTS, save
+from record import RESULTS, amend, save
 from sparta.recovery import add_lora
 from sparta.tables import table
 
@@ -188,12 +188,12 @@ def options_given() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def stored(folder: Path, settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Return the device and the results of an earlier run with the same settings, on any machine."""
+def stored(folder: Path, settings: Mapping[str, Any]) -> tuple[Path, dict[str, Any]] | None:
+    """Return the file and the record of an earlier run with the same settings, on any machine."""
     for path in sorted(folder.glob(f"{QUESTION}.*.json")):
         record = json.loads(path.read_text())
         if all(record["results"][key] == value for key, value in settings.items()):
-            return record["device"], record["results"]
+            return path, record
     return None
 
 
@@ -224,11 +224,12 @@ def main() -> None:
     earlier = stored(given.out, settings) if given.goes_on or given.speed else None
     results: dict[str, Any] = {**settings, "rank": RANK, "perplexity_dense": math.nan, "rows": []}
     if earlier is not None:
-        device, results = earlier
+        device, results = earlier[1]["device"], earlier[1]["results"]
     if given.speed:
         if earlier is None:
             raise SystemExit(f"no rows of {settings} are stored in {given.out}")
         add_speed(dense, tokenizer, results, given)
+        amend(earlier[0], results)
     else:
         data = batches(tokenizer, given.text, given.steps, given)
         one = argparse.Namespace(**{**vars(given), "batch": 1})
@@ -241,7 +242,6 @@ def main() -> None:
                 results["rows"].append(row)
                 print(row, flush=True)
                 save(QUESTION, device, results, given.out)
-    save(QUESTION, device, results, given.out)
     show(results)
 
 
