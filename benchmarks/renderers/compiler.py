@@ -129,8 +129,9 @@ def quantized(found: Sequence[Record]) -> str:
                 ]
                 rows.append([*line, f"{rivals[best] / ms:.2f}", None if change is None else f"{change:.3f}"])
         title = (
-            "Milliseconds of compiled models and of the best dense runtime at the same precision (PyTorch, ONNX "
-            f"Runtime, OpenVINO), how many times faster, and how much rounding changes the outputs (of their norm). "
+            "Milliseconds of compiled models and of the best dense runtime at the same precision (eager PyTorch, "
+            "ONNX Runtime, OpenVINO), how many times faster, and how much rounding changes the outputs (of their "
+            "norm). "
             f"{record['results']['threads']} threads. {source(record)}"
         )
         heads = ["model", "batch", "weights", "ms", "best dense", "its ms", "times faster", "change"]
