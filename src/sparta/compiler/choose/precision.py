@@ -40,6 +40,7 @@ _OPERATIONS: Mapping[str, Mapping[str, str]] = {
 """The operation for a weight of these bits, by that in real numbers."""
 ROUNDING_IMPLEMENTS = INT8_IMPLEMENTS | FP8_IMPLEMENTS
 """Those that round their inputs; others compute in real numbers."""
+_ROOM = 1.25  # how much wider than what examples show the grid of a sum's part is
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Calibration:
         }
         # Grids that were learnt, or given by the user, are as they are meant.
         if not self.inputs or isinstance(self.inputs, FoundGrids):
-            changed = _sharing_grids(changed)
+            changed = _sharing_grids(changed, samples)
         used = {f"{_layer(program, subgraph)}input" for subgraph in subgraphs if changed[subgraph].scales is not None}
         unused = sorted(set(self.inputs) - used)
         if unused:
@@ -163,25 +164,39 @@ class Calibration:
         return (scales[:, :1] * factor.where(factor > 0, 1.0)).squeeze(1).cpu()
 
 
-def _sharing_grids(subgraphs: Mapping[SubGraph, SubGraph]) -> dict[SubGraph, SubGraph]:
+def _sharing_grids(subgraphs: Mapping[SubGraph, SubGraph], samples: Sequence[SizeSample]) -> dict[SubGraph, SubGraph]:
     """Return int8 convolutions with one grid for all that read a tensor, which those that add it round it to as well.
 
-    So a tensor is kept in 8 bits and in nothing else. Of several grids the widest is taken, which cuts off least.
+    So a tensor is kept in 8 bits and in nothing else. Of several grids the widest is taken, which cuts off least. What
+    an int8 convolution makes to be added and for nothing else, as the shortcuts of residual networks do, has a grid of
+    its own.
     """
     grids: dict[fx.Node, list[Quantization]] = defaultdict(list)
     convolutions = [each for each in subgraphs.values() if each.lowering.op in CONV_OPS.values()]
     for each in convolutions:
         grids[each.anchor.x].append(Quantization.from_dict(each.anchor.attributes))
     shared = {x: max(of_x, key=lambda grid: grid.scale) for x, of_x in grids.items()}
+    makers = {each.nodes[-1] for each in convolutions if len(each.nodes[-1].users) == 1}
     changed = dict(subgraphs)
     for given, each in subgraphs.items():
         if each not in convolutions:
             continue
         attributes = {**each.anchor.attributes, **shared[each.anchor.x].to_dict()}
-        if each.residual in shared:
-            attributes |= shared[each.residual].to_dict("residual")
+        seen = [sample.values[given][1] for sample in samples] if each.residual in makers else []
+        added = shared[each.residual] if each.residual in shared else _covering(seen)
+        if added is not None:
+            attributes |= added.to_dict("residual")
         changed[given] = replace(each, anchor=replace(each.anchor, attributes=attributes))
     return changed
+
+
+def _covering(seen: Sequence[Tensor | None]) -> Quantization | None:
+    """Return a grid for what was seen and a little more, because the examples are few; None where it has none."""
+    values = [tensor for tensor in seen if tensor is not None and tensor.numel()]
+    if not values:
+        return None
+    low, high = _ROOM * min(float(t.min()) for t in values), _ROOM * max(float(t.max()) for t in values)
+    return Quantization.covering(low, high) if abs(low) + abs(high) < float("inf") else None
 
 
 def _unfolded(name: str) -> str:
@@ -215,9 +230,9 @@ def rounding_kernels(kernels: Mapping[SubGraph, KernelModule]) -> dict[SubGraph,
     }
 
 
-def simulated(program: Program, kernels: Mapping[SubGraph, KernelModule]) -> Callable[..., Any]:
-    """Return a program as a function of flat inputs, its int8 layers in real numbers with rounded inputs."""
-    return combined(program, {subgraph: _Simulated(subgraph, module) for subgraph, module in kernels.items()}).forward
+def simulated(program: Program, kernels: Mapping[SubGraph, KernelModule]) -> fx.GraphModule:
+    """Return a program as a graph of flat inputs, its int8 layers in real numbers with rounded inputs."""
+    return combined(program, {subgraph: _Simulated(subgraph, module) for subgraph, module in kernels.items()})
 
 
 class _Simulated(nn.Module):

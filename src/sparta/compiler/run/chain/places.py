@@ -49,12 +49,13 @@ class _Plan:
     def image(self, item: ImageItem) -> None:
         """Hand on the result of a convolution."""
         source = item.result.source
-        takers = self._takers(item)
-        if not takers:
-            return
+        takers, adds = self._takers(item), self._adding(item)
         # Layers may round one tensor in several ways: the most common one is handed over.
-        (way, _), *_rest = Counter(way for _, way in takers).most_common()
-        adding = [each for each in self._adding(item) if each.product.adding == way]
+        ways = [way for _, way in takers] or [each.product.adding for each in adds if each.product.adding is not None]
+        if not ways:
+            return
+        (way, _), *_rest = Counter(ways).most_common()
+        adding = [each for each in adds if each.product.adding == way]
         readers = [each for each, wanted in takers if wanted == way]
         alone = len(readers) + len(adding) == len(self._uses[id(source)]) and id(source) not in self._returned
         item.to_bytes, item.in_bytes = way, Made(item.product.place_bytes)
