@@ -1,5 +1,7 @@
 """On CUDA, a language model keeps its `generate`: greedily, the same tokens as the masked dense model."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -125,3 +127,39 @@ def test_a_language_model_in_fp8(pattern, sparsity, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(again(prompt).logits.float(), close, rtol=0.05, atol=0.05)
     assert again.generate(prompt, attention_mask=torch.ones_like(prompt), **options).shape == found.shape
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+def test_prompts_are_replayed_from_graphs(kind, tmp_path):
+    model = pruned(sparta.Block(32, 32), 0.8, kind)
+    prompt = torch.randint(3, 128, (2, 9), device="cuda")
+    fast = sparta.compile(model, {"input_ids": prompt}, tune="off")
+    assert fast._sparta.prompts is not None, fast.report.notes
+    for tokens in (9, 12, 16, 5, 33, 40, 36):
+        ids = torch.randint(3, 128, (2, tokens), device="cuda")
+        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 20}
+        assert torch.equal(fast.generate(ids, **options), model.generate(ids, **options))
+    assert fast._sparta.prompts.replays == 5
+    fast.save(tmp_path / "model.sparta")
+    again = sparta.load(tmp_path / "model.sparta")
+    assert again._sparta.prompts is not None
+    for _ in range(2):
+        assert torch.equal(again.generate(ids, **options), fast.generate(ids, **options))
+    assert again._sparta.prompts.replays > 0
+
+
+def test_prompts_of_several_threads_do_not_mix():
+    model = pruned(sparta.Block(32, 32), 0.8)
+    prompts = [torch.randint(3, 128, (1, tokens), device="cuda") for tokens in (9, 11, 14, 16)]
+    fast = sparta.compile(model, {"input_ids": prompts[0]}, tune="off")
+    expected = [fast(ids, logits_to_keep=1).logits for ids in prompts]
+
+    def ask(number):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found = [fast(prompts[number], logits_to_keep=1).logits for _ in range(50)]
+            torch.cuda.synchronize()
+        return all(torch.allclose(each, expected[number], rtol=1e-3, atol=1e-3) for each in found)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(ask, range(4)))
+    assert fast._sparta.prompts.replays > 100

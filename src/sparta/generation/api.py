@@ -24,13 +24,12 @@ from sparta.compiler.certificate import Certificate
 from sparta.compiler.plan import EndToEnd, LayerPlan, Plan
 from sparta.compiler.provenance import provenance_of
 from sparta.compiler.report import Report, Totals
-from sparta.compiler.session import Session, Tune, in_words, shown
+from sparta.compiler.session import Session, Tune, shown
 from sparta.compiler.variant import GIVEN, Base
 from sparta.errors import CheckError, MissingPackageError, SpartaError, ValueRangeError, message
 from sparta.generation.decoder import find_decoder
 from sparta.generation.experts import PackedExperts, put_experts
 from sparta.generation.fp8 import fp8_obstacle, put_back, round_weights, simulated
-from sparta.generation.graphs import DecodeGraph
 from sparta.generation.layers import (
     SparseLayer,
     is_linear,
@@ -43,17 +42,16 @@ from sparta.generation.layers import (
 from sparta.generation.model import Compiled, GenerativeModel, compiled_class, shared_copy
 from sparta.generation.packed_linear import PackedLinear, dense_products
 from sparta.generation.packing import packed_layers, program_plans, put_program
+from sparta.generation.recording import let_replay
 from sparta.generation.trials import (
     agreement,
     certified,
     decode_call,
-    follows_itself,
     generate_call,
     named_example,
     outputs,
     prompt_call,
     replayed_call,
-    same_logits,
     timed,
 )
 from sparta.modules import set_member
@@ -219,7 +217,8 @@ class _Compilation:
             self.int8 = False
             found = self._by_program()
         fast, plans, certificate = found or self._by_layers()
-        self._replay_steps(fast)
+        if next(self.base.parameters()).device.type == "cuda":
+            let_replay(fast, self.example, self.session, check=self.check)
         whole = self._measured(fast)
         if whole.base is Base.GIVEN:
             fast, plans = self._copy(), [plan.made_dense(whole.reason) for plan in plans]
@@ -350,31 +349,6 @@ class _Compilation:
         with dense_products(rounded):
             return certified(partial(outputs, rounded), partial(outputs, fast), base, example, rounding=True)
 
-    # ------------------------------------------------------------------ on CUDA
-
-    def _replay_steps(self, fast: GenerativeModel) -> None:
-        """Let steps on CUDA be replayed from a graph, where they then compute what the model's own code does."""
-        if next(self.base.parameters()).device.type != "cuda":
-            return
-        fast._sparta.graph = graph = DecodeGraph(follows=False)  # until it was tried
-        plain = {name: value for name, value in self.example.items() if name == "input_ids"}
-        why = ""
-        try:
-            own, replayed = decode_call(fast, plain), replayed_call(fast, plain)
-            if own is None or replayed is None:
-                why = graph.problem or "its cache is not one of fixed size"
-            elif self.check:
-                same_logits(own(), replayed())
-                graph.follows = follows_itself(fast, plain)
-        except Exception as error:  # noqa: BLE001 - whatever a model does with such a cache: steps run as they are
-            why = in_words(error)
-        graph.forget()
-        if why:
-            fast._sparta.graph = None
-        followed = ", and greedy tokens follow each other on the device" if graph.follows else ""
-        how = "not replayed from a CUDA graph" if why else f"replayed from a CUDA graph, over a static cache{followed}"
-        self.session.note(f"steps of one token are {how}" + (f": {why}" if why else ""))
-
     # ------------------------------------------------------------------ measuring
 
     def _measured(self, fast: GenerativeModel) -> EndToEnd:
@@ -393,6 +367,8 @@ class _Compilation:
             times[what] = pairs.quiet
         if fast._sparta.graph is not None:
             fast._sparta.graph.forget()
+        if fast._sparta.prompts is not None:
+            self._choose_prompts(fast)
         if fast.program is not None:
             self._choose_longest(fast)
         main = next(iter(gains))
@@ -409,6 +385,23 @@ class _Compilation:
             ratio=gains[main],
             interval=spans[main],
         )
+
+    def _choose_prompts(self, fast: GenerativeModel) -> None:
+        """Let prompts run as they are where replaying them is not faster."""
+        whole = prompt_call(fast, self.example)
+
+        def as_it_is() -> Tensor:
+            prompts, fast._sparta.prompts = fast._sparta.prompts, None
+            try:
+                return whole()
+            finally:
+                fast._sparta.prompts = prompts
+
+        for _ in range(2):  # the second is recorded
+            whole()
+        if not pairs_of(timed({"as it is": as_it_is, "replayed": whole})).won:
+            fast._sparta.prompts = None
+            self.session.note("prompts are not replayed from CUDA graphs: that is not faster")
 
     def _choose_longest(self, fast: GenerativeModel) -> None:
         """Leave long prompts to the model's own code where that is faster."""

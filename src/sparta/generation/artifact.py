@@ -30,6 +30,8 @@ from sparta.generation.model import Compiled, GenerativeModel, compiled_class
 from sparta.generation.packed_linear import PackedLinear
 from sparta.generation.packing import balanced
 from sparta.generation.program import DecodeProgram
+from sparta.generation.prompts import PromptGraphs
+from sparta.generation.recording import prompts_agree
 from sparta.generation.registry import architecture, config_fields, config_from, generation_from, transformers_module
 from sparta.generation.trials import follows_itself
 from sparta.modules import member, replace_module, set_member
@@ -84,12 +86,28 @@ def save(model: GenerativeModel, path: str | os.PathLike[str], sign: object = No
         "experts": {name: m.int8 for name, m in model.named_modules() if isinstance(m, PackedExperts)},
         "program": model.program is not None,
         "longest": model._sparta.longest,
-        "replayed": None if model._sparta.graph is None else {"follows": model._sparta.graph.follows},
+        "replayed": _replayed_fields(model._sparta),
         "report": model.report.to_dict(),
         "provenance": dict(model.provenance),
         "pruned": sorted(model.spec),
     }
     save_tensors(path, KIND, _VERSION, tensors, payload, written=written)
+
+
+def _replayed_fields(compiled: Compiled) -> dict[str, bool] | None:
+    """Return what is replayed from CUDA graphs."""
+    if compiled.graph is None:
+        return None
+    return {"follows": compiled.graph.follows, "prompts": compiled.prompts is not None}
+
+
+def _prompts(model: nn.Module) -> PromptGraphs | None:
+    """Return what replays prompts, if they then are what the model's own code computes; that is tried here."""
+    try:
+        agree = prompts_agree(model)
+    except Exception:  # noqa: BLE001 - whatever goes wrong: prompts run as they are
+        return None
+    return PromptGraphs(model.config) if agree else None
 
 
 def _matrix_fields(name: str, matrix: PackedMatrix, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -228,6 +246,8 @@ class _Reader:
         object.__setattr__(model, "_sparta", compiled)
         if compiled.graph is not None and self.payload["replayed"]["follows"] is True:
             compiled.graph.follows = follows_itself(model)
+        if compiled.graph is not None and self.payload["replayed"].get("prompts") is True:
+            compiled.prompts = _prompts(model)
         return cast("GenerativeModel", model)
 
     def longest(self) -> int | None:

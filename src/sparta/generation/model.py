@@ -23,6 +23,7 @@ from sparta.errors import ValueRangeError, message
 from sparta.generation.graphs import DecodeGraph, with_static_cache
 from sparta.generation.greedy import greedy_sequences
 from sparta.generation.program import DecodeProgram
+from sparta.generation.prompts import PromptGraphs
 from sparta.generation.replayed import replayed_sequences
 from sparta.signing import SigningKey
 from sparta.specialize.scaled_linear.inputs import shared_rounding
@@ -45,6 +46,8 @@ class Compiled:
         More tokens of a call than this go to the model's own code, which was measured to be faster there.
     graph
         What replays steps on CUDA; None where they run as they are.
+    prompts
+        What replays prompts on CUDA; None where they run as they are.
     """
 
     program: DecodeProgram | None = None
@@ -54,11 +57,12 @@ class Compiled:
     spec: Spec = field(default_factory=Spec)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     graph: DecodeGraph | None = None
+    prompts: PromptGraphs | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
         program = None if self.program is None else copy.deepcopy(self.program, memo)
-        graph = copy.deepcopy(self.graph, memo)
-        return Compiled(program, self.output, self.longest, self.report, self.spec, self.provenance, graph)
+        replayed = copy.deepcopy(self.graph, memo), copy.deepcopy(self.prompts, memo)
+        return Compiled(program, self.output, self.longest, self.report, self.spec, self.provenance, *replayed)
 
 
 class GenerativeModel(nn.Module):
@@ -208,11 +212,21 @@ def _stepped(
     named = {name: value for name, value in bound.items() if name not in ("self", "kwargs")}
     named.update(bound.get("kwargs", {}))
     if compiled.graph is not None:
-        replayed = compiled.graph.step(functools.partial(forward, model), named)
-        return None if replayed is None else compiled.output(logits=replayed, past_key_values=named["past_key_values"])
+        return _replayed(compiled, functools.partial(forward, model), named)
     long = compiled.longest is not None and _tokens(named) > compiled.longest
     result = None if compiled.program is None or long else compiled.program.step(model, named)
     return None if result is None else compiled.output(logits=result[0], past_key_values=result[1])
+
+
+def _replayed(compiled: Compiled, forward: Callable[..., Any], named: Mapping[str, Any]) -> Any:
+    """Return the output of a step or a prompt that is replayed from a CUDA graph; None where the call is neither."""
+    assert compiled.graph is not None  # noqa: S101
+    assert compiled.output is not None  # noqa: S101
+    step = compiled.graph.step(forward, named)
+    if step is not None:
+        return compiled.output(logits=step, past_key_values=named["past_key_values"])
+    prompt = None if compiled.prompts is None else compiled.prompts.prompt(forward, named)
+    return None if prompt is None else compiled.output(logits=prompt[0], past_key_values=prompt[1])
 
 
 def _tokens(named: Mapping[str, Any]) -> int:

@@ -33,6 +33,7 @@ __all__ = [
     "prompt_call",
     "replayed_call",
     "same_logits",
+    "some_tokens",
     "timed",
 ]
 
@@ -136,9 +137,9 @@ def agreement(expected: list[Tensor], actual: list[Tensor]) -> tuple[float, floa
     return gap / max(norm, 1e-30), float(same.double().mean())
 
 
-def same_logits(expected: Tensor, actual: Tensor) -> None:
-    """Raise :class:`CheckError` unless logits agree."""
-    _difference(expected, actual, TOLERANCES.get(expected.dtype, 0.0))
+def same_logits(expected: Tensor, actual: Tensor, *, rounding: bool = False) -> None:
+    """Raise :class:`CheckError` unless logits agree; `rounding` is as for :func:`certified`."""
+    _difference(expected, actual, TOLERANCES.get(expected.dtype, 0.0) * (_SIXTEEN_BITS if rounding else 1.0))
 
 
 def _difference(expected: Tensor, actual: Tensor, allowed: float) -> tuple[float, float]:
@@ -326,7 +327,7 @@ def follows_itself(model: Any, example: Mapping[str, Any] | None = None, tokens:
     graph, found = model._sparta.graph, []
     before, followed, settings = graph.follows, graph.followed, model.generation_config
     try:
-        ids = _some_tokens(model) if example is None else example["input_ids"]
+        ids = some_tokens(model) if example is None else example["input_ids"]
         given = {"attention_mask": torch.ones_like(ids), **(example or {"input_ids": ids})}
         model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
         for follows in (False, True):
@@ -340,7 +341,7 @@ def follows_itself(model: Any, example: Mapping[str, Any] | None = None, tokens:
     return torch.equal(*found) and graph.followed > followed
 
 
-def _some_tokens(model: Any) -> Tensor:
+def some_tokens(model: Any) -> Tensor:
     """Return a prompt (1, 8) of random tokens."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, _vocabulary(model), (1, 8), generator=generator).to(next(model.parameters()).device)
