@@ -17,10 +17,11 @@ from torch.utils import _pytree as pytree
 
 from sparta.compiler.choose.end_to_end import Contest, Outcome
 from sparta.compiler.choose.partition import partition
-from sparta.compiler.choose.precision import rounding_kernels, simulated
+from sparta.compiler.choose.precision import rounding_kernels
 from sparta.compiler.choose.workshop import Workshop
 from sparta.compiler.graph.sizes import Shapes, Sizes
 from sparta.compiler.job import Job
+from sparta.compiler.layerwise import LayerByLayer
 from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.run.combine import combined
 from sparta.compiler.run.host import Host, hosted
@@ -69,11 +70,11 @@ def any_size(job: Job, contest: Contest, outcome: Outcome, *, check: bool, all_s
     graph, kernels = _general(job, contest.workshop, outcome) if sizes.dynamic else (None, {})
     if not check:
         return AnySize(graph, sizes)
-    probes = _Probes(job, sizes, contest.timer.call_seconds, _Rounded.of(job, kernels))
+    host = Host.CHAIN if outcome.variant.host is Host.CHAIN else Host.EAGER
+    probes = _Probes(job, sizes, contest.timer.call_seconds, _Rounded.of(job, graph, kernels, host))
     if graph is None:
         return AnySize(None, sizes, all_sizes and probes.model_takes_more())
-    chained = outcome.variant.host is Host.CHAIN
-    run = hosted(graph, Host.CHAIN if chained else Host.EAGER, any_size=True)
+    run = hosted(graph, host, any_size=True)
     if not probes.right(run, sizes.example):
         job.session.note("sizes: the example's only, because the graph for any size did not agree with the model")
         return AnySize(None, sizes, model_takes_more=all_sizes)
@@ -112,19 +113,22 @@ class _Rounded:
     ----------
     plain
         The same graph in real numbers, which agrees with the model.
-    simulated
-        The same with inputs rounded, which agrees with the kernels.
+    layers
+        What compares the kernels with the same graph with inputs rounded.
     """
 
     plain: Callable[..., Any]
-    simulated: Callable[..., Any]
+    layers: LayerByLayer
 
     @staticmethod
-    def of(job: Job, kernels: Mapping[SubGraph, KernelModule]) -> _Rounded | None:
+    def of(
+        job: Job, graph: fx.GraphModule | None, kernels: Mapping[SubGraph, KernelModule], host: Host
+    ) -> _Rounded | None:
         """Return it where a kernel rounds, else None."""
-        rounding = rounding_kernels(kernels)
+        if graph is None or not rounding_kernels(kernels):
+            return None
         reduced = job.any_size[1]
-        return _Rounded(reduced.module(), simulated(reduced, rounding)) if rounding else None
+        return _Rounded(reduced.module(), LayerByLayer(reduced, graph, kernels, host, any_size=True))
 
 
 class _Probes:
@@ -148,8 +152,9 @@ class _Probes:
             try:
                 if self._rounded is not None:
                     agree(expected, pytree.tree_leaves(self._rounded.plain(*leaves)))
-                    expected = pytree.tree_leaves(self._rounded.simulated(*leaves))
-                agree(expected, pytree.tree_leaves(run(*leaves)), rounding=self._rounded is not None)
+                    self._rounded.layers(run, leaves)
+                else:
+                    agree(expected, pytree.tree_leaves(run(*leaves)))
             except (CheckError, RuntimeError, TypeError, ValueError, IndexError):
                 return False
         self.sizes = self.sizes.relaxed(shapes)

@@ -6,20 +6,26 @@ by one: kernels by name, the host, all kernels, the reduced graph. The original 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
 
 from sparta.compiler.certificate import Certificate
 from sparta.compiler.choose.decisions import Decision, model_key, recall, remember
 from sparta.compiler.choose.end_to_end import Contest, Outcome
-from sparta.compiler.choose.precision import rounding_kernels, simulated
+from sparta.compiler.choose.precision import rounding_kernels
 from sparta.compiler.choose.trim import made_dense
 from sparta.compiler.choose.workshop import sparse_names
 from sparta.compiler.graph.serialize import graph_text
 from sparta.compiler.job import Job
+from sparta.compiler.layerwise import LayerByLayer
 from sparta.compiler.run.host import Host
 from sparta.compiler.session import in_words
 from sparta.compiler.variant import ORIGINAL, Base, Variant
-from sparta.compiler.verify import relative_error, verify, wrong_kernels
+from sparta.compiler.verify import agree, relative_error, verify, wrong_kernels
 from sparta.errors import CheckError, message
 
 __all__ = ["decided", "verified"]
@@ -78,17 +84,28 @@ def verified(job: Job, contest: Contest, outcome: Outcome, *, check: bool) -> tu
         try:
             kernels = workshop.kernels(outcome.plans, outcome.variant.kernels)
             rounding = rounding_kernels(kernels)
-            reference = simulated(job.reduced, rounding) if rounding else original
             compiled = workshop.run(outcome.variant, outcome.plans)
-            certificate = verify(reference, compiled, job.inputs, rounding=bool(rounding), brief=job.session.slow)
+            layers = _layers(job, contest, outcome, original) if rounding else None
+            certificate = verify(original, compiled, job.inputs, layers=layers, brief=job.session.slow)
             if rounding:
                 loss = relative_error(original, compiled, job.inputs[0])
-                layers = f"{len(rounding)} layers round their inputs to 8 bits"
-                job.session.note(f"{layers}, which changes the outputs by {loss:.2g} of their norm on the example")
+                several = f"{len(rounding)} layers round their inputs to 8 bits"
+                job.session.note(f"{several}, which changes the outputs by {loss:.2g} of their norm on the example")
         except Exception as error:  # noqa: BLE001 - whatever it raises, less of it may be right
             outcome = _less(job, contest, outcome, error)
         else:
             return outcome, certificate
+
+
+def _layers(job: Job, contest: Contest, outcome: Outcome, original: Callable[..., Any]) -> LayerByLayer:
+    """Return what compares layers that round, with a graph in real numbers that agrees with the original."""
+    plain = job.reduced.module()
+    for inputs in job.inputs:
+        with torch.no_grad():
+            agree(pytree.tree_leaves(original(*inputs)), pytree.tree_leaves(plain(*inputs)))
+    workshop, variant = contest.workshop, outcome.variant
+    kernels = workshop.kernels(outcome.plans, variant.kernels)
+    return LayerByLayer(job.reduced, workshop.graph(variant, outcome.plans), kernels, variant.host)
 
 
 def _less(job: Job, contest: Contest, outcome: Outcome, error: Exception) -> Outcome:

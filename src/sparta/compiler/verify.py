@@ -2,14 +2,15 @@
 
 Outputs are compared on the example and on fresh seeded inputs, with a tolerance for the dtype; the outcome is a
 :class:`Certificate` that goes with the artifact. A model that does not agree is not handed over: kernels are checked
-one by one, wrong ones are replaced by dense, and the check starts again.
+one by one, wrong ones are replaced by dense, and the check starts again. Models that round are compared layer by layer
+(:mod:`sparta.compiler.layerwise`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,17 @@ from sparta.measure.checks import check
 from sparta.propagation.inputs import fresh_inputs
 from sparta.specialize.linear.spec import apply_epilogue
 
-__all__ = ["TOLERANCES", "Certificate", "agree", "relative_error", "verify", "wrong_kernels"]
+__all__ = [
+    "TOLERANCES",
+    "Certificate",
+    "Difference",
+    "agree",
+    "compared",
+    "difference",
+    "relative_error",
+    "verify",
+    "wrong_kernels",
+]
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """The largest relative error (norm of the difference over norm of the output) that passes, by dtype."""
@@ -35,12 +46,50 @@ _QUANTA = 5.0  # an input on the edge between two quanta may be rounded either w
 _SEEDS = (0, 1)
 
 
+class Difference(NamedTuple):
+    """How far results are apart, within bounds.
+
+    Attributes
+    ----------
+    relative
+        The largest norm of a difference over the norm of its tensor.
+    single
+        The largest difference of one element over the largest element of its tensor.
+    allowed
+        The largest relative difference that passes anywhere.
+    dtype
+        The coarsest, which says why.
+    outputs
+        How many results the model has.
+    """
+
+    relative: float = 0.0
+    single: float = 0.0
+    allowed: float = 0.0
+    dtype: torch.dtype = torch.float64
+    outputs: int = 0
+
+    def joined(self, other: Difference) -> Difference:
+        """Return the larger of both in everything."""
+        return Difference(
+            max(self.relative, other.relative),
+            max(self.single, other.single),
+            max(self.allowed, other.allowed),
+            max(self.dtype, other.dtype, key=lambda dtype: TOLERANCES.get(dtype, 0.0)),
+            max(self.outputs, other.outputs),
+        )
+
+
+Compare = Callable[[Callable[..., Any], Sequence[Any]], Difference]
+"""Compares a compiled model with what it should compute on flat inputs; raises where they do not agree."""
+
+
 def verify(
-    reference: Callable[..., Any],
+    reference: Callable[..., Any] | None,
     compiled: Callable[..., Any],
     sizes: Sequence[Sequence[Any]],
     *,
-    rounding: bool = False,
+    layers: Compare | None = None,
     brief: bool = False,
 ) -> Certificate:
     """Compare two callables of flat inputs; raises :class:`CheckError` where they do not agree.
@@ -48,11 +97,11 @@ def verify(
     Parameters
     ----------
     reference
-        The masked dense model.
+        The masked dense model; None with `layers`.
     sizes
         Flat example inputs, for each size that was measured.
-    rounding
-        Whether both round activations to 8 bits; they may then differ by a few quanta.
+    layers
+        What compares the compiled model in its place, where it rounds activations.
     brief
         Whether calls take long: one fresh input beside the example is then enough.
 
@@ -61,37 +110,45 @@ def verify(
     >>> verify(torch.relu, lambda x: x.clamp_min(0), [[torch.randn(3)]]).error
     0.0
     """
-    error = worst = 0.0
-    coarsest, outputs = torch.float64, 0
+    found = Difference()
     seeds = _SEEDS[:1] if brief else _SEEDS
     for example in sizes:
         for inputs in (list(example), *(fresh_inputs(example, seed) for seed in seeds)):
-            with torch.no_grad():
-                pairs = list(
-                    zip(pytree.tree_leaves(reference(*inputs)), pytree.tree_leaves(compiled(*inputs)), strict=True)
-                )
-            outputs = len(pairs)
-            for expected, actual in pairs:
-                if not isinstance(expected, Tensor):
-                    _same_value(expected, actual)
-                    continue
-                relative, single = _difference(expected, actual, rounding=rounding)
-                error, worst = max(error, relative), max(worst, single)
-                coarsest = max(coarsest, expected.dtype, key=lambda dtype: TOLERANCES.get(dtype, 0.0))
-    allowed = _allowed(coarsest, rounding=rounding)
-    name = str(coarsest).removeprefix("torch.") + " with int8 layers" * rounding
-    return Certificate(seeds, name, allowed, error, worst, outputs, passed=True)
+            if layers is not None:
+                found = found.joined(layers(compiled, inputs))
+            elif reference is not None:
+                with torch.no_grad():
+                    expected, actual = reference(*inputs), compiled(*inputs)
+                found = found.joined(compared(pytree.tree_leaves(expected), pytree.tree_leaves(actual)))
+    name = str(found.dtype).removeprefix("torch.") + " with int8 layers" * (layers is not None)
+    return Certificate(seeds, name, found.allowed, found.relative, found.single, found.outputs, passed=True)
 
 
-def agree(expected: Sequence[Any], actual: Sequence[Any], *, rounding: bool = False) -> None:
+def compared(
+    expected: Sequence[Any], actual: Sequence[Any], *, rounding: bool = False, least: float = 0.0
+) -> Difference:
+    """Return how far flat results are apart; raises :class:`CheckError` beyond what :func:`difference` allows.
+
+    >>> compared([torch.ones(2), 3], [torch.ones(2), 3]).outputs
+    2
+    """
+    if len(expected) != len(actual):
+        raise CheckError(message(f"{len(actual)} results", f"{len(expected)}"))
+    found = Difference(allowed=TOLERANCES[torch.float64], outputs=len(expected))
+    for one, two in zip(expected, actual, strict=True):
+        if isinstance(one, Tensor):
+            found = found.joined(difference(one, two, rounding=rounding, least=least))
+        else:
+            _same_value(one, two)
+    return found
+
+
+def agree(expected: Sequence[Any], actual: Sequence[Any]) -> None:
     """Raise :class:`CheckError` unless flat results agree as well as :func:`verify` asks.
 
     >>> agree([torch.ones(2), 3], [torch.ones(2), 3])
     """
-    if len(expected) != len(actual):
-        raise CheckError(message(f"{len(actual)} results", f"{len(expected)}"))
-    for one, two in zip(expected, actual, strict=True):
-        _difference(one, two, rounding=rounding) if isinstance(one, Tensor) else _same_value(one, two)
+    compared(expected, actual)
 
 
 def relative_error(reference: Callable[..., Any], compiled: Callable[..., Any], inputs: Sequence[Any]) -> float:
@@ -150,18 +207,31 @@ def _allowed(dtype: torch.dtype, *, rounding: bool) -> float:
     return max(allowed, _QUANTA * _QUANTUM) if rounding and dtype.is_floating_point else allowed
 
 
-def _difference(expected: Tensor, actual: object, *, rounding: bool = False) -> tuple[float, float]:
-    """Return the relative error, and the largest single one over the largest element; raises beyond the tolerance."""
+def difference(expected: Tensor, actual: object, *, rounding: bool = False, least: float = 0.0) -> Difference:
+    """Return how far a tensor is from what it should be; raises :class:`CheckError` beyond the tolerance of its dtype.
+
+    Parameters
+    ----------
+    rounding
+        Whether both round to 8 bits on the way; they may then differ by a few quanta.
+    least
+        What is allowed in any case.
+
+    Examples
+    --------
+    >>> difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0])).relative
+    0.0
+    """
     if not isinstance(actual, Tensor) or actual.shape != expected.shape or actual.dtype != expected.dtype:
         got = f"{tuple(actual.shape)} in {actual.dtype}" if isinstance(actual, Tensor) else type(actual).__name__
         raise CheckError(message(f"the compiled model returns {got}", f"{tuple(expected.shape)} in {expected.dtype}"))
     if expected.numel() == 0:
-        return 0.0, 0.0
+        return Difference(dtype=expected.dtype)
     if not expected.is_floating_point():
         wrong = int((expected != actual).sum())
         if wrong:
             raise CheckError(message(f"{wrong} elements of a {expected.dtype} output differ", "equal outputs"))
-        return 0.0, 0.0
+        return Difference(dtype=expected.dtype)
     left, right = actual.to(torch.float64), expected.to(torch.float64)
     finite = torch.isfinite(left) & torch.isfinite(right)
     alike = finite | (left == right) | (left.isnan() & right.isnan())
@@ -169,7 +239,7 @@ def _difference(expected: Tensor, actual: object, *, rounding: bool = False) -> 
         raise CheckError(message(f"{int((~alike).sum())} outputs are infinite or NaN on one side only"))
     gap, truth = torch.where(finite, left - right, 0.0), torch.where(finite, right, 0.0)
     norm, peak = float(truth.norm()), float(truth.abs().max())
-    allowed = _allowed(expected.dtype, rounding=rounding)
+    allowed = max(least, _allowed(expected.dtype, rounding=rounding))
     most = (_QUANTA if rounding else _ELEMENT) * allowed
     tiny = float(torch.finfo(expected.dtype).eps)
     relative = float(gap.norm()) / max(norm, tiny)
@@ -181,4 +251,4 @@ def _difference(expected: Tensor, actual: object, *, rounding: bool = False) -> 
                 f"{allowed:.3g} in {expected.dtype}",
             )
         )
-    return relative, single
+    return Difference(relative, single, allowed, expected.dtype)
