@@ -80,6 +80,12 @@ def test_the_result_is_that_of_the_convolution(problem, isa, batch, data):
         ((16, 300, 3, 3), ConvGeometry.make(2, padding=1), 30),
         ((32, 3, 7, 7), ConvGeometry.make(2, stride=2, padding=3), 61),
         ((20, 600, 1, 1), ConvGeometry.make(2), 7),
+        # Tokens behind the last whole vector: one, two or many; read in place and as panels.
+        ((72, 200, 3, 3), ConvGeometry.make(2, padding=1), 7),
+        ((70, 40, 1, 1), ConvGeometry.make(2), 14),
+        ((70, 40, 1, 1), ConvGeometry.make(2), 10),
+        ((12, 33, 1, 1), ConvGeometry.make(2), 5),
+        ((12, 33, 1, 1), ConvGeometry.make(2, stride=2), 33),
     ],
 )
 def test_large_images_are_cut_into_bands_and_long_sums_into_chunks(isa, shape, geometry, size):

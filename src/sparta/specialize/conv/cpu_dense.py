@@ -29,10 +29,9 @@ __all__ = ["DenseConv", "DepthwiseConv", "PackedImages", "dense_images"]
 _KEPT = 8  # sizes of images whose plans are kept
 _PADDING = 16  # values that a kernel may load beyond the last one
 _COPY_FLOATS = 96 * 1024  # of a band's copy, which shares the second level of caches with weights
-_FEWEST_TILES = 4  # of a band that is cut for threads alone
-# Bytes that a tile reads before it goes on to the next columns, so that they stay in the nearest cache, which two
-# threads may share; with several taps, neighbours share lines and none is read whole.
-_CHUNK_BYTES, _CHUNK_BYTES_OF_TAPS = 24 * 1024, 12 * 1024
+_LEAST_TILES = 4  # of a band whose sums are stored in parts
+# Bytes that a tile reads before it goes on to the next columns, so that they stay in the nearest cache.
+_CHUNK_BYTES = 24 * 1024
 
 
 @dataclass(frozen=True)
@@ -232,14 +231,13 @@ class DenseConv(PackedImages):
 
     def __init__(self, shape: tuple[int, ...], geometry: ConvGeometry, isa: str | None = None) -> None:
         super().__init__(shape, geometry, isa)
-        self._block, self._vectors = 4, {"avx512": 4, "avx2": 3}.get(self.library.isa, 2)
+        self._block, self._vectors = {"avx512": (8, 3), "avx2": (4, 3)}.get(self.library.isa, (4, 2))
         self._columns = shape[1] * self._kernel[0] * self._kernel[1]
         self._chunk = self._chunk_of(self._columns)
 
     def _chunk_of(self, columns: int) -> int:
         """Return how many columns are multiplied together: all, or equal parts whose values stay in the near cache."""
-        near = _CHUNK_BYTES if self._kernel == (1, 1) else _CHUNK_BYTES_OF_TAPS
-        most = near // (4 * self._vectors * self.library.lanes)
+        most = _CHUNK_BYTES // (4 * self._vectors * self.library.lanes)
         return columns if columns <= most + most // 2 else -(-columns // -(-columns // most))
 
     def pack(self, weight: Tensor) -> Tensor:
@@ -256,12 +254,13 @@ class DenseConv(PackedImages):
         return torch.cat([torch.cat(chunks, 1).reshape(-1), torch.zeros(_PADDING)])
 
     def _planned(self, shape: tuple[int, ...], threads: int) -> _Plan:
+        del threads  # which cut up what is to be done by themselves
         size, groups, each = self._size(shape), self.geometry.groups, self.shape[1]
         geometry = ConvGeometry(self._stride, self._padding, self._dilation)
         out_size = geometry.output_size(size, self._kernel)
         plain = self._kernel == self._stride == (1, 1) and not any(map(sum, self._padding))
         work = (1, size[0] * size[1]) if plain else size
-        image = self._image(geometry, work, each, shape[0] * groups, threads)
+        image, tiles, together = self._image(geometry, work, each)
         taps, places = torch.tensor(image.tap_slots), torch.tensor(image.tap_offsets)
         start = taps * (each * image.plane) + places
         offsets = (4 * (torch.arange(each)[:, None] * image.plane + start[None])).reshape(-1)
@@ -278,38 +277,35 @@ class DenseConv(PackedImages):
         strides = (each * pixels, pixels, work[1], 1)
         numbers = (each, *work, *image.out_size, *self._stride, len(image.slot_rows), image.row_width)
         numbers += (image.band_tokens, image.reach, image.plane)
-        rest = (tuple(a.data_ptr() for a in arrays), (shape[0] * groups, *strides, *numbers, int(image.direct)))
+        addresses, tile = tuple(a.data_ptr() for a in arrays), (tiles, together, self._block, self._vectors)
+        rest = (addresses, (shape[0] * groups, *strides, *numbers, int(image.direct)), tile)
         return _Plan((shape[0], self.shape[0], *out_size[2 - self._dims :]), rest, arrays)
 
-    def _image(
-        self, geometry: ConvGeometry, size: tuple[int, int], channels: int, images: int, threads: int
-    ) -> ImagePlan:
-        """Return the layout of the copy: bands as large as caches like them, of whole vectors, and alike."""
-        lanes = self.library.lanes
+    def _image(self, geometry: ConvGeometry, size: tuple[int, int], channels: int) -> tuple[ImagePlan, int, int]:
+        """Return the layout of the copy, the tiles that tokens are cut into, and how many caches like to hold at once.
+
+        Where tokens are no whole vectors a tile takes one more than its vectors: it is computed apart.
+        """
+        lanes, full = self.library.lanes, self._vectors * self.library.lanes
         image = "flat" if self._kernel == (1, 1) else "columns"  # which may be read where it is
         plan = plan_image(geometry, self._kernel, size, image=image, channels=channels, contiguous=True)
-        tokens, tile = plan.out_size[0] * plan.out_size[1], self._vectors * lanes
-        copies = len(plan.slot_rows) * channels
-        # What is stored in parts must not be computed twice, and a last tile of the input itself is.
-        direct = plan.direct and tokens >= tile and (self._chunk == self._columns or tokens % lanes == 0)
-        room = max(_COPY_FLOATS // copies - plan.reach, tile)
-        if direct:  # what is stored in parts is read again by the next one
-            room = tokens if self._chunk == self._columns else max(_COPY_FLOATS // self.shape[0], 4 * tile)
-        wanted = max(1, -(-tokens // room), min(-(-threads // max(images, 1)), tokens // (_FEWEST_TILES * tile)))
-        each = -(-tokens // wanted)
-        band = -(-each // lanes) * lanes
-        if direct and tokens - (-(-tokens // band) - 1) * band < tile:
-            band = tokens  # the last band must hold a whole tile
-        lines = -(-(band + plan.reach + lanes) // 16)
-        plane = size[0] * size[1] if direct else 16 * (lines + 1 - lines % 2)
-        return replace(plan, band_tokens=band, plane=plane, direct=direct)
+        tokens, copies = plan.out_size[0] * plan.out_size[1], len(plan.slot_rows) * channels
+        most = full + (tokens % lanes > 0)
+        tiles = -(-tokens // most)
+        room = _COPY_FLOATS // copies - plan.reach
+        if plan.direct:  # what is stored in parts is read again by the next one
+            room = tokens if self._chunk == self._columns else max(_COPY_FLOATS // self.shape[0], _LEAST_TILES * full)
+        together = max(min(room // most, tiles), 1)
+        lines = -(-(together * most + plan.reach + 2 * lanes) // 16)
+        plane = size[0] * size[1] if plan.direct else 16 * (lines + 1 - lines % 2)
+        return replace(plan, band_tokens=together * most, plane=plane), tiles, together
 
     def _filled(
         self, ends: tuple[int, int, int, int], plan: _Plan, values: int, activation: int, threads: int
     ) -> bytes:
-        (rows, columns, used, offsets), numbers = plan.rest
+        (rows, columns, used, offsets), numbers, tile = plan.rest
         groups = self.geometry.groups
-        sizes = (groups, self.shape[0] // groups, self._columns, self._chunk, self._block, self._vectors)
+        sizes = (groups, self.shape[0] // groups, self._columns, self._chunk, *tile)
         return DENSE_CONV_CALL.pack(*ends, rows, columns, used, *numbers, activation, threads, values, offsets, *sizes)
 
     def _run(self, call: bytes) -> int:

@@ -59,8 +59,9 @@ CONV_CALL = struct.Struct("@7P17q3i")
 INT8_CONV_CALL = struct.Struct("@7P17q3i4PqfiiiiifiiPiffii4x")
 
 
-# The same for a dense weight; values, offsets; groups, outputs, columns, those of a chunk; rows and vectors of a tile.
-DENSE_CONV_CALL = struct.Struct("@7P17q3i2P4q2i")
+# The same for a dense weight; values, offsets; groups, outputs, columns, those of a chunk, tiles of an image and of a
+# band; rows and vectors of a tile.
+DENSE_CONV_CALL = struct.Struct("@7P17q3i2P6q2i")
 # x, y, bias, residual, values; planes, channels, multiplier, rows and columns of both; kernel, stride, padding,
 # dilation; activation, threads: see native/depthwise.h.
 DEPTHWISE_CALL = struct.Struct("@5P15q2i")
