@@ -24,6 +24,8 @@ GROUPS = {
     "test_attention.py::test_sequences_of_several_lengths": "bfloat16",
     "test_batch_matmul.py::test_ragged_shapes": "bfloat16 or (float32 and sizes0)",
     "test_batch_matmul.py::test_softmax_of_any_shape": "bfloat16",
+    "test_banks.py::test_every_layout_in_8_bits": "17-5 or 300-700",
+    "test_banks.py::test_every_layout_in_16_bits": "bfloat16 and 100-1300",
     "test_bitmap.py::test_every_tile_is_right": "64-256 or 17-5 or 77-520 or 100-300 or 33-136",
     "test_block_training.py::test_packing_by_a_kernel": "",
     "test_block_training.py::test_the_gradient_of_kept_blocks": "dtype1 and (shape1 or shape2)",

@@ -179,14 +179,14 @@ class PromptGraphs:
         tokens = ids.shape[1]
         known.ids[:, :tokens].copy_(ids)
         known.last.fill_(tokens - 1)
-        given.filled(*known.ids.shape, ids.device).copy_to(known.given)
+        given.filled(len(ids), known.ids.shape[1], ids.device).copy_to(known.given)
         known.graph.replay()
         self.replays += 1
         logits = known.logits.clone()
         cache = _new_cache(self.config) if cache is None else cache
         _fill(cache, [(k[:, :, :tokens], v[:, :, :tokens]) for k, v in known.memory])
         if stream is not None:
-            self._done = torch.cuda.Event()
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(stream)
         return logits, cache
 
@@ -275,7 +275,7 @@ def _given(named: Mapping[str, Any], ids: Tensor) -> _Given | None:
             yes if counted is None else (counted == places).all(),
             yes if positions is None else (positions == places).all(),
             yes if square is None else (square == (places <= places[:, None])).all(),
-            yes if square is None or mask.dim() == 2 else ~mask[..., tokens:].any(),  # there is nothing to look at
+            yes if mask is None or mask.dim() == 2 else ~mask[..., tokens:].any(),  # there is nothing to look at
         ]
     ).tolist()
     if not counts or not closed:

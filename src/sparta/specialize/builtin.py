@@ -31,6 +31,7 @@ from sparta.specialize.linear.cpu_generated import CpuGenerated
 from sparta.specialize.linear.cuda_24 import TwoFour
 from sparta.specialize.linear.cuda_24_matrix import TwoFourMatrix
 from sparta.specialize.linear.cuda_24_resident import TwoFourResident
+from sparta.specialize.linear.cuda_banks import CudaBanks
 from sparta.specialize.linear.cuda_bitmap import CudaBitmap
 from sparta.specialize.linear.cuda_gather import CudaGather
 from sparta.specialize.linear.cusparselt import CuSparseLt
@@ -47,6 +48,7 @@ from sparta.specialize.moe.spec import DenseMoE, SortedMoE
 from sparta.specialize.moe.triton_ragged import TritonRagged
 from sparta.specialize.scaled_linear.cuda_24 import ScaledResident, ScaledTwoFour
 from sparta.specialize.scaled_linear.cuda_24_matrix import Fp8Matrix
+from sparta.specialize.scaled_linear.cuda_banks import ScaledBanks
 from sparta.specialize.scaled_linear.cuda_gather import ScaledGather
 from sparta.specialize.scaled_linear.dense import DenseFp8, DenseScaled
 from sparta.specialize.scaled_linear.triton_block import Fp8Block, ScaledBlock
@@ -69,6 +71,7 @@ _LINEAR: tuple[type[Implement], ...] = (
     TwoFourResident,
     CudaBitmap,
     CudaGather,
+    CudaBanks,
     SplitLinear,
     TorchCSR,
     TorchBSR,
@@ -107,6 +110,7 @@ _SCALED_LINEAR: tuple[type[Implement], ...] = (
     ScaledTwoFour,
     ScaledResident,
     ScaledGather,
+    ScaledBanks,
 )
 _MATMUL: tuple[type[Implement], ...] = (DenseMatmul, BlocksMatmul, CpuMaskedInput, TritonBlockMatmul, SampledMatmul)
 _SOFTMAX: tuple[type[Implement], ...] = (DenseSoftmax, BlocksSoftmax, TritonBlockSoftmax)

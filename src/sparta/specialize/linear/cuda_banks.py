@@ -1,0 +1,183 @@
+"""``cuda-banks``: unstructured weights for very few tokens, every lane with a bank of shared memory of its own.
+
+The kernel is CUDA C++ (``native/banks.cu``), compiled at run time for one tile. As ``cuda-gather`` it reads half a byte
+or one more than a live value for each and does nothing for those that are pruned; but lanes never wait for each other's
+looks into shared memory, and an input is found in fewer instructions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from sparta.specialize.cuda.device import AMPERE, HALF_FORMATS, takes
+from sparta.specialize.cuda.few_tokens import SHARED_BYTES, nvrtc_here
+from sparta.specialize.cuda.text_tile import TextTile
+from sparta.specialize.implement import Cause, Params, Support, TiledImplement
+from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.linear.cuda_banks_layout import BANKS, BanksLayout, run_of, segments_of
+from sparta.specialize.linear.spec import LinearKernel
+from sparta.specialize.linear.streamed import StreamedKernel, streamed_call
+
+__all__ = ["BanksKernel", "BanksTile", "CudaBanks", "banks_fits", "banks_tiles"]
+
+_TOKENS = (1, 2, 4)
+_MOST_LIVE = {1: 0.55, 2: 0.35, 4: 0.2}  # density by tokens; each of them is one more multiplication of every value
+# By the least density: half bytes or bytes for places, and pieces on their way at a time, the best of H200 first.
+_KINDS = ((0.14, ((1, 2), (1, 3))), (0.07, ((1, 4), (0, 3))), (0.0, ((0, 3), (0, 6))))
+_PITCH, _WORD = 33, 4
+_MOST_STRIPS = 256
+_MULTIPROCESSORS = 132
+_WARPS, _TASKS, _CTAS = range(8, 33, 4), range(1, 9), (1, 2, 3, 4)  # registers are given to four warps at once
+_FEWEST_WARPS, _MOST_WARPS = 16, 40  # of a multiprocessor
+_SHAPES = 4
+
+
+@dataclass(frozen=True)
+class BanksTile(TextTile):
+    """How one block of threads cuts its work; it changes the speed, and of the result only how sums are rounded.
+
+    Parameters
+    ----------
+    tokens
+        Rows of x that a block multiplies.
+    warps
+        Of a block.
+    tasks
+        Outputs of a block for each of its warps.
+    depth
+        Pieces that a lane has on their way at once.
+    nibbles
+        1 if inputs are given by distances of half a byte; 0 if by positions of a byte.
+    ctas
+        Blocks for which a multiprocessor has registers at the same time.
+
+    Examples
+    --------
+    >>> BanksTile.parse(str(BanksTile(2, warps=14))).rows
+    56
+    """
+
+    tokens: int = 1
+    warps: int = 8
+    tasks: int = 4
+    depth: int = 4
+    nibbles: int = 1
+    ctas: int = 2
+
+    _choices: ClassVar[dict[str, tuple[int, ...]]] = {
+        "tokens": _TOKENS,
+        "warps": tuple(range(1, 33)),
+        "tasks": tuple(range(1, 33)),
+        "depth": (1, 2, 3, 4, 6, 8),
+        "nibbles": (0, 1),
+        "ctas": (1, 2, 3, 4, 5, 6, 8),
+    }
+
+    @property
+    def rows(self) -> int:
+        """Outputs of a block."""
+        return self.warps * self.tasks
+
+    def shared_bytes(self, inputs: int) -> int:
+        """Return the shared memory of a block: all of x, and the sums of strips."""
+        planes, segments = -(-self.tokens // 2), segments_of(inputs)
+        sums = self.tokens * self.rows * segments * _PITCH
+        return _WORD * (planes * segments * run_of(inputs) * BANKS + sums)
+
+
+class BanksKernel(StreamedKernel):
+    """See ``native/banks.cu``."""
+
+    source = "banks"
+    call = streamed_call(3)
+    early = True
+
+    def __init__(self, spec: KernelSpec, tile: BanksTile, constants: Mapping[str, int] | None = None) -> None:
+        inputs = spec["weight"].shape[1]
+        layout = BanksLayout(spec["weight"], tile.warps, tile.tasks, bool(tile.nibbles))
+        numbers = {"SEGMENTS": segments_of(inputs), "RUN": run_of(inputs), **(constants or {})}
+        block = (tile.warps * 32, tile.shared_bytes(inputs))
+        super().__init__(spec, tile, layout, (tile.tokens, tile.rows, 1), block, constants=numbers)
+
+
+class CudaBanks(TiledImplement):
+    """CUDA C++ on any mask, for up to 4 tokens."""
+
+    name = "cuda-banks"
+    op = "linear"
+    first_run_compiles = True
+
+    def supports(self, spec: KernelSpec) -> Support:
+        """Bf16 and fp16 on CUDA, very few tokens, weights of which not much more than half is live."""
+        return takes(spec, HALF_FORMATS) and banks_fits(spec) and nvrtc_here(AMPERE)
+
+    def tiles(self, spec: KernelSpec) -> Sequence[object]:
+        """Return the tiles that are worth timing, the best guess first."""
+        return banks_tiles(spec)
+
+    def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
+        """Lay out the weight; the kernel is compiled at its first run."""
+        return BanksKernel(spec, BanksTile.parse(params["tile"]))
+
+
+def banks_fits(spec: KernelSpec) -> Support:
+    """Say whether a weight and a number of tokens are such that strips of live values may pay.
+
+    >>> from sparta.specialize.linear.spec import linear_spec
+    >>> from sparta.tesa.attribute import TeSA
+    >>> banks_fits(linear_spec(TeSA.dense((16, 16)), 1, torch.bfloat16, device="cuda")).reason
+    '1.00 of the weight is live; at most 0.55 pays for so many tokens'
+    """
+    weight, tokens = spec["weight"], spec["input"].shape[0]
+    if not 0 < weight.numel < 1 << 31:
+        return Support.no(f"the weight has {weight.numel} elements; it counts from 1 to 2^31", Cause.SHAPE)
+    if tokens > _TOKENS[-1]:
+        return Support.no(f"{tokens} tokens; it walks over the weight for at most {_TOKENS[-1]}", Cause.SHAPE)
+    most = _MOST_LIVE[_width(tokens)]
+    if weight.density > most:
+        given = f"{weight.density:.2f} of the weight is live"
+        return Support.no(f"{given}; at most {most} pays for so many tokens", Cause.PATTERN)
+    if not banks_tiles(spec):
+        return Support.no(f"{weight.shape[1]} inputs are more than shared memory holds", Cause.SHAPE)
+    return Support.yes("live values and their inputs are streamed once, without conflicts")
+
+
+def banks_tiles(spec: KernelSpec) -> list[BanksTile]:
+    """Return tiles that fit into shared memory and keep all multiprocessors equally busy, the best guess first."""
+    (outputs, inputs), width = spec["weight"].shape, _width(spec["input"].shape[0])
+    density = spec["weight"].density
+    kinds = next(kinds for least, kinds in _KINDS if density >= least)
+    tiles = [
+        BanksTile(tokens, warps, tasks, depth, nibbles, ctas)
+        for tokens in (width, width // 2)
+        if tokens
+        for nibbles, depth in kinds
+        for warps, tasks, ctas in _shapes(outputs, inputs)
+    ]
+    return [tile for tile in tiles if tile.shared_bytes(inputs) <= SHARED_BYTES][: _SHAPES + 2]
+
+
+def _shapes(outputs: int, inputs: int) -> list[tuple[int, int, int]]:
+    """Return warps, tasks and blocks of a multiprocessor such that the busiest one has the fewest outputs."""
+    processors = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 0
+    processors, segments = processors or _MULTIPROCESSORS, segments_of(inputs)
+    found = []
+    for ctas in _CTAS:
+        for warps in _WARPS:
+            for tasks in _TASKS:
+                blocks = -(-outputs // (warps * tasks))
+                fits = warps * tasks * segments <= _MOST_STRIPS and tasks * segments <= BANKS
+                if fits and _FEWEST_WARPS <= ctas * warps <= _MOST_WARPS:
+                    busiest = -(-blocks // processors) * warps * tasks
+                    waits = blocks > ctas * processors
+                    found.append((waits, busiest, abs(ctas * warps - 28), ctas, (warps, tasks, ctas)))
+    return [shape for *_, shape in sorted(found)[:_SHAPES]]
+
+
+def _width(tokens: int) -> int:
+    """Return how many tokens a block multiplies."""
+    return next((each for each in _TOKENS if each >= tokens), _TOKENS[-1])
