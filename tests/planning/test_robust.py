@@ -33,6 +33,23 @@ def test_layers_take_a_share_of_the_model_however_the_machine_slows_down():
     assert [bench.dense_ms(name) / given for name in targets] == pytest.approx([0.2] * 3)
 
 
+def test_a_whole_is_told_on_the_scale_of_the_model_as_given():
+    factor = 1.0
+
+    def measure(calls, _seconds):
+        for call in calls.values():
+            call()
+        times = {key: 5.0 if key == "fast" else 10.0 for key in calls}
+        return {key: [factor * time] * 5 for key, time in times.items()}
+
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).eval()
+    targets = {target.name: target for target in find_targets(model)}
+    bench = CompilerBench(model, torch.randn(4, 32), targets, Session(measure=measure, tune="off"))
+    given, factor = bench.given_ms(), 4.0  # other programs came
+    whole = bench.whole({})
+    assert (whole.given_ms, whole.ms, whole.ratio) == pytest.approx((given, given / 2, 2.0))
+
+
 @pytest.mark.parametrize(
     ("entry", "note", "lost"),
     [
