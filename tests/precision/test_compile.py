@@ -172,6 +172,30 @@ def test_convolutions_with_their_norms():
     assert 0 < change(fast(data[1]), net(data[1])) < 0.05
 
 
+@pytest.mark.parametrize("grid", [Quantization(0.0625, 100, "uint8"), Quantization.per_token()])
+def test_a_tied_weight_has_its_grid_under_any_of_its_names(grid):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(40, 16), nn.Linear(16, 40, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids):
+            return self.head(torch.relu(self.table(ids)))
+
+    from sparta.precision import quantize
+
+    model, ids = Tied(), torch.randint(0, 40, (3, 5))
+    found = quantize(model, [ids])
+    assert list(found.activations) == ["table.input"]
+    for name in ("table.input", "head.input"):
+        with forcing("cpu-int8"):
+            fast = sparta.compile(found.model, ids, found.spec, activations={name: grid}, tune="off")
+        (kernel,) = fast.kernels.values()
+        assert Quantization.from_dict(kernel.fused.attributes) == grid
+        assert "grids that no int8 layer uses" not in fast.report.full
+
+
 def test_a_convolution_comes_back_from_a_file(tmp_path):
     net, x = nn.Conv2d(4, 8, 3), torch.randn(1, 4, 8, 8)
     with forcing("cpu-int8"):

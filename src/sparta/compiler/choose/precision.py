@@ -78,7 +78,7 @@ class Calibration:
         # Grids that were learnt, or given by the user, are as they are meant.
         if not self.inputs or isinstance(self.inputs, FoundGrids):
             changed = _sharing_grids(changed, samples)
-        used = {f"{_layer(program, subgraph)}input" for subgraph in subgraphs if changed[subgraph].scales is not None}
+        used = {self._input_of(program, subgraph) for subgraph in subgraphs if changed[subgraph].scales is not None}
         unused = sorted(set(self.inputs) - used)
         if unused:
             self.note(f"grids that no int8 layer uses: {', '.join(unused)}")
@@ -111,7 +111,7 @@ class Calibration:
         try:
             scales = self._scales(program, subgraph, known)
             integers = integers_of(subgraph.weight.flatten(1), scales).reshape(subgraph.weight.shape)
-            grid = self._grid(f"{_layer(program, subgraph)}input", [sample.values[subgraph][0] for sample in samples])
+            grid = self._grid(self._input_of(program, subgraph), [sample.values[subgraph][0] for sample in samples])
         except SpartaError as error:
             self.note(f"{subgraph.name} stays in real numbers: {error}")
             return subgraph
@@ -125,8 +125,7 @@ class Calibration:
 
     def _in_fp8(self, program: Program, subgraph: SubGraph, known: TeSA) -> SubGraph:
         """Return a sub-graph with a weight in fp8; kernels may round its inputs where a grid of them is given."""
-        name = f"{_layer(program, subgraph)}input"
-        grid = self.inputs.get(name)
+        grid = self.inputs.get(self._input_of(program, subgraph))
         try:
             scales = self._scales(program, subgraph, known)
         except SpartaError as error:
@@ -135,6 +134,16 @@ class Calibration:
         rounding = {"activations": None if grid is None else FP8, "input_scale": getattr(grid, "scale", None)}
         anchor = replace(subgraph.anchor, attributes={**subgraph.anchor.attributes, **rounding})
         return replace(subgraph, lowering=lowering_of(SCALED_OP), anchor=anchor, scales=scales, format=FP8)
+
+    def _input_of(self, program: Program, subgraph: SubGraph) -> str:
+        """Return the name of a layer's input, ``"fc.input"``; of tied weights, by the one that has a grid."""
+        source = _source(program, subgraph)
+        own, weight = _input_named(source), self.tensors.get(source)
+        if own in self.inputs or weight is None or not weight.numel():
+            return own
+        same = (weight.data_ptr(), weight.shape)
+        tied = (name for name, other in self.tensors.items() if (other.data_ptr(), other.shape) == same)
+        return next((name for name in map(_input_named, tied) if name in self.inputs), own)
 
     def _grid(self, name: str, activations: Sequence[Tensor]) -> Quantization:
         if name in self.inputs:
@@ -216,9 +225,9 @@ def _taken(program: Program, subgraph: SubGraph, tensor: Tensor) -> Tensor:
     return left.t() if subgraph.anchor.transposed and left.dim() == 2 else left
 
 
-def _layer(program: Program, subgraph: SubGraph) -> str:
-    """Return the prefix of a layer's names: ``"fc."``, or nothing for the model itself."""
-    return _source(program, subgraph).removesuffix("weight")
+def _input_named(weight: str) -> str:
+    """Return the name of the input that a weight meets: ``"fc.input"``, or ``"input"`` for that of the model itself."""
+    return f"{weight.removesuffix('weight')}input"
 
 
 def rounding_kernels(kernels: Mapping[SubGraph, KernelModule]) -> dict[SubGraph, KernelModule]:
