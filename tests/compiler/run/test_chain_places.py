@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional
 import sparta
 from compiler.conftest import forcing
 from sparta.compiler.run.chain.chained import Chained
+from sparta.compiler.run.chain.layouts import fuse
 from sparta.compiler.run.chain.places import hand_over_bytes
 from sparta.compiler.run.chain.trace import ImageItem, Native, Trace
 from sparta.compiler.run.eager import with_fast_paths
@@ -63,6 +65,23 @@ class TwoResults(nn.Module):
         return self.three(functional.max_pool2d(self.two(y), 2)), y, functional.avg_pool2d(y, 2)
 
 
+class Inverted(nn.Module):
+    """Depthwise layers, which compute in real numbers, between int8 ones; the first result is returned too."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 14, 1), nn.Conv2d(14, 14, 3, 2, 1, groups=14)
+        self.three, self.four, self.five = (
+            nn.Conv2d(14, 6, 1),
+            nn.Conv2d(6, 12, 3, padding=1, groups=6),
+            nn.Conv2d(12, 8, 1),
+        )
+
+    def forward(self, x):
+        y = functional.relu6(self.two(functional.relu6(self.one(x))))
+        return self.five(functional.relu(self.four(self.three(y)))), y
+
+
 BATCHES = [torch.randn(2, 3, 37, 41, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
 
@@ -95,6 +114,7 @@ def with_tiles(graph, tile, image):
 
 def items_of(graph):
     trace = Trace(graph, (BATCHES[0],), 1)
+    fuse(trace)
     hand_over_bytes(trace)
     return trace.items
 
@@ -172,3 +192,16 @@ def test_grids_that_are_given_are_kept_and_residuals_are_not_rounded_then():
         ]
     assert any("residual_scale" in each for each in attributes[0])
     assert not any("residual_scale" in each for each in attributes[1])
+
+
+def test_depthwise_layers_round_their_results_for_those_that_read_them():
+    graph = compiled(Inverted().eval()).graph
+    planes = [item for item in items_of(graph) if isinstance(item, ImageItem) and item.product.rounding is None]
+    assert [item.product.step.kind for item in planes] == [StepKind.DEPTHWISE] * 2
+    assert [item.in_bytes is item.result.source for item in planes] == [False, True]  # the first is written twice
+    with torch.no_grad():
+        for batch in (*BATCHES, 30 * BATCHES[0]):
+            handed = Chained(graph)(batch)
+            with mock.patch("sparta.compiler.run.chain.program.hand_over_bytes", return_value=0):
+                apart = Chained(graph)(batch)
+            assert all(torch.equal(one, two) for one, two in zip(handed, apart, strict=True))

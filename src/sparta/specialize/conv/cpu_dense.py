@@ -29,6 +29,7 @@ __all__ = ["DenseConv", "DepthwiseConv", "PackedImages", "dense_images"]
 _KEPT = 8  # sizes of images whose plans are kept
 _PADDING = 16  # values that a kernel may load beyond the last one
 _COPY_FLOATS = 96 * 1024  # of a band's copy, which shares the second level of caches with weights
+_REAL_RESULT = (0, 0.0, 0, 0, 0)  # of a depthwise layer: no second result, and none in bytes
 _LEAST_TILES = 4  # of a band whose sums are stored in parts
 # Bytes that a tile reads before it goes on to the next columns, so that they stay in the nearest cache.
 _CHUNK_BYTES = 24 * 1024
@@ -174,9 +175,14 @@ class PackedImages(ABC):
                     again = self.product(values, bias, name)
                     return None if again is None else again(shape, threads)
 
-            return ImageProduct(step, plan.shape, activated=activated)
+            return ImageProduct(step, plan.shape, handing=self._handing(step), activated=activated)
 
         return made
+
+    def _handing(self, step: Step) -> Callable[[bool, tuple[Any, ...] | None, bool], Step] | None:
+        """Return how the result of a step is handed on in bytes; None where it is not."""
+        del step
+        return None
 
     def _plan(self, shape: tuple[int, ...], threads: int) -> _Plan:
         key = (*shape, threads)
@@ -350,7 +356,20 @@ class DepthwiseConv(PackedImages):
     def _filled(
         self, ends: tuple[int, int, int, int], plan: _Plan, values: int, activation: int, threads: int
     ) -> bytes:
-        return DEPTHWISE_CALL.pack(*ends, values, *plan.rest, activation, threads)
+        return DEPTHWISE_CALL.pack(*ends, values, *plan.rest, activation, threads, *_REAL_RESULT)
+
+    def _handing(self, step: Step) -> Callable[[bool, tuple[Any, ...] | None, bool], Step] | None:
+        fixed = DEPTHWISE_CALL.unpack(step.call)[: -len(_REAL_RESULT)]
+
+        def handed(places: bool, to: tuple[Any, ...] | None, bytes_added: bool) -> Step:  # noqa: FBT001 - the item's
+            assert not places  # noqa: S101 - it rounds neither its images nor what it adds
+            assert not bytes_added  # noqa: S101
+            if to is None:
+                return step
+            inverse, unsigned, zero = to
+            return replace(step, call=DEPTHWISE_CALL.pack(*fixed, 0, inverse, 1, unsigned, zero))
+
+        return handed
 
     def _run(self, call: bytes) -> int:
         return int(self.library.handle.sparta_depthwise(call))

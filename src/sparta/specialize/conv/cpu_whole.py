@@ -49,7 +49,7 @@ class _CpuDenseConv(Implement):
     """Hand-written C++ kernels that skip nothing, compiled for this machine at their first use."""
 
     name = "cpu-dense"
-    version = 3
+    version = 4
     every_epilogue = True
 
     def supports(self, spec: KernelSpec) -> Support:

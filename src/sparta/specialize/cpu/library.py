@@ -63,8 +63,8 @@ INT8_CONV_CALL = struct.Struct("@7P17q3i4PqfiiiiifiiPiffii4x")
 # band; rows and vectors of a tile.
 DENSE_CONV_CALL = struct.Struct("@7P17q3i2P6q2i")
 # x, y, bias, residual, values; planes, channels, multiplier, rows and columns of both; kernel, stride, padding,
-# dilation; activation, threads: see native/depthwise.h.
-DEPTHWISE_CALL = struct.Struct("@5P15q2i")
+# dilation; activation, threads; a second result, and how the first is in bytes: see native/depthwise.h.
+DEPTHWISE_CALL = struct.Struct("@5P15q2iPf3i")
 
 
 class PanelMatrix(Structure):

@@ -86,7 +86,7 @@ class ChainRun {
       case kStepBf16: return code(multiply_bf16(*matrix<PanelMatrix>(step), product<PanelCall>(step)));
       case kStepConv: return code(multiply_conv(*matrix<PanelMatrix>(step), product<ConvCall>(step)));
       case kStepDenseConv: return dense_conv(step);
-      case kStepDepthwise: return code(depthwise(product<DepthwiseCall>(step)));
+      case kStepDepthwise: return depthwise_planes(step);
       case kStepMean: return mean_planes(simple<MeanCall>(step)), kChainDone;
       case kStepPool: return code(max_pool(simple<PoolCall>(step)));
       case kStepInt8Pool: return code(max_pool_places(simple<PoolCall>(step)));
@@ -181,6 +181,12 @@ class ChainRun {
     call.conv.residual = at<float>(step.places[2]);
     call.conv.threads = threads_;
     return code(multiply_dense_conv(call));
+  }
+
+  int depthwise_planes(const ChainStep& step) const {
+    DepthwiseCall call = product<DepthwiseCall>(step);
+    call.real = at<float>(step.places[4]);
+    return code(depthwise(call));
   }
 
   int int8_conv(const ChainStep& step) const {

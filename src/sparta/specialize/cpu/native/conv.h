@@ -135,6 +135,32 @@ SPARTA_INLINE Vec load_lanes(const float* from, const LaneMask& mask, Vec fill =
 }
 #endif
 
+// Whether vectors of every second value are loaded at once.
+#if defined(SPARTA_AVX512)
+constexpr bool kPacksByTwo = true;
+#else
+constexpr bool kPacksByTwo = false;
+#endif
+
+// The same for every second value, counted from `from` on.
+SPARTA_INLINE Vec load_lanes_by_two(const float* from, const LaneMask& lanes, Vec fill = Vec{}) {
+#if defined(SPARTA_AVX512)
+  uint32_t pairs = lanes;  // a bit for each of two vectors' values: bits are moved apart, eight, four, two, one
+  pairs = (pairs | pairs << 8) & 0x00ff00ffu;
+  pairs = (pairs | pairs << 4) & 0x0f0f0f0fu;
+  pairs = (pairs | pairs << 2) & 0x33333333u;
+  pairs = (pairs | pairs << 1) & 0x55555555u;
+  const __m512 low = _mm512_maskz_loadu_ps(static_cast<__mmask16>(pairs), from);
+  const __m512 high = _mm512_maskz_loadu_ps(static_cast<__mmask16>(pairs >> 16), from + kLanes);
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  return (Vec)_mm512_mask_mov_ps((__m512)fill, lanes, _mm512_permutex2var_ps(low, even, high));
+#else
+  (void)from;
+  (void)lanes;
+  return fill;
+#endif
+}
+
 // A vector of tokens that a band reads: padding and input values.
 struct Strip {
   int64_t at;      // token, in the band
@@ -142,15 +168,17 @@ struct Strip {
   LaneMask lanes;  // that are values
 };
 
-// Cuts pieces into vectors. The last vector of a piece goes beyond its end, to be written over by the next.
-inline void find_strips(const Band& band, int64_t reach, const std::vector<Piece>& pieces, std::vector<Strip>& strips) {
+// Cuts pieces into vectors whose values lie `step` apart. The last vector of a piece goes beyond its end, to be written
+// over by the next.
+inline void find_strips(const Band& band, int64_t reach, int64_t step, const std::vector<Piece>& pieces,
+                        std::vector<Strip>& strips) {
   strips.clear();
   for (const Piece& piece : pieces) {
     const int64_t values_end = piece.before + piece.count, end = values_end + piece.after;
     for (int64_t j = 0; j < end; j += kLanes) {
       const int64_t last = std::min<int64_t>(std::max<int64_t>(values_end - j, 0), kLanes);
       const int64_t first = std::min(std::max<int64_t>(piece.before - j, 0), last);
-      strips.push_back({piece.at + j, piece.from - piece.before + j, lane_mask(first, last)});
+      strips.push_back({piece.at + j, piece.from + (j - piece.before) * step, lane_mask(first, last)});
     }
   }
   if (missing_tokens(band)) strips.push_back({band.tokens + reach, 0, lane_mask(0, 0)});
@@ -159,8 +187,9 @@ inline void find_strips(const Band& band, int64_t reach, const std::vector<Piece
 // Channels whose values are asked for ahead: they lie far apart, where the processor does not look by itself.
 constexpr int64_t kChannelsAhead = 16;
 
-// Fills one slot of a band, channel by channel, where values of a row lie side by side. What is written beyond a plane
-// is written over by the next one; there is room for a vector behind the last.
+// Fills one slot of a band, channel by channel, where values of a row lie side by side, or every second one is taken. What
+// is written beyond a plane is written over by the next one; there is room for a vector behind the last.
+template <int Step>
 inline void pack_strips(const ConvCall& call, const Band& band, const std::vector<Strip>& strips, const uint8_t* used,
                         int32_t padding, float* planes) {
   const Vec fill = (Vec)(IntVec{} + padding);
@@ -173,7 +202,9 @@ inline void pack_strips(const ConvCall& call, const Band& band, const std::vecto
     float* plane = planes + channel * call.plane;
     for (const Strip* strip = first; strip != end; ++strip) {
       __builtin_prefetch(later + strip->from);
-      store(plane + strip->at, load_lanes(image + strip->from, strip->lanes, fill));
+      const float* from = image + strip->from;
+      store(plane + strip->at,
+            Step == 1 ? load_lanes(from, strip->lanes, fill) : load_lanes_by_two(from, strip->lanes, fill));
     }
   }
 }
@@ -235,9 +266,10 @@ inline void pack_slot(const ConvCall& call, const Band& band, int64_t slot, floa
   float fill;
   std::memcpy(&fill, &padding, sizeof fill);
   find_pieces(call, band, slot, pieces);
-  if (call.stride_columns * call.x_strides[3] == 1) {
-    find_strips(band, call.reach, pieces, strips);
-    pack_strips(call, band, strips, used, padding, planes);
+  const int64_t step = call.stride_columns * call.x_strides[3];
+  if (step == 1 || (step == 2 && kPacksByTwo)) {
+    find_strips(band, call.reach, step, pieces, strips);
+    (step == 1 ? pack_strips<1> : pack_strips<2>)(call, band, strips, used, padding, planes);
   } else if (call.x_strides[1] == 1 && call.x_strides[3] != 1) {
     pack_planes_channels_last(call, band, pieces, used, fill, planes);
   } else {

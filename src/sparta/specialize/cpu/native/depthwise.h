@@ -1,9 +1,10 @@
 // Depthwise convolutions: every plane of an image has its own few weights. A plane is copied once, padded, with the phases
 // of a stride apart, so that vectors of neighbouring output pixels read neighbouring values; several rows are computed
-// together, because they read the same input. The same kernel averages windows and scales channels.
+// together, because they read the same input. The same kernel averages windows and scales channels. For a convolution of
+// bytes that reads them, four planes leave as places.
 #pragma once
 
-#include "conv.h"
+#include "int8_conv.h"
 
 namespace sparta {
 
@@ -31,6 +32,11 @@ struct DepthwiseCall {
   int64_t dilation_columns;
   int32_t activation;
   int32_t threads;
+  float* real;  // the result in real numbers beside places, or null
+  float y_inverse_scale;
+  int32_t y_is_places;  // y is [images][ceil(channels / 4)][pixels], bytes as the next convolution reads them
+  int32_t y_is_unsigned;
+  int32_t y_zero;
 };
 
 // Where a padded copy keeps what: [phases][height][width], and for each tap of a row its first value.
@@ -60,6 +66,18 @@ SPARTA_INLINE void copy_line(const float* from, int64_t count, const LaneMask& t
   if (j < count) store(to + j, load_lanes(from + j, tail));
 }
 
+// The same for every second value.
+SPARTA_INLINE void copy_line_by_two(const float* from, int64_t count, const LaneMask& tail, float* to) {
+  int64_t j = 0;
+  if constexpr (kPacksByTwo) {
+    const LaneMask all = lane_mask(0, kLanes);
+    for (; j + kLanes <= count; j += kLanes) store(to + j, load_lanes_by_two(from + 2 * j, all));
+    if (j < count) store(to + j, load_lanes_by_two(from + 2 * j, tail));
+  } else {
+    for (; j < count; ++j) to[j] = from[2 * j];
+  }
+}
+
 // Copies a plane to a padded one whose padding is 0 already.
 inline void copy_plane(const DepthwiseCall& call, const DepthwiseCopy& copy, const float* x, float* to) {
   const int64_t most = copy.width - kLanes;
@@ -75,7 +93,7 @@ inline void copy_plane(const DepthwiseCall& call, const DepthwiseCopy& copy, con
       if (call.stride_columns == 1) {
         copy_line(from + begin, end - begin, tail, line + begin);
       } else if (call.stride_columns == 2) {
-        for (int64_t j = begin; j < end; ++j) line[j] = from[2 * j];
+        copy_line_by_two(from + 2 * begin, end - begin, tail, line + begin);
       } else {
         for (int64_t j = begin; j < end; ++j) line[j] = from[j * call.stride_columns];
       }
@@ -138,7 +156,10 @@ void square_plane(const DepthwiseCall& call, const DepthwiseCopy& copy, const De
   for (; row + kRowsTogether <= call.out_rows; row += kRowsTogether) {
     square_rows<Act, Side, Stride, kRowsTogether>(call, copy, plane, taps, row);
   }
-  for (; row < call.out_rows; ++row) square_rows<Act, Side, Stride, 1>(call, copy, plane, taps, row);
+  const int64_t left = call.out_rows - row;
+  if (left == 3) square_rows<Act, Side, Stride, 3>(call, copy, plane, taps, row);
+  if (left == 2) square_rows<Act, Side, Stride, 2>(call, copy, plane, taps, row);
+  if (left == 1) square_rows<Act, Side, Stride, 1>(call, copy, plane, taps, row);
 }
 
 // Any kernel, stride and dilation.
@@ -172,30 +193,94 @@ PlaneKernel find_plane_kernel(const DepthwiseCall& call) {
   return any_plane<Act>;
 }
 
+// Floats of a copy that is so small that it would be read before it has reached the cache: the next one is made ahead.
+constexpr int64_t kSmallCopy = 2048;
+
+// Planes up to `end`, one after the other, on one thread: the copy of one that several output channels read is kept.
+class DepthwiseRun {
+ public:
+  // Floats of memory, a multiple of a vector.
+  static int64_t room(const DepthwiseCall& call) {
+    const int64_t size = ceil_div(depthwise_copy(call).size(), kLanes) * kLanes;
+    return size <= kSmallCopy ? 2 * size : size;
+  }
+
+  DepthwiseRun(const DepthwiseCall& call, int64_t end, float* memory)
+      : call_(call), copy_(depthwise_copy(call)), end_(end), ahead_(room(call) > copy_.size() + kLanes) {
+    with_activation(call.activation, [&](auto tag) { kernel_ = find_plane_kernel<decltype(tag)::value>(call); });
+    std::fill_n(memory, room(call), 0.0f);
+    copies_[0] = memory;
+    copies_[1] = memory + (ahead_ ? room(call) / 2 : 0);
+  }
+
+  void run(int64_t plane, float* y) {
+    const int64_t source = plane / call_.multiplier, channel = plane % call_.channels;
+    const int64_t taps = call_.kernel_rows * call_.kernel_columns, pixels = call_.out_rows * call_.out_columns;
+    const float* copy = copied(source);
+    if (ahead_ && plane + 1 < end_) copied((plane + 1) / call_.multiplier);
+    kernel_(call_, copy_,
+            DepthwisePlane{copy, call_.values + channel * taps, splat(call_.bias ? call_.bias[channel] : -0.0f),
+                           call_.residual ? call_.residual + plane * pixels : nullptr, y});
+  }
+
+ private:
+  // The padded copy of an input plane, made if it is not there.
+  const float* copied(int64_t source) {
+    const int slot = ahead_ ? static_cast<int>(source % 2) : 0;
+    if (held_[slot] != source) copy_plane(call_, copy_, call_.x + source * call_.rows * call_.columns, copies_[slot]);
+    held_[slot] = source;
+    return copies_[slot];
+  }
+
+  const DepthwiseCall& call_;
+  const DepthwiseCopy copy_;
+  const int64_t end_;
+  const bool ahead_;
+  float* copies_[2];
+  PlaneKernel kernel_ = nullptr;
+  int64_t held_[2] = {-1, -1};
+};
+
+// One place of one image: up to four planes, rounded while they are near.
+inline void depthwise_place(const DepthwiseCall& call, DepthwiseRun& planes, int64_t unit, float* room) {
+  const int64_t pixels = call.out_rows * call.out_columns, places = ceil_div(call.channels, 4);
+  const int64_t image = unit / places, channel = unit % places * 4;
+  const int64_t present = std::min<int64_t>(4, call.channels - channel), first = image * call.channels + channel;
+  float* from = call.real ? call.real + first * pixels : room;
+  for (int64_t i = 0; i < present; ++i) planes.run(first + i, from + i * pixels);
+  const Bytes bytes = image_bytes(call.y_zero, call.y_is_unsigned != 0);
+  const Vec scale = splat(call.y_inverse_scale);
+  for (int64_t pixel = 0; pixel < pixels; pixel += kLanes) {
+    const int64_t count = std::min<int64_t>(pixels - pixel, kLanes);
+    Vec four[4] = {};
+    for (int64_t i = 0; i < present; ++i) four[i] = scale * load_some(from + i * pixels + pixel, count);
+    store_some(call.y + unit * pixels + pixel, (Vec)join_rows<false>(four, bytes), count);
+  }
+}
+
 // False when memory ran out.
 inline bool depthwise(const DepthwiseCall& call) {
-  const DepthwiseCopy copy = depthwise_copy(call);
-  PlaneKernel kernel = nullptr;
-  with_activation(call.activation, [&](auto tag) { kernel = find_plane_kernel<decltype(tag)::value>(call); });
-  const int64_t taps = call.kernel_rows * call.kernel_columns, pixels = call.out_rows * call.out_columns;
+  const int64_t copies = DepthwiseRun::room(call), pixels = call.out_rows * call.out_columns;
+  const int64_t places = ceil_div(call.channels, 4);
+  const int64_t units = call.y_is_places ? call.planes / call.channels * places : call.planes;
   bool enough_memory = true;
   parallel(call.threads, [&](int64_t index, int64_t count) {
     static thread_local Scratch scratch;
-    float* padded = scratch.get(copy.size());
-    if (!padded) {
+    float* memory = scratch.get(copies + (call.y_is_places ? 4 * pixels : 0));
+    if (!memory) {
 #pragma omp atomic write
       enough_memory = false;
       return;
     }
-    std::fill_n(padded, copy.size(), 0.0f);
-    int64_t held = -1;
-    for (int64_t plane = call.planes * index / count; plane < call.planes * (index + 1) / count; ++plane) {
-      const int64_t source = plane / call.multiplier, channel = plane % call.channels;
-      if (source != held) copy_plane(call, copy, call.x + source * call.rows * call.columns, padded);
-      held = source;
-      kernel(call, copy,
-             DepthwisePlane{padded, call.values + channel * taps, splat(call.bias ? call.bias[channel] : -0.0f),
-                            call.residual ? call.residual + plane * pixels : nullptr, call.y + plane * pixels});
+    const int64_t begin = units * index / count, end = units * (index + 1) / count;
+    const int64_t last = end / places * call.channels + std::min(end % places * 4, call.channels);
+    DepthwiseRun planes(call, call.y_is_places ? last : end, memory);
+    for (int64_t unit = begin; unit < end; ++unit) {
+      if (call.y_is_places) {
+        depthwise_place(call, planes, unit, memory + copies);
+      } else {
+        planes.run(unit, call.y + unit * pixels);
+      }
     }
   });
   return enough_memory;
