@@ -19,8 +19,7 @@ def save(question: str, device: str, results: Mapping[str, Any], folder: Path | 
     """Write the results of one script run on one device, replacing an older run on the same kind of device."""
     folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    path = folder / f"{question}.{name}.json"
+    path = path_of(question, device, folder)
     record = {
         "question": question,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -30,6 +29,12 @@ def save(question: str, device: str, results: Mapping[str, Any], folder: Path | 
     }
     _write(path, record)
     return path
+
+
+def path_of(question: str, device: str, folder: Path) -> Path:
+    """Return the file of a question's results on a device."""
+    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return folder / f"{question}.{name}.json"
 
 
 def amend(path: Path, results: Mapping[str, Any]) -> None:

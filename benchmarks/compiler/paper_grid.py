@@ -32,10 +32,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "oneshot"))
 from networks import encoder
 from paper_networks import Hubert, mobilenet_v1, samples
-from rows import keep, path_of, stored
+from rows import keep, stored
 from runtimes import rival_calls
 
-from record import RESULTS
+from record import RESULTS, path_of
 
 QUESTION, DEVICE = "compiler_paper_grid", f"{platform.machine()} cpu"
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], Callable[[int, bool], Tensor]]] = {

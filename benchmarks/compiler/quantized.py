@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from networks import encoder, mobilenet, resnet
 from runtimes import rival_calls
 
-from record import RESULTS, save
+from record import RESULTS, path_of, save
 
 QUESTION, DEVICE = "compiler_quantized", f"{platform.machine()} cpu"
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], Callable[[int, bool], Tensor]]] = {
@@ -80,7 +80,7 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     load()  # compiled before any budget begins
-    results = _before(options.out) if options.go_on else []
+    results = _before(options.out, options.machine) if options.go_on else []
     done = {(row["model"], row["batch"]) for row in results}
     for name in options.only:
         for batch in options.batch:
@@ -90,7 +90,7 @@ def main() -> int:
             print(_shown(results[-1:]), flush=True)
             record = {"threads": options.threads, "rows": results}
             if not options.quick or options.out:
-                save(QUESTION, DEVICE, record, folder=options.out)
+                save(QUESTION, options.machine, record, folder=options.out)
     print(_shown(results))
     return 0
 
@@ -106,6 +106,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, help="a folder for the rivals' files")
     parser.add_argument("--continue", dest="go_on", action="store_true")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--machine", default=DEVICE, help="a name, for results that stand beside those of other ones")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.quick:
@@ -113,8 +114,8 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _before(folder: Path | None) -> list[dict[str, Any]]:
-    path = (folder or RESULTS) / f"{QUESTION}.{platform.machine().replace('_', '-')}-cpu.json"
+def _before(folder: Path | None, machine: str) -> list[dict[str, Any]]:
+    path = path_of(QUESTION, machine, folder or RESULTS)
     return list(json.loads(path.read_text(encoding="utf-8"))["results"]["rows"]) if path.exists() else []
 
 

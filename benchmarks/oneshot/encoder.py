@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from rows import keep, path_of, stored
+from rows import keep, stored
 from tasks import Task, digits, minilm
 
 import sparta
-from record import RESULTS
+from record import RESULTS, path_of
 from sparta.tables import table
 from sparta.testing import compare
 

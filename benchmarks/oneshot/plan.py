@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "compiler"))
 from language_model import batches, load, perplexity
 from networks import encoder, resnet
-from rows import keep, path_of, stored
+from rows import keep, stored
 from tasks import minilm
 
 import sparta
-from record import RESULTS
+from record import RESULTS, path_of
 from sparta.compiler.session import Session
 from sparta.oneshot.calibrate import moved, quiet
 from sparta.oneshot.targets import find_targets

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +15,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import save
 
 Row = dict[str, Any]
-
-
-def path_of(question: str, where: str, folder: Path) -> Path:
-    """Return the file of a question's results on a device."""
-    slug = re.sub(r"[^a-z0-9]+", "-", where.lower()).strip("-")
-    return folder / f"{question}.{slug}.json"
 
 
 def stored(path: Path) -> list[Row]:
