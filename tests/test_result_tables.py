@@ -282,3 +282,7 @@ def test_the_figures_of_the_readme_are_those_of_the_results():
     assert f"ahead of DeepSparse 1.8 in **{ahead}** cases" in readme
     [row] = [line for line in performance.splitlines() if line.startswith("| llama-7b | prefill | 128x128, 90 % |")]
     assert f"**{float(row.split('|')[6].split('(')[0]):.1f}x** the best dense prefill" in readme
+    generated = json.loads((results / "generate.nvidia-h200.json").read_text())["results"]["rows"]
+    [ms] = [row["milliseconds"] for row in generated if row["pattern"] == "64x64 90 %"]
+    tokens, prompts = (ms["torch.compile"][what] / ms["sparta"][what] for what in ("token", "prompt"))
+    assert f"**{tokens:.1f}x** the tokens and **{prompts:.1f}x** the prompts per second" in readme
