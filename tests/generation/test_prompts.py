@@ -204,6 +204,19 @@ def test_a_cache_that_holds_something_is_left_alone():
     assert not fast._sparta.prompts.replays
 
 
+def test_there_are_no_positions_beyond_the_last():
+    config = transformers.GPT2Config(**SIZES, n_embd=32, n_layer=1, n_head=4, n_positions=22)
+    made, fast = twins_of(transformers.GPT2LMHeadModel(config).eval())
+    for tokens, replays in ((21, 0), (15, 2)):  # filled up to 24 and 16
+        ids = torch.randint(3, 96, (1, tokens))
+        for _ in range(3):
+            with torch.no_grad():
+                found = [m(ids, logits_to_keep=1).logits for m in (made, fast)]
+            torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+        assert fast._sparta.prompts.replays == replays
+    assert not fast._sparta.prompts.problem
+
+
 def test_few_graphs_are_kept(monkeypatch):
     monkeypatch.setattr(prompts, "_MOST_GRAPHS", 2)
     _, fast = twins()
@@ -239,6 +252,7 @@ def test_what_is_replayed_is_compared_first(monkeypatch):
     ids = torch.randint(3, 96, (1, 16))
     assert prompts_agree(fast, ids)
     assert prompts_agree(fast)
+    assert prompts_agree(fast, torch.randint(3, 96, (2, 1500)))  # more than is replayed: a shorter one is tried
     monkeypatch.setattr(recording, "_let_steps", lambda *_, **__: "")
     session = _Session()
     let_replay(fast, {"input_ids": ids}, session, check=True)

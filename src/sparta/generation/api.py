@@ -42,6 +42,7 @@ from sparta.generation.layers import (
 from sparta.generation.model import Compiled, GenerativeModel, compiled_class, shared_copy
 from sparta.generation.packed_linear import PackedLinear, dense_products
 from sparta.generation.packing import packed_layers, program_plans, put_program
+from sparta.generation.prompts import PromptGraphs
 from sparta.generation.recording import let_replay
 from sparta.generation.trials import (
     agreement,
@@ -368,7 +369,7 @@ class _Compilation:
         if fast._sparta.graph is not None:
             fast._sparta.graph.forget()
         if fast._sparta.prompts is not None:
-            self._choose_prompts(fast)
+            self._choose_prompts(fast, fast._sparta.prompts)
         if fast.program is not None:
             self._choose_longest(fast)
         main = next(iter(gains))
@@ -386,19 +387,22 @@ class _Compilation:
             interval=spans[main],
         )
 
-    def _choose_prompts(self, fast: GenerativeModel) -> None:
+    def _choose_prompts(self, fast: GenerativeModel, prompts: PromptGraphs) -> None:
         """Let prompts run as they are where replaying them is not faster."""
         whole = prompt_call(fast, self.example)
 
         def as_it_is() -> Tensor:
-            prompts, fast._sparta.prompts = fast._sparta.prompts, None
+            fast._sparta.prompts = None
             try:
                 return whole()
             finally:
                 fast._sparta.prompts = prompts
 
+        before = prompts.replays
         for _ in range(2):  # the second is recorded
             whole()
+        if prompts.replays == before:
+            return  # the example is longer than what is replayed
         if not pairs_of(timed({"as it is": as_it_is, "replayed": whole})).won:
             fast._sparta.prompts = None
             self.session.note("prompts are not replayed from CUDA graphs: that is not faster")

@@ -124,6 +124,11 @@ class PromptGraphs:
     def __deepcopy__(self, memo: dict[int, Any]) -> PromptGraphs:
         return PromptGraphs(self.config)
 
+    def takes(self, batch: int, tokens: int) -> bool:
+        """Whether prompts of a size are replayed, once one was recorded."""
+        length = filled_length(tokens)
+        return batch * length <= _MOST_TOKENS and length <= _most_positions(self.config)
+
     def prompt(self, forward: Callable[..., Any], named: Mapping[str, Any]) -> tuple[Tensor, Any] | None:
         """Return the logits of the last token and the cache; None for calls that are something else.
 
@@ -141,7 +146,7 @@ class PromptGraphs:
         length, cache = filled_length(tokens), named.get("past_key_values")
         if cache is None and named.get("use_cache") is None and not getattr(self.config, "use_cache", True):
             return None
-        if batch * length > _MOST_TOKENS or not _is_fresh(cache, tokens):
+        if not self.takes(batch, tokens) or not _is_fresh(cache, tokens):
             return None
         given = _given(named, ids)
         if given is None:
@@ -215,6 +220,13 @@ def _new_cache(config: Any) -> Any:
     from transformers.cache_utils import DynamicCache
 
     return DynamicCache(config=config)
+
+
+def _most_positions(config: Any) -> int:
+    """Return how many positions a model has, which may be learnt: there is none beyond."""
+    config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    found = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    return min((number for number in found if isinstance(number, int) and number > 0), default=_MOST_TOKENS)
 
 
 def _is_plain(cache: Any, kind: str) -> bool:

@@ -93,11 +93,12 @@ def prompts_agree(fast: Any, ids: Tensor | None = None) -> bool:
     ids
         A prompt; some tokens if not given.
     """
-    ids = some_tokens(fast) if ids is None else ids
+    held, prompts = fast._sparta.prompts, PromptGraphs(fast.config)
+    if ids is None or not prompts.takes(*ids.shape):
+        ids = some_tokens(fast)
     if ids.shape[1] > 2 and filled_length(ids.shape[1]) == ids.shape[1]:
         ids = ids[:, :-1]
     rounding = any(isinstance(layer, SparseLayer) and is_fp8(layer) for layer in fast.modules())
-    held, prompts = fast._sparta.prompts, PromptGraphs(fast.config)
     padded = torch.ones_like(ids)
     padded[0, : ids.shape[1] // 2] = 0
     replays = 0
