@@ -1,13 +1,14 @@
 """Prompts that are replayed: filled up on the right, they give what the model's own code gives, and their cache."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from generation.language_models import SIZES, STACK, pruned
 from sparta.errors import CheckError
-from sparta.generation import prompts, recording
+from sparta.generation import api, prompts, recording
 from sparta.generation.graphs import DecodeGraph
 from sparta.generation.model import Compiled, compiled_class, shared_copy
 from sparta.generation.prompts import PromptGraphs, filled_length
@@ -264,3 +265,22 @@ def test_what_is_replayed_is_compared_first(monkeypatch):
     assert fast._sparta.prompts is None
     assert "filled up" in session.notes[1]
     assert "differs" in session.notes[3]
+
+
+@pytest.mark.parametrize("won", [False, True])
+def test_prompts_are_replayed_where_that_is_faster(monkeypatch, won):
+    _, fast = twins()
+    compilation = SimpleNamespace(example={"input_ids": torch.randint(3, 96, (1, 9))}, session=_Session())
+    monkeypatch.setattr(api, "timed", lambda calls: [call() for call in calls.values()])
+    monkeypatch.setattr(api, "pairs_of", lambda _: SimpleNamespace(won=won))
+    api._Compilation._choose_prompts(compilation, fast, fast._sparta.prompts)
+    assert (fast._sparta.prompts is not None) == won
+    assert bool(compilation.session.notes) != won
+
+
+def test_an_example_that_is_not_replayed_decides_nothing(monkeypatch):
+    monkeypatch.setattr(prompts, "_MOST_TOKENS", 31)
+    _, fast = twins()
+    compilation = SimpleNamespace(example={"input_ids": torch.randint(3, 96, (2, 30))}, session=_Session())
+    api._Compilation._choose_prompts(compilation, fast, fast._sparta.prompts)
+    assert fast._sparta.prompts is not None
