@@ -11,8 +11,9 @@ from compiler.conftest import forcing
 from sparta.compiler.aot.layers import DenseLayer
 from sparta.compiler.api import compile_in
 from sparta.compiler.clock import Rounds
-from sparta.compiler.precise import Wanted, compiled_at
+from sparta.compiler.precise import Wanted, _cast, compiled_at
 from sparta.compiler.session import Session
+from sparta.compiler.verify import TOLERANCES
 from sparta.create import quantize as training
 from sparta.errors import ArgumentError, FileFormatError, NameNotFoundError, ValueRangeError
 from sparta.files import load_tensors, save_tensors
@@ -302,6 +303,20 @@ def test_bf16_keeps_the_interface():
     kept = sparta.compile(model, x, precision="bf16", max_loss=1e-6, tune="off")
     assert torch.equal(kept(x), model(x).detach())
     assert "bf16 costs" in kept.report.full
+
+
+@pytest.mark.parametrize("name", ["cpu-bf16-panel", "cpu"])
+def test_a_model_in_bf16_that_returns_fp32_keeps_its_kernels(name):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)]
+    model = nn.Sequential(*layers).eval()
+    sparta.Spec.from_pattern(model, sparta.Block(4, 1), 0.8).apply(model)
+    with forcing(name):
+        fast = sparta.compile(_cast(model), torch.randn(32, 64), tune="off")
+    assert fast(torch.randn(32, 64)).dtype == torch.float32
+    assert not [note for note in fast.report.notes if "agree" in note]
+    assert {layer.first.implement for layer in fast.report.plan.layers} == {name}
+    assert 1e-4 < fast.report.certificate.error <= fast.report.certificate.tolerance == TOLERANCES[torch.bfloat16]
 
 
 @pytest.mark.parametrize("faster", ["bf16", "fp32"])

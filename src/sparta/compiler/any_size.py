@@ -151,10 +151,10 @@ class _Probes:
                 return None
             try:
                 if self._rounded is not None:
-                    agree(expected, pytree.tree_leaves(self._rounded.plain(*leaves)))
+                    agree(expected, pytree.tree_leaves(self._rounded.plain(*leaves)), least=self._job.tolerance)
                     self._rounded.layers(run, leaves)
                 else:
-                    agree(expected, pytree.tree_leaves(run(*leaves)))
+                    agree(expected, pytree.tree_leaves(run(*leaves)), least=self._job.tolerance)
             except (CheckError, RuntimeError, TypeError, ValueError, IndexError):
                 return False
         self.sizes = self.sizes.relaxed(shapes)

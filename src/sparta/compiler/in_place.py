@@ -18,7 +18,7 @@ from sparta.compiler.api import evaluating
 from sparta.compiler.calls import runnable, several
 from sparta.compiler.choose.timer import ROUNDS, Timer
 from sparta.compiler.session import EFFORT, Session, Tune, in_words, shown
-from sparta.compiler.verify import agree
+from sparta.compiler.verify import agree, tolerance_of
 from sparta.errors import ValueRangeError, message
 from sparta.measure.untouched import untouched
 from sparta.modules import replace_module, unwrapped
@@ -118,7 +118,7 @@ class _Layers:
         if not self.swapped:
             return
         try:
-            agree(self.expected, self._results())
+            agree(self.expected, self._results(), least=tolerance_of(self.model.parameters()))
         except Exception as error:  # noqa: BLE001 - wrong numbers, or code that asks for the dense layer's class
             session.show(f"no layer is sparse: {in_words(error)}")
             self._put_back(list(self.swapped))

@@ -43,6 +43,7 @@ from sparta.compiler.run.given import GivenModel
 from sparta.compiler.run.kernel_module import KernelModule
 from sparta.compiler.session import Session
 from sparta.compiler.variant import Base
+from sparta.compiler.verify import tolerance_of
 from sparta.errors import SpartaError
 from sparta.propagation.api import given_tesas
 from sparta.propagation.capture import Captured, call_arguments
@@ -196,6 +197,11 @@ class Job:
         if any(t.is_cuda for t in self.original.tensors.values()):
             torch.cuda.synchronize()
         self.session.call_seconds = self.session.elapsed - before
+
+    @property
+    def tolerance(self) -> float:
+        """What results may differ by, whatever dtype they come back in."""
+        return tolerance_of(self.model.parameters())
 
     def reference(self) -> Callable[..., Any]:
         """Return the masked dense model as a function of flat inputs."""

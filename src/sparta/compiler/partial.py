@@ -24,7 +24,7 @@ from sparta.compiler.run.compiled_model import CompiledModel, tensor_bytes
 from sparta.compiler.run.partial_model import PartialModel
 from sparta.compiler.session import Session, in_words
 from sparta.compiler.variant import Base
-from sparta.compiler.verify import TOLERANCES, agree
+from sparta.compiler.verify import TOLERANCES, agree, tolerance_of
 from sparta.errors import ValueRangeError, message
 from sparta.measure.untouched import untouched
 from sparta.modules import replace_module
@@ -145,7 +145,7 @@ class _Parts:
                 if (expected is None) != (results is None):
                     return "it does not run on fresh inputs, or without a cache"
                 if expected is not None and results is not None:
-                    agree(expected, results)
+                    agree(expected, results, least=tolerance_of(self.copy.parameters()))
             except Exception as error:  # noqa: BLE001 - whatever the code around it makes of a compiled module
                 return in_words(error)
         return ""

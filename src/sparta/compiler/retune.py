@@ -34,7 +34,7 @@ from sparta.compiler.run.eager import with_fast_paths
 from sparta.compiler.run.given import GivenModel
 from sparta.compiler.run.kernel_module import KernelModule
 from sparta.compiler.session import Session
-from sparta.compiler.verify import agree
+from sparta.compiler.verify import agree, tolerance_of
 from sparta.specialize.tuning.select import DENSE, Choice
 
 __all__ = ["tuned_at"]
@@ -224,7 +224,8 @@ class _Contest:
         given = self.model.given_again(keep=False)
         try:
             if given is not None:
-                agree(pytree.tree_leaves(given(*self.leaves)), pytree.tree_leaves(run(*self.leaves)))
+                least = tolerance_of(given.model.parameters())
+                agree(pytree.tree_leaves(given(*self.leaves)), pytree.tree_leaves(run(*self.leaves)), least=least)
         except Exception:  # noqa: BLE001 - it was changed, or does not run any more
             return None
         return given

@@ -86,7 +86,9 @@ def verified(job: Job, contest: Contest, outcome: Outcome, *, check: bool) -> tu
             rounding = rounding_kernels(kernels)
             compiled = workshop.run(outcome.variant, outcome.plans)
             layers = _layers(job, contest, outcome, original) if rounding else None
-            certificate = verify(original, compiled, job.inputs, layers=layers, brief=job.session.slow)
+            certificate = verify(
+                original, compiled, job.inputs, layers=layers, brief=job.session.slow, least=job.tolerance
+            )
             if rounding:
                 loss = relative_error(original, compiled, job.inputs[0])
                 several = f"{len(rounding)} layers round their inputs to 8 bits"
@@ -102,7 +104,7 @@ def _layers(job: Job, contest: Contest, outcome: Outcome, original: Callable[...
     plain = job.reduced.module()
     for inputs in job.inputs:
         with torch.no_grad():
-            agree(pytree.tree_leaves(original(*inputs)), pytree.tree_leaves(plain(*inputs)))
+            agree(pytree.tree_leaves(original(*inputs)), pytree.tree_leaves(plain(*inputs)), least=job.tolerance)
     workshop, variant = contest.workshop, outcome.variant
     kernels = workshop.kernels(outcome.plans, variant.kernels)
     return LayerByLayer(job.reduced, workshop.graph(variant, outcome.plans), kernels, variant.host)

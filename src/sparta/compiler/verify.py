@@ -9,7 +9,7 @@ one by one, wrong ones are replaced by dense, and the check starts again. Models
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ __all__ = [
     "compared",
     "difference",
     "relative_error",
+    "tolerance_of",
     "verify",
     "wrong_kernels",
 ]
@@ -91,6 +92,7 @@ def verify(
     *,
     layers: Compare | None = None,
     brief: bool = False,
+    least: float = 0.0,
 ) -> Certificate:
     """Compare two callables of flat inputs; raises :class:`CheckError` where they do not agree.
 
@@ -104,6 +106,8 @@ def verify(
         What compares the compiled model in its place, where it rounds activations.
     brief
         Whether calls take long: one fresh input beside the example is then enough.
+    least
+        What is allowed in any case: :func:`tolerance_of` the model's parameters.
 
     Examples
     --------
@@ -119,7 +123,7 @@ def verify(
             elif reference is not None:
                 with torch.no_grad():
                     expected, actual = reference(*inputs), compiled(*inputs)
-                found = found.joined(compared(pytree.tree_leaves(expected), pytree.tree_leaves(actual)))
+                found = found.joined(compared(pytree.tree_leaves(expected), pytree.tree_leaves(actual), least=least))
     name = str(found.dtype).removeprefix("torch.") + " with int8 layers" * (layers is not None)
     return Certificate(seeds, name, found.allowed, found.relative, found.single, found.outputs, passed=True)
 
@@ -143,12 +147,21 @@ def compared(
     return found
 
 
-def agree(expected: Sequence[Any], actual: Sequence[Any]) -> None:
+def agree(expected: Sequence[Any], actual: Sequence[Any], *, least: float = 0.0) -> None:
     """Raise :class:`CheckError` unless flat results agree as well as :func:`verify` asks.
 
     >>> agree([torch.ones(2), 3], [torch.ones(2), 3])
     """
-    compared(expected, actual)
+    compared(expected, actual, least=least)
+
+
+def tolerance_of(parameters: Iterable[Tensor]) -> float:
+    """Return what results may differ by for the coarsest dtype that a model computes in, whatever they come back in.
+
+    >>> tolerance_of([torch.ones(2), torch.ones(2, dtype=torch.bfloat16)]) == TOLERANCES[torch.bfloat16]
+    True
+    """
+    return max((TOLERANCES.get(parameter.dtype, 0.0) for parameter in parameters), default=0.0)
 
 
 def relative_error(reference: Callable[..., Any], compiled: Callable[..., Any], inputs: Sequence[Any]) -> float:
