@@ -129,7 +129,7 @@ def _scale(record: Record) -> str:
             f"{row['changing_ms']:.0f}",
             f"{row['part_mib']:.0f}",
             f"{row['dense_mib']:.0f}",
-            f"+{row['added_mib']:.0f}",
+            f"+{row['added_mib']:.0f} ({row['allowed_mib']:.0f})",
         ]
         for row in results["rows"]
     ]
@@ -139,7 +139,7 @@ def _scale(record: Record) -> str:
         f"each process in a step, medians of {results['steps']} steps; memory is the most that a process had. "
     )
     columns = ["kind", "processes", "dense, ms", "masks held, ms", "masks changing, ms", "weights here, MiB",
-               "dense, MiB", "pruning adds, MiB"]  # fmt: skip
+               "dense, MiB", "pruning adds, MiB (allowed)"]  # fmt: skip
     return f"{text}{source(record)}\n\n{markdown(columns, rows)}"
 
 

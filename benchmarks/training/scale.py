@@ -40,6 +40,8 @@ from sparta.tables import table
 
 QUESTION = "training_scale"
 ALLOWED = 3.5
+STORED = ("kind", "processes", "parameters", "zeros", "dense_ms", "changing_ms", "held_ms", "part_mib", "dense_mib",
+          "added_mib", "allowed_mib")  # fmt: skip
 KINDS = ("magnitude", "rigl")
 
 
@@ -179,10 +181,8 @@ def main() -> None:
             results = {
                 "steps": given.steps,
                 "tokens": given.tokens,
-                "width": given.width,
                 "dtype": given.dtype,
-                "allowed": ALLOWED,
-                "rows": rows,
+                "rows": [{key: row[key] for key in STORED} for row in rows],
             }
             save(f"{QUESTION}_large" if given.large else QUESTION, f"{platform.machine()} cpu", results, given.out)
     show(rows)

@@ -1,6 +1,7 @@
 """What competes for a layer in fp8 on a Hopper GPU, as far as that can be told without one."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,9 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device=None: "a GPU")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _device=None: SimpleNamespace(multi_processor_count=132)
+    )
     monkeypatch.setattr(few_tokens, "nvrtc_obstacle", lambda: "")
     monkeypatch.setattr(device, "_has_triton", lambda: True)
     device.capability.cache_clear()
