@@ -29,7 +29,9 @@ def _accuracies(found: Sequence[Record]) -> str:
                 cells += ["", ""] if row is None else [_sparsity(row), _accuracy(row, dense[network])]
             rows.append([method, "" if asked is None else f"{100 * asked:g} %", *cells])
         heads = [head for n in networks for head in (f"{_NETWORKS[n]}: zeros", f"{_NETWORKS[n]}: accuracy")]
-        title = f"{_HEADINGS[results['data']]}, mean of {results['seeds']} seeds ± their standard deviation, in percent"
+        images = f", {results['train_images']:,} images to train with" if results["data"] != "digits" else ""
+        seeds = f"mean of {results['seeds']} seeds ± their standard deviation, in percent"
+        title = f"{_HEADINGS[results['data']]}{images}, {seeds}"
         parts.append(f"{title}. {source(record)}\n\n{markdown(['method', 'asked', *heads], rows)}")
     return "\n\n".join(parts)
 
@@ -46,6 +48,7 @@ def _accuracy(row: Record, dense: Record) -> str:
 
 
 renderer("training-accuracy-mnist", "training_accuracy_mnist")(_accuracies)
+renderer("training-accuracy-fashion", "training_accuracy_fashion")(_accuracies)
 renderer("training-accuracy-digits", "training_accuracy_digits")(_accuracies)
 
 

@@ -1,7 +1,8 @@
 """How accurate are sparse models? Each scheduler and sparsity beside dense, trained for real, several seeds.
 
-Run with ``python benchmarks/training/accuracy.py`` for scikit-learn's digits, or with ``--data FOLDER`` for MNIST (see
-``data.py`` for what the folder holds), ``--device cuda`` for a GPU, ``--jobs N`` for several trainings at a time. All
+Run with ``python benchmarks/training/accuracy.py`` for scikit-learn's digits, or with ``--data FOLDER`` for MNIST and,
+where the folder has it, Fashion-MNIST (see ``data.py``), ``--device cuda`` for a GPU, ``--jobs N`` for several
+trainings at a time, ``--images N`` to train with fewer images in as many steps. All
 methods start from the same dense model and train for as many steps with the same optimizer; "dense" goes on too, so
 nobody gains from training longer. Accuracies are those of the exported, plain model on the test images; the number of
 zeros is counted there and held to what was asked for.
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from record import save
 from sparta.scheduler import AmpereScheduler, ProbMaskPruneScheduler, build_sparse_scheduler
 from sparta.sparsify import find_layers
 from sparta.tables import table
-from training.data import Images, load
+from training.data import Images, load, names_of_data
 from training.methods import Method, expected_zeros, methods
 
 LEARNING_RATE = 0.05
@@ -46,12 +47,8 @@ class Plan:
     epochs: int
 
 
-PLANS = {
-    ("digits", "mlp"): Plan(64, 20, 28),
-    ("digits", "cnn"): Plan(64, 20, 28),
-    ("mnist", "mlp"): Plan(500, 10, 14),
-    ("mnist", "cnn"): Plan(500, 4, 7),
-}
+SMALL = Plan(64, 20, 28)  # for the digits
+LARGE = {"mlp": Plan(500, 10, 14), "cnn": Plan(500, 4, 7)}  # for 60,000 images, in batches of this share of them
 
 
 class MLP(nn.Module):
@@ -232,19 +229,29 @@ class Job:
 
     model: str
     seed: int
-    data: Path | None
+    folder: Path | None
+    data: str
+    images: int | None
     device: str
     scale: float
     threads: int | None
     only: str
 
 
+def plan_of(job: Job, images: int) -> Plan:
+    """Return how much training: as many steps for fewer images, in smaller batches."""
+    if job.data == "digits":
+        return SMALL
+    large = LARGE[job.model]
+    return replace(large, batch=max(1, large.batch * images // 60_000))
+
+
 def work(job: Job) -> list[dict[str, Any]]:
     """Train a dense model, then every method from it."""
     if job.threads:
         torch.set_num_threads(job.threads)
-    data = load(job.data, job.device)
-    plan = PLANS[data.name, job.model]
+    data = load(job.folder, job.device, job.data, job.images)
+    plan = plan_of(job, len(data.train_labels))
     per_epoch = len(data.train_labels) // plan.batch
     dense_steps, steps = (max(7, round(job.scale * epochs * per_epoch)) for epochs in (plan.dense_epochs, plan.epochs))
     torch.manual_seed(job.seed)
@@ -259,11 +266,12 @@ def work(job: Job) -> list[dict[str, Any]]:
         rows = retrain(copy.deepcopy(start), data, plan, method, steps, 1000 + job.seed)
         seconds = time.perf_counter() - began
         found += [
-            {"model": job.model, "method": method.name, "seed": job.seed, "seconds": seconds, **row} for row in rows
+            {"data": job.data, "model": job.model, "method": method.name, "seed": job.seed, "seconds": seconds, **row}
+            for row in rows
         ]
         last = rows[-1]
         print(
-            f"{job.model} seed {job.seed} {method.name:32} sparsity {last['sparsity']:.4f} "
+            f"{job.data} {job.model} seed {job.seed} {method.name:32} sparsity {last['sparsity']:.4f} "
             f"accuracy {last['accuracy']:.2f} ({seconds:.0f} s)",
             flush=True,
         )
@@ -297,20 +305,33 @@ def gathered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     """Train everything, print the table and save it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder with MNIST; scikit-learn's digits without it")
+    parser.add_argument("--data", type=Path, help="folder with MNIST and Fashion-MNIST; without it the digits")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     parser.add_argument("--threads", type=int, help="CPU threads of each job")
+    parser.add_argument("--images", type=int, help="train with the first so many, where all take too long")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the epochs, to try the script")
     parser.add_argument("--only", default="", help="methods whose name contains this; not saved")
     parser.add_argument("--out", type=Path, help="folder for the JSON instead of benchmarks/results")
     options = parser.parse_args()
+    names = names_of_data(options.data)
     jobs = [
-        Job(model, seed, options.data, options.device, options.scale, options.threads, options.only)
+        Job(
+            model,
+            seed,
+            options.data,
+            name,
+            options.images,
+            options.device,
+            options.scale,
+            options.threads,
+            options.only,
+        )
         for model in reversed(options.models)  # the slowest first
         for seed in range(options.seeds)
+        for name in names
     ]
     began = time.perf_counter()
     if options.jobs > 1:
@@ -318,6 +339,12 @@ def main() -> None:
             rows = [row for done in as_completed([pool.submit(work, job) for job in jobs]) for row in done.result()]
     else:
         rows = [row for job in jobs for row in work(job)]
+    for name in names:
+        finish(name, [row for row in rows if row["data"] == name], options, time.perf_counter() - began)
+
+
+def finish(name: str, rows: list[dict[str, Any]], options: argparse.Namespace, seconds: float) -> None:
+    """Print the table of one data set, and save it unless only some methods were asked for."""
     rows = [row for model in options.models for row in gathered(rows) if row["model"] == model]
     print(
         table(
@@ -327,18 +354,21 @@ def main() -> None:
                 + [f"{r[key]:.2f}" for key in ("accuracy", "spread")]
                 for r in rows
             ],
+            title=name,
         )
     )
     if options.only:
         return
-    name = load(options.data, "cpu").name
+    data = load(options.data, "cpu", name, options.images)
     device = torch.cuda.get_device_name() if options.device.startswith("cuda") else f"{platform.machine()} cpu"
+    side = data.train_images.shape[-1]
     results = {
         "data": name,
         "seeds": options.seeds,
         "scale": options.scale,
-        "seconds": time.perf_counter() - began,
-        "parameters": {m: sum(x.parameter.numel() for x in find_layers(MODELS[m](28))) for m in options.models},
+        "train_images": len(data.train_labels),
+        "seconds": seconds,
+        "parameters": {m: sum(x.parameter.numel() for x in find_layers(MODELS[m](side))) for m in options.models},
         "rows": rows,
     }
     print(f"saved {save(f'training_accuracy_{name}', device, results, folder=options.out)}")

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,7 +36,7 @@ from sparta.create import initialize, recipe_for
 from sparta.sparsify import find_layers
 from sparta.tables import table
 from training.accuracy import MODELS, accuracy, batches, gathered
-from training.data import FILES, Images, load
+from training.data import Images, load, names_of_data
 from training.references import REFERENCES, SPREAD
 
 SAMPLES = 16  # images of a fresh batch for second-order pruning
@@ -128,29 +127,10 @@ class Job:
 # ---------------------------------------------------------------------- data
 
 
-def names_of_data(folder: Path | None) -> list[str]:
-    """Return the data sets that there are."""
-    if folder is None:
-        return ["digits"]
-    return ["mnist", "fashion"] if (folder / "fashion.npz").exists() else ["mnist"]
-
-
 @functools.cache
 def images(name: str, plan: Plan) -> Images:
     """Return a data set, cut short if the plan says so."""
-    data = fashion(plan) if name == "fashion" else load(plan.folder, plan.device)
-    return replace(data, train_images=data.train_images[: plan.images], train_labels=data.train_labels[: plan.images])
-
-
-def fashion(plan: Plan) -> Images:
-    """Return Fashion-MNIST, each image by the mean and the spread of all."""
-    with np.load(Path(plan.folder or ".", "fashion.npz"), allow_pickle=False) as file:
-        found = {key: torch.from_numpy(file[key]).to(plan.device) for key in FILES}
-    pixels = found["train_images"].float()
-    mean, spread = pixels.mean(), pixels.std()
-    ready = {key: (found[key].float() - mean).div(spread).unsqueeze(1) for key in ("train_images", "test_images")}
-    labels = {key: found[key].long() for key in ("train_labels", "test_labels")}
-    return Images("fashion", **ready, **labels)
+    return load(plan.folder, plan.device, name, plan.images)
 
 
 # ---------------------------------------------------------------------- training

@@ -3,14 +3,15 @@
 Without a folder these are the 1,797 digits of 8 x 8 pixels that come with scikit-learn. With one they are MNIST's
 70,000 of 28 x 28: either its four original files (``train-images-idx3-ubyte`` and so on, also with ``.gz``), which
 collections of data sets and package registries of several languages carry, or one ``mnist.npz`` with the same four
-arrays. Nothing is downloaded, and data sets are never committed. Other data in the same format works under these names.
+arrays. Fashion-MNIST is one ``fashion.npz`` beside them with the same four arrays. Nothing is downloaded, and data sets
+are never committed. Other data in the same format works under these names.
 """
 
 from __future__ import annotations
 
 import gzip
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,19 +37,32 @@ class Images:
     test_labels: Tensor
 
 
-def load(folder: Path | None, device: str) -> Images:
-    """Return the data in `folder`, or the digits without one, on `device`."""
+def names_of_data(folder: Path | None) -> list[str]:
+    """Return the data sets that there are in `folder`; the digits without one."""
     if folder is None:
-        name, arrays = "digits", _digits()
-    else:
-        name, arrays = "mnist", _packed(folder) if (folder / "mnist.npz").exists() else _idx(folder)
-    images = {kind: torch.from_numpy(arrays[f"{kind}_images"].astype(np.float32)) for kind in ("train", "test")}
-    mean, spread = images["train"].mean(), images["train"].std()
-    ready = {kind: ((image - mean) / spread).unsqueeze(1).to(device) for kind, image in images.items()}
+        return ["digits"]
+    return ["mnist", "fashion"] if (folder / "fashion.npz").exists() else ["mnist"]
+
+
+def load(folder: Path | None, device: str, name: str | None = None, images: int | None = None) -> Images:
+    """Return a data set of `folder` on `device`: the first one unless named, its first so many images to train with."""
+    name = name or names_of_data(folder)[0]
+    arrays = _arrays(folder, name)
+    pixels = {kind: torch.from_numpy(arrays[f"{kind}_images"].astype(np.float32)) for kind in ("train", "test")}
+    mean, spread = pixels["train"].mean(), pixels["train"].std()
+    ready = {kind: ((image - mean) / spread).unsqueeze(1).to(device) for kind, image in pixels.items()}
     labels = {
         kind: torch.from_numpy(arrays[f"{kind}_labels"].astype(np.int64)).to(device) for kind in ("train", "test")
     }
-    return Images(name, ready["train"], labels["train"], ready["test"], labels["test"])
+    whole = Images(name, ready["train"], labels["train"], ready["test"], labels["test"])
+    return replace(whole, train_images=whole.train_images[:images], train_labels=whole.train_labels[:images])
+
+
+def _arrays(folder: Path | None, name: str) -> dict[str, np.ndarray]:
+    if folder is None:
+        return _digits()
+    path = folder / f"{name}.npz"
+    return _packed(path) if path.exists() else _idx(folder)
 
 
 def _digits() -> dict[str, np.ndarray]:
@@ -65,8 +79,8 @@ def _digits() -> dict[str, np.ndarray]:
     }
 
 
-def _packed(folder: Path) -> dict[str, np.ndarray]:
-    with np.load(folder / "mnist.npz", allow_pickle=False) as arrays:
+def _packed(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path, allow_pickle=False) as arrays:
         return {key: arrays[key] for key in FILES}
 
 
