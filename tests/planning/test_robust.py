@@ -1,5 +1,7 @@
 """Plans hold on a busy machine: shares of the model count, and what was hurried is not held against options."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -211,3 +213,19 @@ def test_what_is_captured_late_leaves_half_of_the_budget_for_measuring():
     assert bench.dense_ms(next(iter(targets))) == pytest.approx(2.0)  # the model's own time is in the notebook
     assert session.left == pytest.approx(50.0)
     assert session.left_for_layers == pytest.approx(30.0)
+
+
+def test_milliseconds_of_a_later_plan_are_on_the_scale_of_the_model_as_it_was_remembered(tmp_path):
+    class Slower(FakeBench):
+        """The machine has become twice as slow since the model as given was timed."""
+
+        def given_ms(self):
+            return 2 * super().given_ms()
+
+        def whole(self, masks):
+            found = super().whole(masks)
+            return replace(found, ms=2 * found.ms, ratio=self.given_ms() / (2 * found.ms))
+
+    planned(speedup=1.3, checkpoint=tmp_path)
+    plan = planned(speedup=1.8, checkpoint=tmp_path, bench=Slower({}))
+    assert plan.latency_ms == pytest.approx(plan.table.given_ms / plan.speedup)

@@ -120,10 +120,12 @@ class Remembering:
         return float(self.notebook.once(key, lambda: self.bench.narrow_ms(name, rows=rows, columns=columns)))
 
     def whole(self, masks: Mapping[str, tuple[Option, Pattern | None]]) -> Whole:
-        """Return the measured whole."""
+        """Return the measured whole, its milliseconds beside those of the model as given that are remembered."""
         key = "whole " + " ".join(f"{name}={option}" for name, (option, _) in sorted(masks.items()))
         found = self.notebook.once(key, lambda: _plain(self.bench.whole(masks)))
-        return Whole(**{**found, "dense": frozenset(found["dense"])})
+        given_ms = self.given_ms()
+        found = {**found, "given_ms": given_ms, "ms": given_ms / found["ratio"], "dense": frozenset(found["dense"])}
+        return Whole(**found)
 
 
 def _plain(whole: Whole) -> dict[str, Any]:
