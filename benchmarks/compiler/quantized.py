@@ -3,10 +3,11 @@
 Run with ``python benchmarks/compiler/quantized.py --threads 2``; ``--only`` and ``--batch`` take some of the cases,
 ``--quick`` small models. The dense model runs in ONNX Runtime and OpenVINO (where they are installed) in int8, bf16 and
 fp32 and eagerly in bf16; the sparse one is compiled with ``precision="int8"``, ``"bf16"`` or as it is. All calls of a
-model take turns, each twice in a row after a pause, and the second run counts: threads of other runtimes look for work
-for a while after a call, and the next call would share cores with them. bf16 is left out where the processor does
-not compute in it. Results are saved after every model; ``--continue`` goes on where a run ended, ``--keep`` keeps the
-rivals' files for the next run, and ``--variants`` takes some of ours.
+model take turns, each twice in a row, and the second run counts. Threads of other runtimes look for work for tens of
+milliseconds after a call, and the next call would share cores with them, so a turn begins when no thread of this
+process runs. bf16 is left out where the processor does not compute in it. Results are saved after every model;
+``--continue`` goes on where a run ended, ``--keep`` keeps the rivals' files for the next run, and ``--variants`` takes
+some of ours.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ VARIANTS = (
 
 
 LABELS = tuple(f"{p} {f'{s:.0%} ' if s else ''}{q or 'fp32'}" for p, s, q in VARIANTS)
-_PAUSE = 0.003  # seconds between two of the calls that take turns
+_PAUSE, _LONGEST_WAIT = 0.003, 0.5  # seconds between two looks at the other threads, and for all looks of a turn
+_IDLE = 0.1  # the share of a pause that threads may still run
 _ROUNDS = 60
 _LARGE = 4  # from this batch on one batch of calibration is enough: the rivals keep all activations of it
 
@@ -153,7 +155,7 @@ def _in_turns(calls: dict[str, Callable[[Tensor], Any]], x: Tensor, seconds: flo
     end = time.perf_counter() + seconds
     for _ in range(_ROUNDS):
         for name, call in calls.items():
-            time.sleep(_PAUSE)
+            _wait_for_threads()
             call(x)
             begin = time.perf_counter()
             call(x)
@@ -161,6 +163,16 @@ def _in_turns(calls: dict[str, Callable[[Tensor], Any]], x: Tensor, seconds: flo
         if time.perf_counter() > end:
             break
     return {name: statistics.median(each) for name, each in taken.items()}
+
+
+def _wait_for_threads() -> None:
+    """Wait until no thread of this process runs any more, or that takes too long."""
+    end = time.perf_counter() + _LONGEST_WAIT
+    while time.perf_counter() < end:
+        used = time.process_time()
+        time.sleep(_PAUSE)
+        if time.process_time() - used < _IDLE * _PAUSE:
+            return
 
 
 def _compiled(

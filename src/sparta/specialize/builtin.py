@@ -18,6 +18,8 @@ from sparta.specialize.conv.int8 import (
     DenseQuantizedConv2d,
     RealQuantizedConv1d,
     RealQuantizedConv2d,
+    WholeQuantizedConv1d,
+    WholeQuantizedConv2d,
 )
 from sparta.specialize.implement import Implement
 from sparta.specialize.int8_linear.cpu import CpuInt8Linear
@@ -77,19 +79,23 @@ _LINEAR: tuple[type[Implement], ...] = (
     TorchBSR,
     TvmLinear,
 )
+# What skips nothing comes before what skips zeros: depthwise layers, which both take, are the former's, and for weights
+# with many zeros it is no candidate.
 _CONVOLUTIONS: tuple[type[Implement], ...] = (
     DenseConv2d,
-    CpuConv2d,
     CpuDenseConv2d,
+    CpuConv2d,
     DenseConv1d,
-    CpuConv1d,
     CpuDenseConv1d,
+    CpuConv1d,
 )
 _INT8_CONVOLUTIONS: tuple[type[Implement], ...] = (
     DenseQuantizedConv2d,
+    WholeQuantizedConv2d,
     RealQuantizedConv2d,
     CpuInt8Conv2d,
     DenseQuantizedConv1d,
+    WholeQuantizedConv1d,
     RealQuantizedConv1d,
     CpuInt8Conv1d,
 )

@@ -31,6 +31,7 @@ __all__ = ["Contest", "Outcome"]
 _INDUCTOR_SECONDS = 0.1  # for a call of the graph, about, before one was compiled here
 _TRIES, _BRIEF_TRIES = 4, 8  # more, where timing is unstable; the latter where each takes little
 _BRIEF_SECONDS = 0.3
+_MOST_COPIED = 1 << 30  # bytes of weights that are packed once more, for a rival that hardly ever wins
 _AGREES = 2.0  # the factor within which a fresh time of the model as given must agree with the stored one
 
 
@@ -165,7 +166,7 @@ class Contest:
         """Take a stored decision, after a look at whether it still holds; None where it does not.
 
         It holds if the model as given takes about as long as it did, and neither that nor the original graph nor the
-        kernels that win one by one are faster than what was decided.
+        kernels that win one by one, eagerly or as a chain, are faster than what was decided.
         """
         plans = made_dense(
             self.plans, frozenset(decision.dense), "dense: remembered, it does not win in the whole model"
@@ -186,6 +187,8 @@ class Contest:
         full = self._sparse(self.plans)
         if full.kernels != variant.kernels and full.kernels:
             calls[full] = self._call(full, self.plans)
+        for chain in self._chains(self.plans)[:1]:
+            calls.setdefault(chain, self._call(chain, self.plans))
         if self.timer.slow:
             calls[variant]()  # which makes it
         rounds = self.timer.few(calls) if self.timer.slow else self.timer.rounds(calls, ROUNDS)
@@ -332,8 +335,8 @@ class Contest:
                 variant = replace(base, host=host)
                 if variant != ORIGINAL and (host is Host.EAGER or self._affords_preparing(variant, plans)):
                     self._add(calls, variant, plans)
-        if self.session.left > 0:
-            self._add_chain(calls, bases[-1], plans)
+        for chain in self._chains(plans):
+            self._add(calls, chain, plans)
         self._add_panels(calls, plans)
         return calls
 
@@ -341,7 +344,8 @@ class Contest:
         """Return what should be faster than the model as given, the likeliest first, as far as there is time."""
         calls: dict[Variant, Call] = {}
         base = self._sparse(plans) if sparse_names(plans) else Variant(Base.REDUCED)
-        self._add_chain(calls, base, plans)
+        for chain in self._chains(plans)[:1]:
+            self._add(calls, chain, plans)
         other = base.kernels or self.workshop.reduced is not self.workshop.original
         if other and (not calls or self.session.left > 0):
             self._add(calls, base, plans)
@@ -353,10 +357,24 @@ class Contest:
                     self._add(calls, variant, plans)
         return calls
 
-    def _add_chain(self, calls: dict[Variant, Call], base: Variant, plans: Plans) -> None:
-        """Add a graph as a chain, where enough of it can be part of one."""
-        if not self.session.in_graphs and chainable(self.workshop.graph(base, plans)):
-            self._add(calls, replace(base, host=Host.CHAIN), plans)
+    def _chains(self, plans: Plans) -> list[Variant]:
+        """Return the graphs that compete as chains, where enough of them can be part of one.
+
+        A chain of the graph with all kernels is the best that is known before anything is timed, so it competes
+        whatever is left of the budget. What the layers win by was measured against PyTorch; in a chain their dense
+        rivals are other kernels, so the graph without sparse ones is a chain as well, where its weights are not so
+        large that another copy of them counts.
+        """
+        if self.session.in_graphs or self.session.interrupted:
+            return []
+        plain = Variant(Base.REDUCED) if self.workshop.reduced is not self.workshop.original else ORIGINAL
+        first = self._sparse(plans) if sparse_names(plans) else plain
+        found = [first] if chainable(self.workshop.graph(first, plans)) else []
+        if first != plain and self.session.left > 0:
+            graph = self.workshop.graph(plain, plans)
+            nbytes = sum(tensor.nbytes for tensor in graph.buffers())
+            found += [plain] if nbytes <= _MOST_COPIED and chainable(graph) else []
+        return [replace(each, host=Host.CHAIN) for each in found]
 
     def _hosts(self, base: Variant) -> list[Host]:
         """Return the hosts that compete for a graph.

@@ -17,6 +17,7 @@ from torch import Tensor
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ValueRangeError, message
 from sparta.specialize.conv.cpu import CpuConv1d, CpuConv2d, conv_images
+from sparta.specialize.conv.cpu_whole import CpuDenseConv1d, CpuDenseConv2d
 from sparta.specialize.conv.dense import DenseConv1d, DenseConv2d
 from sparta.specialize.conv.int8_packed import UNIT, PackedInt8Conv
 from sparta.specialize.conv.spec import ConvGeometry, ConvKernel, conv_spec, dense_conv
@@ -40,6 +41,8 @@ __all__ = [
     "Int8ConvKernel",
     "RealQuantizedConv1d",
     "RealQuantizedConv2d",
+    "WholeQuantizedConv1d",
+    "WholeQuantizedConv2d",
     "conv_reference",
     "int8_conv_spec",
     "residual_grid",
@@ -280,4 +283,24 @@ class RealQuantizedConv1d(CpuConv1d):
 
     def build(self, spec: KernelSpec, params: Params) -> ConvKernel:
         """Compile the library if it is not there yet, and pack the mask."""
+        return _RealConvKernel(spec, super().build(_plain(spec), params))
+
+
+class WholeQuantizedConv2d(CpuDenseConv2d):
+    """The C++ kernels of conv2d in real numbers that skip nothing; of depthwise layers, whose groups have no places."""
+
+    op = CONV_OPS["conv2d"]
+
+    def build(self, spec: KernelSpec, params: Params) -> ConvKernel:
+        """Compile the library if it is not there yet."""
+        return _RealConvKernel(spec, super().build(_plain(spec), params))
+
+
+class WholeQuantizedConv1d(CpuDenseConv1d):
+    """The same for conv1d."""
+
+    op = CONV_OPS["conv1d"]
+
+    def build(self, spec: KernelSpec, params: Params) -> ConvKernel:
+        """Compile the library if it is not there yet."""
         return _RealConvKernel(spec, super().build(_plain(spec), params))

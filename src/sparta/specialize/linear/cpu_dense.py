@@ -14,16 +14,25 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparta.specialize.cpu.chain import Product, StepKind, pack_call
-from sparta.specialize.cpu.library import PANEL_CALL, PanelMatrix, activation_code, load
+from sparta.specialize.cpu.library import (
+    PANEL_CALL,
+    STREAM_CALL,
+    STREAM_FORMS,
+    PanelMatrix,
+    StreamMatrix,
+    activation_code,
+    load,
+)
 from sparta.specialize.cpu.packing import BLOCK_ROWS, is_float
 from sparta.specialize.cpu.tile import MOST_AHEAD, Tile
 
-__all__ = ["dense_product", "dense_tile", "dense_values"]
+__all__ = ["dense_product", "dense_tile", "dense_values", "few_tokens_product"]
 
 _MANY_INPUTS = 1536  # from here on a tile of activations outgrows the second level of caches
 _CHUNK = 768
 _HEIGHT = 4  # of all tiles, so that a weight is packed once for all sizes
 _WIDEST = {"avx512": 4, "avx2": 2}
+_COLUMNS = Tile("columns", 16, prefetch=4096)  # of few tokens
 _PADDING = 16  # values that a kernel may load beyond the last one
 
 
@@ -114,6 +123,59 @@ def _product(matrix: PanelMatrix, tile: Tile, alive: tuple[Any, ...], bias: int,
         call=call,
         pack=lambda tokens, stride: pack_call(tokens, inputs, stride, tile.mv),
         activated=(lambda name: _product(matrix, tile, alive, bias, name)) if activation == "none" else None,
+        alive=alive,
+    )
+
+
+def few_tokens_product(weight: Tensor, bias: Tensor | None) -> Product | None:
+    """Return a dense layer (N, K) as a step for one token or two; None where the kernels do not take it as it is.
+
+    The weight is one stream of columns, of which nothing is skipped: with so few tokens, reading it is all the work.
+
+    Examples
+    --------
+    >>> product = few_tokens_product(torch.ones(4, 3), None)
+    >>> product.inputs, product.outputs, product.kind.name
+    (3, 4, 'STREAM')
+    """
+    plain = weight.dtype == torch.float32 and weight.is_cpu and not weight.is_neg()
+    if not plain or not weight.numel() or (bias is not None and not is_float(bias)):
+        return None
+    outputs, inputs = weight.shape
+    groups, short = -(-outputs // _COLUMNS.block), inputs < 2**15
+    arrays = {
+        "values": dense_values(weight, _COLUMNS),
+        "indices": torch.arange(inputs, dtype=torch.int16 if short else torch.int32).repeat(groups),
+        "starts": torch.arange(groups + 1) * inputs,
+        "costs": torch.arange(groups + 1),
+    }
+    fields = {name: array.data_ptr() for name, array in arrays.items()}
+    sizes = {"channels": outputs, "inputs": inputs, "groups": groups, "height": _COLUMNS.block}
+    form = {"form": STREAM_FORMS[_COLUMNS.form], "index_bytes": 2 if short else 4, "prefetch": _COLUMNS.prefetch}
+    matrix = StreamMatrix(**fields, **sizes, **form)
+    return _few_tokens(matrix, (arrays, bias), 0 if bias is None else bias.data_ptr())
+
+
+def _few_tokens(matrix: StreamMatrix, alive: tuple[Any, ...], bias: int, activation: str = "none") -> Product:
+    outputs, inputs = matrix.channels, matrix.inputs
+    ends = (bias, 0, outputs, activation_code(activation), 0)
+
+    def call(tokens: int, stride: int, x: str, *, to_panel: bool, residual: bool) -> bytes:
+        del x, to_panel, residual
+        return STREAM_CALL.pack(0, 0, tokens, stride, outputs, *ends)
+
+    return Product(
+        kind=StepKind.STREAM,
+        matrix=matrix,
+        inputs=inputs,
+        outputs=outputs,
+        output=torch.float32,
+        takes=None,
+        tile=0,
+        rounding=None,
+        call=call,
+        pack=lambda tokens, stride: pack_call(tokens, inputs, stride, 1),
+        activated=(lambda name: _few_tokens(matrix, alive, bias, name)) if activation == "none" else None,
         alive=alive,
     )
 

@@ -32,12 +32,12 @@ from sparta.modules import member
 from sparta.specialize.cpu.chain import ImageProduct, Product, StepKind
 from sparta.specialize.cpu.library import load
 from sparta.specialize.linear.cpu_bf16_panel import bf16_dense_product, bf16_dense_tile, bf16_dense_values
-from sparta.specialize.linear.cpu_dense import dense_product, dense_tile, dense_values
+from sparta.specialize.linear.cpu_dense import dense_product, dense_tile, dense_values, few_tokens_product
 
 __all__ = ["ImageItem", "Item", "Linear", "Native", "PythonCall", "Trace"]
 
 _SHORT = (torch.bfloat16, torch.float16)
-_FEWEST_TOKENS = 3  # of a dense layer; with fewer, vectors of tokens stay empty
+_FEWEST_TOKENS = 3  # of a panel; with fewer, vectors of tokens stay empty
 _MANY_QUERIES = 32  # from here on blocks of bf16 pay in models that are not in it
 _LARGEST_CONSTANT = 1 << 24  # bytes that are kept for one size
 
@@ -351,15 +351,22 @@ class Trace:
         return None if layer is None else self._image(layer, self._contiguous(args[0]), None)
 
     def _dense(self, x: Value, weight: Value, bias: Value | None = None) -> Value | None:
-        """Return a dense layer with fixed tensors as a product, where there are tokens enough to fill vectors."""
+        """Return a dense layer with fixed tensors as a product."""
         fixed, shift = constant_of(weight), constant_of(bias)
         if fixed is None or (bias is not None and shift is None) or x.meta.dtype != torch.float32 or fixed.dim() != 2:
             return None
         tokens = x.meta.shape[:-1].numel()
-        if tokens < _FEWEST_TOKENS:
-            return None
-        product = self._packed_dense(fixed, shift, tokens)
+        few = tokens < _FEWEST_TOKENS
+        product = self._packed_few(fixed, shift) if few else self._packed_dense(fixed, shift, tokens)
         return None if product is None else self._linear(product, x, None)
+
+    def _packed_few(self, weight: Tensor, bias: Tensor | None) -> Product | None:
+        """Return a dense layer as a product of few tokens."""
+        key = ("few", weight.data_ptr(), weight.shape, None if bias is None else bias.data_ptr())
+        if key not in self.packed:
+            self.packed[key] = few_tokens_product(weight, bias), weight, bias  # which keep their addresses
+        found: Product | None = self.packed[key][0]
+        return found
 
     def _packed_dense(self, weight: Tensor, bias: Tensor | None, tokens: int) -> Product | None:
         """Return a dense layer as a product, in bf16 where the model is and the processor computes in it."""
