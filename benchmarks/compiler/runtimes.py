@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Call", "has", "rival_calls"]
+__all__ = ["Call", "has", "onnxruntime_call", "openvino_call", "rival_calls"]
 
 Call = Callable[[Tensor], Any]
 
@@ -59,9 +59,9 @@ def rival_calls(
         _quantized(plain, calibration or [x], rounded)
     for precision in precisions:
         if precision != "bf16":
-            found[f"onnxruntime {precision}"] = _onnxruntime(files[precision], threads)
+            found[f"onnxruntime {precision}"] = onnxruntime_call(files[precision], threads)
         if has("openvino"):
-            found[f"openvino {precision}"] = _openvino(files[precision], x, threads, precision)
+            found[f"openvino {precision}"] = openvino_call(files[precision], x, threads, precision)
     return found
 
 
@@ -94,7 +94,8 @@ def _quantized(plain: Path, batches: Sequence[Tensor], path: Path) -> None:
     quantize_static(str(ready), str(path), Reader(), quant_format=QuantFormat.QDQ, per_channel=True, **types)
 
 
-def _onnxruntime(path: Path, threads: int) -> Call:
+def onnxruntime_call(path: Path, threads: int) -> Call:
+    """Return a call of an ONNX file in ONNX Runtime."""
     import onnxruntime
 
     settings = onnxruntime.SessionOptions()
@@ -104,7 +105,8 @@ def _onnxruntime(path: Path, threads: int) -> Call:
     return lambda x: session.run(None, {name: x.numpy()})[0]
 
 
-def _openvino(path: Path, x: Tensor, threads: int, precision: str) -> Call:
+def openvino_call(path: Path, x: Tensor, threads: int, precision: str) -> Call:
+    """Return a call of an ONNX file in OpenVINO, for inputs like x."""
     import openvino
 
     graph = openvino.Core().read_model(str(path))
