@@ -40,7 +40,7 @@ from sparta.tables import table
 from sparta.testing import block_mask, check, compare, matmul_reference, softmax_reference
 
 DTYPE = torch.bfloat16
-_TRIED = 3  # candidates of each case
+_TRIED = 6  # candidates of each case
 _CALLS = 4  # in a graph
 _NAMES = {"sdd": "A", "dsd": "B", "dds": "C"}
 

@@ -152,9 +152,9 @@ def flash_backward_kv(
     N, k_tiles, q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, changes, slots, first_head, per_head,
     BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
     F: tl.constexpr, BF: tl.constexpr, LISTED: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
-    STORED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    STORED: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of COLS keys and values of a tile, summed over the heads that share them.
+    """Compute the gradients of COLS keys and values of a tile, summed over the SHARED heads that have them.
 
     Where TMA is set, q, grad, lse and delta are descriptors. Where STORED is set, the gradients of the scores are
     stored for :func:`flash_join_q`, transposed, the tiles of each head from `first_head` on in the order of `slots`.
@@ -166,7 +166,7 @@ def flash_backward_kv(
     tile = (program // PARTS) % k_tiles
     kv_head = program // (PARTS * k_tiles)  # of all kv heads of all batches
     if STORED:
-        kv_head += first_head // (H // KV_H)
+        kv_head += first_head // SHARED
     batch = kv_head // KV_H
     query_end, key_end = M, N
     if not LISTED:
@@ -181,8 +181,8 @@ def flash_backward_kv(
     total_k = tl.zeros((COLS, BE), tl.float32)
     total_v = tl.zeros((COLS, BF), tl.float32)
     column = tl.arange(0, ROWS)
-    for shared in range(H // KV_H):
-        head_in = (kv_head % KV_H) * (H // KV_H) + shared
+    for shared in range(SHARED):  # known beforehand: a loop that is walked once needs no registers
+        head_in = (kv_head % KV_H) * SHARED + shared
         head = batch * H + head_in
         _, begin, whole, end = walk_bounds(bounds, lengths, groups, head, batch, tile, k_tiles, BM, LISTED)
         if not LISTED:

@@ -149,7 +149,7 @@ class Backward:
             flash_backward_kv, (count * tiles * (cut[1] // piece.keys),), piece,
             given[0], self.k, self.v, given[1], *facts, grad_k, grad_v, bounds, entries, *self._shared(patterns), tiles,
             *self._strides, stored, slots, first * shared, per_head, *cut, piece.queries, piece.keys, *self._rest, tma,
-            changes is not None, precision(self.q), INTERPRETED,
+            changes is not None, shared, precision(self.q), INTERPRETED,
         )  # fmt: skip
 
     def _by_parts(self, heads: int, delta: Tensor, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
