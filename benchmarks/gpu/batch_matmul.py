@@ -25,6 +25,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from ceilings import ceilings
 from graphed import rotated
 
 from record import save
@@ -248,7 +249,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     if records:
         print(show(records))
-        results = {"dtype": "bf16", "unit": "us a call", "cases": records, "failed": failed}
+        results = {"dtype": "bf16", "unit": "us a call", "ceilings": ceilings(), "cases": records, "failed": failed}
         print(save("batch_matmul", torch.cuda.get_device_name(), results, options.out))
 
 

@@ -38,8 +38,8 @@ def rates(results: Record, dense: Iterable[tuple[float, float]]) -> Rates:
     500000000.0
     """
     known = results.get("ceilings", {})
-    fastest = max((operations / us for operations, us in dense), default=0.0)
-    return Rates(known.get("bytes", _COPY), known.get("operations", fastest), known.get("cache", _CACHE))
+    fastest = max([known.get("operations", 0.0), *(operations / us for operations, us in dense)])
+    return Rates(known.get("bytes", _COPY), fastest, known.get("cache", _CACHE))
 
 
 def linear_bound(
