@@ -24,6 +24,41 @@ def record(results):
     ]
 
 
+@pytest.fixture(scope="module")
+def kernels(tables):
+    del tables  # it finds the folder
+    return importlib.import_module("renderers.cuda")
+
+
+def test_blocks_stand_beside_their_bounds(kernels):
+    row = {"shape": [4096, 4096], "block": 32, "sparsity": 0.8, "ratio": 1.5}
+    few, many = ({**row, "tokens": tokens, "us": {"dense": us}} for tokens, us in ((16, 12.0), (4096, 172.0)))
+    page = kernels.block_linear(record({"dtype": "bf16", "linear": [few, many]}))
+    assert "| 32×32 | 80 % | 1.50 | 1.50 | 2.0 | 5.0 | 1.4 |" in page
+    page = kernels.block_linear(record({"dtype": "bf16", "linear": [few, many], "ceilings": {"cache": 16e6}}))
+    assert "| 2.0 | 5.0 | 2.8 |" in page
+    assert "| 1.50 | 2.0 |  |  |" in kernels.block_linear(record({"dtype": "bf16", "linear": [few]}))
+
+
+def test_products_attention_and_two_of_four_stand_beside_their_bounds(kernels):
+    case = {"what": "sdd", "batches": 8, "size": 2048, "depth": 2048, "block": 128, "density": 0.5, "ratio": 1.4}
+    case |= {"compressed": True, "biased": False, "backward": False, "us": {"dense": 180.0}}
+    others = [{**case, "what": what, "backward": True} for what in ("softmax", "attention")]
+    page = kernels.products(record({"dtype": "bf16", "cases": [case, *others]}))
+    assert "| sdd compressed | 8×2048×2048 | 128×128 | 0.5 | 1.40 | 1.3 | 2.0 |" in page
+    layer = {"shape": [8192, 8192], "tokens": 1, "us": {"dense": 30.0}, "ratio": 1.6, "best": "cuda-24"}
+    page = kernels.two_four(
+        record({"dtype": "bf16", "linear": [layer, {**layer, "tokens": 1024, "us": {"dense": 180}}]})
+    )
+    assert "| 8192×8192, bound | 1.71 | 2.00 |" in page
+    assert "| target | 1.4 | 1.6 |" in page
+    mask = {"queries": 64, "keys": 64, "width": 128, "pattern": "blocks", "density": 0.5, "ratio": 1.5, "tflops": 500.0}
+    mask |= {"backward": True, "of_limit": 0.75, "us": {"FlexAttention": 13.0, "triton-flash": 10.0}}
+    rest = {"decode": [], "lengths": {"fill": 0.4, "ratio": 2.0, "of_limit": 0.8}}
+    page = kernels.attention(record({"dtype": "bf16", "attention": [mask], **rest}))
+    assert "| 64×64×128 | blocks, forward and backward | 0.50 | 1.50 | 2.0 | 1.30 | 1.2 | 75 % | 500 |" in page
+
+
 def test_stacks(tables):
     case = {
         "case": "llama decode 1, 2:4, 50%", "layers": 4, "ms": {"bf16": 2.0, "fp8": 1.0, "sparta": 0.5},

@@ -164,7 +164,7 @@ def measure(case: Case, compiled: Callable[..., Tensor], *, backward: bool) -> d
     mask = mask_of(case)
     sizes = ((1, _HEADS, length, case.width) for length in (case.queries, case.keys, case.keys))
     inputs = [torch.randn(size, device="cuda", dtype=DTYPE) for size in sizes]
-    spec = attention_spec(mask, *inputs)
+    spec = attention_spec(mask, *inputs, backward=backward)
     tile, ours, first_guess = best_tile(TritonFlash(), spec, mask, inputs)
     part = [inputs[0][:, :1, :256], *(x[:, :1] for x in inputs[1:])]
     check(ours(*inputs)[:, :1, :256], attention_reference(*part, mask[:256]), reduction=case.keys)

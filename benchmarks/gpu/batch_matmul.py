@@ -25,6 +25,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from ceilings import ceilings
 from graphed import rotated
 
 from record import save
@@ -40,7 +41,7 @@ from sparta.tables import table
 from sparta.testing import block_mask, check, compare, matmul_reference, softmax_reference
 
 DTYPE = torch.bfloat16
-_TRIED = 3  # candidates of each case
+_TRIED = 6  # candidates of each case
 _CALLS = 4  # in a graph
 _NAMES = {"sdd": "A", "dsd": "B", "dds": "C"}
 
@@ -248,7 +249,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     if records:
         print(show(records))
-        results = {"dtype": "bf16", "unit": "us a call", "cases": records, "failed": failed}
+        results = {"dtype": "bf16", "unit": "us a call", "ceilings": ceilings(), "cases": records, "failed": failed}
         print(save("batch_matmul", torch.cuda.get_device_name(), results, options.out))
 
 

@@ -44,6 +44,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from ceilings import ceilings
 from graphed import rotated
 
 from record import save
@@ -218,7 +219,7 @@ def main() -> None:
     print(show(records))
     guesses = sorted(r["first_guess"] for r in records if "first_guess" in r)
     print(f"first guess: median {guesses[len(guesses) // 2]:.2f}, worst {guesses[-1]:.2f} times the best tile")
-    results = {"dtype": "bf16", "unit": "us a call", "linear": records}
+    results = {"dtype": "bf16", "unit": "us a call", "ceilings": ceilings(), "linear": records}
     print(save("block_linear", torch.cuda.get_device_name(), results, options.out))
 
 

@@ -25,6 +25,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from ceilings import ceilings
 from graphed import rotated
 
 from record import save
@@ -135,7 +136,7 @@ def main() -> None:
         for r in records
     ]  # fmt: skip
     print(table(["N x K", "M", "best", "us", "x dense", "eager", "torch 2:4 eager", "TFLOP/s", "TB/s"], rows))
-    results = {"dtype": "bf16", "unit": "us a call", "linear": records}
+    results = {"dtype": "bf16", "unit": "us a call", "ceilings": ceilings(), "linear": records}
     print(save("two_four", torch.cuda.get_device_name(), results, options.out))
 
 

@@ -5,7 +5,21 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from renderers.bounds import block_target, cache_bound, linear_bound, product_bound, rates
 from renderers.registry import Record, markdown, renderer, source
+
+_MANY = 4096  # tokens for which the targets of blocks stand in their table
+_BACKWARD_TARGET = 1.2  # over FlexAttention, with gradients
+_MANY_24, _STORED_24 = 1024, 0.5625  # tokens from which the target of 2:4 is higher; the share of a weight it stores
+_PRODUCT_TARGETS = {("sdd", 128, 0.5): 1.3}
+
+
+def _dense_us(row: Record) -> float:
+    return min(us for name, us in row["us"].items() if name.startswith("dense") and us is not None)
+
+
+def _dense_products(rows: Sequence[Record]) -> list[tuple[float, float]]:
+    return [(2.0 * row["tokens"] * row["shape"][0] * row["shape"][1], row["us"]["dense"]) for row in rows]
 
 
 @renderer("block-linear", "block_linear")
@@ -19,15 +33,26 @@ def block_linear(found: Sequence[Record]) -> str:
             cells.setdefault((row["block"], row["sparsity"], row["tokens"]), []).append(row["ratio"])
         tokens = sorted({key[2] for key in cells})
         rows = []
+        limits = rates(results, _dense_products(results["linear"]))
         for block, sparsity in dict.fromkeys(sorted(key[:2] for key in cells)):
             line = [cells.get((block, sparsity, count)) for count in tokens]
             means = [None if ratios is None else f"{statistics.geometric_mean(ratios):.2f}" for ratios in line]
-            rows.append([f"{block}×{block}", f"{100 * sparsity:g} %", *means])
+            alike = [row for row in results["linear"] if (row["block"], row["sparsity"]) == (block, sparsity)]
+            many = [row for row in alike if row["tokens"] == _MANY]
+            bounds = [linear_bound(tuple(row["shape"]), _MANY, 1.0 - sparsity, _dense_us(row), limits) for row in many]
+            cached = [cache_bound(row, _dense_us(row), limits) for row in many]
+            ends = [f"{statistics.geometric_mean(values):.1f}" if values else None for values in (bounds, cached)]
+            rows.append(
+                [f"{block}×{block}", f"{100 * sparsity:g} %", *means, block_target(block, sparsity, _MANY), *ends]
+            )
         title = (
             f"Times faster than the best dense in {results['dtype']}, by the number of tokens: geometric means "
-            f"over the shapes measured. Below 1.03, dense is chosen and runs. {source(record)}"
+            f"over the shapes measured. Below 1.03, dense is chosen and runs. Target and bounds are those of {_MANY} "
+            f"tokens: what {limits.text} leave room for, and what {limits.cache / 1e6:.1f} TB/s from the L2 cache do, "
+            f"from which every kept block reads its columns of x. {source(record)}"
         )
-        parts.append(f"{title}\n\n{markdown(['block', 'sparsity', *map(str, tokens)], rows)}")
+        heads = ["block", "sparsity", *map(str, tokens), "target", "bound", "bound by the cache"]
+        parts.append(f"{title}\n\n{markdown(heads, rows)}")
     return "\n\n".join(parts)
 
 
@@ -40,14 +65,21 @@ def two_four(found: Sequence[Record]) -> str:
         cells = {(tuple(row["shape"]), row["tokens"]): row for row in results["linear"]}
         tokens = sorted({key[1] for key in cells})
         rows = []
+        limits = rates(results, _dense_products(results["linear"]))
         for shape in dict.fromkeys(key[0] for key in cells):
             line = [cells.get((shape, count)) for count in tokens]
             rows.append(
                 [f"{shape[0]}×{shape[1]}", *(None if c is None else f"{c['ratio']:.2f} {c['best']}" for c in line)]
             )
+            bounds = [
+                c and linear_bound(shape, c["tokens"], 0.5, _dense_us(c), limits, stored=_STORED_24) for c in line
+            ]
+            rows.append([f"{shape[0]}×{shape[1]}, bound", *(bound and f"{bound:.2f}" for bound in bounds)])
+        rows.append(["target", *(1.4 if count < _MANY_24 else 1.6 for count in tokens)])
         title = (
             f"Times faster than the best dense in {results['dtype']}, by the number of tokens, and the fastest "
-            f"implement for 2:4. Below 1.03, dense is chosen and runs. {source(record)}"
+            "implement for 2:4. Below 1.03, dense is chosen and runs. Bounds are what "
+            f"{limits.text} of live products leave room for. {source(record)}"
         )
         parts.append(f"{title}\n\n{markdown(['weight', *map(str, tokens)], rows)}")
     return "\n\n".join(parts)
@@ -65,24 +97,24 @@ def attention(found: Sequence[Record]) -> str:
             kind = f"{row['pattern']}, forward and backward" if row["backward"] else row["pattern"]
             flex = row["us"].get("FlexAttention")
             ahead = None if flex is None else f"{flex / row['us']['triton-flash']:.2f}"
-            line = [sizes, kind, f"{row['density']:.2f}", f"{row['ratio']:.2f}", ahead]
-            rows.append([*line, f"{100 * row['of_limit']:.0f} %", f"{row['tflops']:.0f}"])
+            target = _BACKWARD_TARGET if row["backward"] else None
+            line = [sizes, kind, f"{row['density']:.2f}", f"{row['ratio']:.2f}", f"{1.0 / row['density']:.1f}", ahead]
+            rows.append([*line, target, f"{100 * row['of_limit']:.0f} %", f"{row['tflops']:.0f}"])
         for row in results["decode"]:
             share = f"{100 * row['ratio'] * row['density']:.0f} %"
-            rows.append(
-                [f"1×{row['keys']}×128", "decode", f"{row['density']:.2f}", f"{row['ratio']:.2f}", None, share, None]
-            )
+            line = [f"{row['density']:.2f}", f"{row['ratio']:.2f}", f"{1.0 / row['density']:.1f}"]
+            rows.append([f"1×{row['keys']}×128", "decode", *line, None, None, share, None])
         lengths = results["lengths"]
         share = f"{100 * lengths['of_limit']:.0f} %"
-        rows.append(
-            ["16384×16384×128", "lengths", f"{lengths['fill']:.2f}", f"{lengths['ratio']:.2f}", None, share, None]
-        )
+        line = [f"{lengths['fill']:.2f}", f"{lengths['ratio']:.2f}", f"{1.0 / lengths['fill']:.1f}"]
+        rows.append(["16384×16384×128", "lengths", *line, None, None, share, None])
         title = (
             f"`triton-flash` in {results['dtype']}: times faster than the best dense attention (Flash or cuDNN) "
-            "and than FlexAttention with the same mask; the limit is one over the density (for lengths, of what is not "
-            f"padding). {source(record)}"
+            "and than FlexAttention with the same mask, for which the target is; the bound is that of dense attention "
+            f"at its own rate, one over the density (for lengths, of what is not padding). {source(record)}"
         )
-        heads = ["queries×keys×width", "mask", "density", "over dense", "over FlexAttention", "of the limit", "TFLOP/s"]
+        heads = ["queries×keys×width", "mask", "density", "over dense", "bound", "over FlexAttention", "target"]
+        heads += ["of the bound", "TFLOP/s"]
         parts.append(f"{title}\n\n{markdown(heads, rows)}")
     return "\n\n".join(parts)
 
@@ -160,14 +192,23 @@ def products(found: Sequence[Record]) -> str:
     """Return batched products with one sparse matrix, sparse softmax, and attention made of them."""
     parts = []
     for record in found:
-        rows = []
-        for row in record["results"]["cases"]:
+        cases, rows = record["results"]["cases"], []
+        products_only = [row for row in cases if row["what"] in ("sdd", "dsd", "dds") and not row["backward"]]
+        work = [(2.0 * row["batches"] * row["size"] ** 2 * row["depth"], row["us"]["dense"]) for row in products_only]
+        limits = rates(record["results"], work)
+        for row in cases:
             marks = [name for name in ("compressed", "biased", "backward") if row[name]]
             sizes = f"{row['batches']}×{row['size']}×{row['depth']}"
             block = f"{row['block']}×{row['block']}"
-            rows.append([" ".join([row["what"], *marks]), sizes, block, row["density"], f"{row['ratio']:.2f}"])
-        title = f"Times faster than dense in {record['results']['dtype']}. {source(record)}"
-        parts.append(f"{title}\n\n{markdown(['what', 'size', 'block', 'density', 'over dense'], rows)}")
+            target = _PRODUCT_TARGETS.get((row["what"], row["block"], row["density"]))
+            ratios = [f"{row['ratio']:.2f}", target, f"{product_bound(row, limits):.1f}"]
+            rows.append([" ".join([row["what"], *marks]), sizes, block, row["density"], *ratios])
+        title = (
+            f"Times faster than dense in {record['results']['dtype']}. The bound is what {limits.text} leave room for. "
+            f"{source(record)}"
+        )
+        heads = ["what", "size", "block", "density", "over dense", "target", "bound"]
+        parts.append(f"{title}\n\n{markdown(heads, rows)}")
     return "\n\n".join(parts)
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparta.errors import MissingPackageError
+from sparta.specialize.attention import gradients
 from sparta.specialize.attention.op import flash_attention
 from sparta.specialize.attention.spec import attention_spec
 from sparta.specialize.attention.tile import AttentionTile
@@ -20,11 +21,13 @@ pytest.importorskip("triton", reason="Triton is not installed on this platform")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no CUDA device")
 
 SMALL, WIDE = AttentionTile(16, 16), AttentionTile(32, 16, tma=1)
-TILES = [SMALL, WIDE, AttentionTile(16, 32)]
+LARGER = AttentionTile(16, 16, tma=1, back_queries=64, back_keys=32)  # for gradients
+TILES = [SMALL, WIDE, AttentionTile(16, 32), LARGER]
 
 
 def run(mask, q, k, v, tile=SMALL):
-    kernel = TritonFlash().build(attention_spec(mask, q, k, v), {"tile": str(tile)})
+    trained = tile.back_queries > 0
+    kernel = TritonFlash().build(attention_spec(mask, q, k, v, backward=trained), {"tile": str(tile)})
     return kernel.run(kernel.pack(mask), q, k, v)
 
 
@@ -79,8 +82,29 @@ def test_gradients_of_heads_with_masks_of_their_own(tile):
     ],
     ids=["causal", "window and global", "all live", "nothing live", "blocks"],
 )
-def test_patterns(mask):
-    compare(mask, *draw((2,), (1,), *mask.shape, 16, 16, dtype=torch.bfloat16))
+@pytest.mark.parametrize("tile", [SMALL, LARGER], ids=str)
+def test_patterns(mask, tile):
+    compare(mask, *draw((2,), (1,), *mask.shape, 16, 16, dtype=torch.bfloat16), tile)
+
+
+@pytest.mark.parametrize("heads", [(2, 1), (3, 3)], ids=["shared keys", "own keys"])
+@pytest.mark.parametrize("size", [1 << 30, 30_000, 1], ids=["at once", "in parts", "not at all"])
+def test_gradients_of_scores_are_stored_in_parts(heads, size, monkeypatch):
+    monkeypatch.setattr(gradients, "_LEAST_STORED", 8)
+    monkeypatch.setattr(gradients, "_STORED_BYTES", size)
+    mask = torch.rand(60, 72) < 0.7
+    mask[:32, 32:] &= torch.rand(32, 1) < 0.5
+    mask[16:32], mask[32:48, :16] = False, True
+    tile = AttentionTile(16, 16, tma=1, back_queries=32, back_keys=16)
+    compare(mask, *draw((2, heads[0]), (2, heads[1]), 60, 72, 8, 12), tile)
+
+
+@pytest.mark.parametrize("queries", [128, 200, 130])  # the last one cannot be described to the copy engine
+def test_gradients_in_pieces_of_large_tiles(queries):
+    tile = AttentionTile(64, 64, tma=1, back_queries=128, back_keys=128)
+    mask = torch.rand(-(-queries // 64), 3).repeat_interleave(64, 0)[:queries].repeat_interleave(64, 1) < 0.6
+    mask[70:, 100:] &= torch.rand(queries - 70, 92) < 0.9
+    compare(mask, *draw((2,), (1,), queries, 192, 16, 16, dtype=torch.float16), tile)
 
 
 def test_a_query_that_sees_nothing_is_exactly_0():
@@ -92,7 +116,7 @@ def test_a_query_that_sees_nothing_is_exactly_0():
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy's, in the interpreter
-@pytest.mark.parametrize("tile", [SMALL, WIDE], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, WIDE, LARGER], ids=str)
 def test_nan_that_nobody_sees_stays_out_of_results_and_gradients(tile):
     mask = torch.rand(20, 24) < 0.7
     mask[7], mask[:, 5] = False, False
@@ -172,7 +196,7 @@ def test_the_same_bits_every_time():
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("tile", [SMALL, WIDE], ids=str)
+@pytest.mark.parametrize("tile", [SMALL, WIDE, LARGER], ids=str)
 def test_sequences_of_several_lengths(tile):
     lengths = torch.tensor([0, 16, 33])
     row = (torch.arange(40) < lengths[:, None])[:, None, :, None]

@@ -12,6 +12,7 @@ from sparta.errors import MissingPackageError, ValueRangeError
 from sparta.specialize.blocks.sparse_plan import ProductTile, SoftmaxTile, SparsePlan
 from sparta.specialize.blocks.tile_lists import tile_lists
 from sparta.specialize.kernel_spec import KernelSpec
+from sparta.specialize.matmul import op as op_of_products
 from sparta.specialize.matmul.op import sampled_product, sparse_product
 from sparta.specialize.matmul.spec import Product
 from sparta.specialize.matmul.triton_block import TritonBlockMatmul
@@ -92,6 +93,33 @@ def test_empty_matrices(sizes):
         kernel, packed = product_kernel("triton-block", TILE, case, mask, A, B)
         y = kernel.run(packed, A, B, bias)
         assert torch.equal(y, bias.expand(sizes[0], sizes[2]) + sizes[1])
+
+
+COPIED = [{"tile": str(ProductTile(*sides, 64, 16, tma=1))} for sides in ((16, 16), (16, 32), (64, 16))]
+
+
+@pytest.mark.parametrize("params", COPIED, ids=["low", "wide", "high"])
+@pytest.mark.parametrize("mode", ["sdd", "dsd", "dds"])
+@pytest.mark.parametrize("compressed", [True, False])
+def test_tiles_by_the_copy_engine(mode, compressed, params):
+    sizes, block = ((192, 64, 72), (64, 32)) if compressed else ((72, 88, 40), (8, 8))
+    case = small(mode, compressed=compressed, biased=True, lead=(2,), sizes=sizes, block=block, dtype=torch.float32)
+    run_product(case, params=params)
+
+
+def test_the_copy_engine_is_not_asked_for_what_it_cannot_address():
+    asked = []
+    for A, B in (
+        (torch.randn(3, 40, 24).mT, torch.randn(3, 40, 32)[..., ::2]),  # no dim side by side
+        (torch.randn(3, 24, 41)[..., 1:], torch.randn(3, 16, 40).mT),  # neither rows nor the first one aligned
+        (torch.randn(1, 24, 40).expand(3, 24, 40), torch.randn(40, 16).expand(3, 40, 16)),  # one for all batches
+        (torch.randn(3, 40, 24).mT, torch.randn(3, 16, 40).mT),  # both turned
+    ):
+        for mode in ("sdd", "dsd", "dds"):
+            run_product(small(mode, lead=(3,), sizes=(24, 40, 16), block=(8, 8)), params=COPIED[0], operands=(A, B))
+        both = op_of_products._operands(ProductTile.parse(COPIED[0]["tile"]), (A, B), [(16, 16), (16, 64)])
+        asked.append((both.tma, both.lasts))
+    assert asked == [(0, (0, 0)), (0, (0, 0)), (1, (0, 0)), (4, (2, 2))]
 
 
 def test_one_sparse_weight_serves_a_batch_of_any_strides():

@@ -1,11 +1,12 @@
 """The Triton kernels of fused attention, backward: scores are computed again from what the forward pass kept of them.
 
 One kernel walks the lists of queries for the gradient of q, another those of keys for k and v, so that every sum has
-one owner and one order. The lists are those of the forward pass, and each tile on them is walked in smaller pieces,
-since a gradient needs more room on chip. This module imports Triton; import it only to run a kernel.
+one owner and one order. A program owns a part of a tile and walks the tiles on its list in pieces, wholly live ones
+first and without a mask, since gradients need more room on chip than results. This module imports Triton; import it
+only to run a kernel.
 """
 
-# ruff: noqa: ANN001, ANN201, FBT003, N803, N806, PLR0913, PLR0915, PLR0917 - Triton's own conventions
+# ruff: noqa: ANN001, ANN201, ANN202, C901, FBT003, N803, N806, PLR0912, PLR0913, PLR0915, PLR0917 - Triton's own conventions
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparta.specialize.attention.flash_forward import clean, load_tile, pair, walk_bounds
+from sparta.specialize.attention.flash_forward import clean, copy_tile, load_tile, pair, walk_bounds
 
-__all__ = ["flash_backward_kv", "flash_backward_q", "flash_delta"]
+__all__ = ["flash_backward_kv", "flash_backward_q", "flash_delta", "flash_join_q"]
 
 
 @triton.jit
@@ -30,15 +31,50 @@ def flash_delta(o, grad, delta, lines, F, ROWS: tl.constexpr, BF: tl.constexpr):
     tl.store(delta + line, tl.sum(product, 1), mask=line < lines)
 
 
+@triton.jit
+def _kept(
+    entries, entry, patterns, query_in, key_in, query, key, query_end, key_end, BM: tl.constexpr, BN: tl.constexpr,
+    LISTED: tl.constexpr,
+):  # fmt: skip
+    """Return which pairs of a partly live tile are live; places in the tile and in the matrix broadcast."""
+    if LISTED:
+        pattern = patterns + tl.load(entries + 2 * entry + 1).to(tl.int64) * (BM * BN)
+        kept = tl.load(pattern + (query_in * BN + key_in)) != 0
+    else:
+        kept = (query < query_end) & (key < key_end)
+    return kept
+
+
+@triton.jit
+def _facts_of(
+    lse, delta, head, first, last, M, ROWS: tl.constexpr, LISTED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Return the level and the share of ROWS queries; those beyond the last one add nothing to any sum.
+
+    The copy engine reads them too, since the addresses of ordinary loads take registers that the sums need. It gives 0
+    beyond the end of a head, where q and the gradient are 0 as well.
+    """
+    if TMA:
+        level, share = lse.load([head, first]).reshape(ROWS), delta.load([head, first]).reshape(ROWS)
+        if not LISTED:  # padding may hold NaN
+            share = tl.where(first + tl.arange(0, ROWS) < last, share, 0.0)
+    else:
+        row = first + tl.arange(0, ROWS)
+        line = head.to(tl.int64) * M + row
+        level = tl.load(lse + line, mask=row < last, other=float("inf"))
+        share = tl.load(delta + line, mask=row < last, other=0.0)
+    return level, share
+
+
 @triton.jit(do_not_specialize=["scale", "natural"])
 def flash_backward_q(
     q, k, v, grad, lse, delta, grad_q, bounds, entries, patterns, groups, lengths, scale, natural, H, KV_H, M, N,
     q_tiles, q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n,
     BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
-    F: tl.constexpr, BF: tl.constexpr, LISTED: tl.constexpr, CLEAN: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    F: tl.constexpr, BF: tl.constexpr, LISTED: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of ROWS queries of a tile."""
+    """Compute the gradient of ROWS queries of a tile; k and v are descriptors where TMA is set."""
     PARTS: tl.constexpr = BM // ROWS
     STEPS: tl.constexpr = BN // COLS
     program = tl.program_id(0)
@@ -53,42 +89,53 @@ def flash_backward_q(
         query_end = tl.load(lengths + batch)
         key_end = query_end
         end = tl.where(tile * BM < query_end, end, 0)
+        whole = tl.minimum(whole, end)
     first = tile * BM + part * ROWS
     row = first + tl.arange(0, ROWS)
     line = head.to(tl.int64) * M + row
-    inside = row < query_end
-    q_tile = load_tile(
-        q + batch.to(tl.int64) * q_b + (head % H).to(tl.int64) * q_h, first, query_end, q_m, ROWS, E, BE, False
-    )
+    q_base = q + batch.to(tl.int64) * q_b + (head % H).to(tl.int64) * q_h
+    q_tile = load_tile(q_base, first, query_end, q_m, ROWS, E, BE, False)
     grad_tile = load_tile(grad + head.to(tl.int64) * M * F, first, query_end, F, ROWS, F, BF, False)
-    level = tl.load(lse + line, mask=inside, other=float("inf"))
-    share = tl.load(delta + line, mask=inside, other=0.0)
-    k += batch.to(tl.int64) * k_b + kv_head.to(tl.int64) * k_h
-    v += batch.to(tl.int64) * v_b + kv_head.to(tl.int64) * v_h
+    level, share = _facts_of(lse, delta, head, first, query_end, M, ROWS, LISTED, False)
+    if not TMA:
+        k += batch.to(tl.int64) * k_b + kv_head.to(tl.int64) * k_h
+        v += batch.to(tl.int64) * v_b + kv_head.to(tl.int64) * v_h
     total = tl.zeros((ROWS, BE), tl.float32)
+    met = begin
+    if LISTED:
+        met = tl.load(entries + 2 * begin)
+    for walked in range(begin * STEPS, whole * STEPS):
+        following = (walked + 1) // STEPS
+        if LISTED:  # one piece early, so that copies never wait for an index
+            following = tl.load(entries + 2 * following)
+        key = met * BN + (walked % STEPS) * COLS
+        k_tile = copy_tile(k, batch, kv_head, key, key_end, k_n, COLS, E, BE, True, LISTED, TMA)
+        v_tile = copy_tile(v, batch, kv_head, key, key_end, v_n, COLS, F, BF, True, LISTED, TMA)
+        weight = tl.exp2(pair(q_tile, k_tile.T, None, PRECISION, UPCAST) * scale - level[:, None])
+        change = pair(grad_tile, v_tile.T, None, PRECISION, UPCAST)
+        change = weight * (change - share[:, None])
+        total = pair(change.to(k_tile.dtype), k_tile, total, PRECISION, UPCAST)
+        met = following
     column = tl.arange(0, COLS)
-    for walked in range(begin * STEPS, end * STEPS):
+    for walked in tl.range(whole * STEPS, end * STEPS, num_stages=1):
         entry, step = walked // STEPS, walked % STEPS
         met = entry
         if LISTED:
             met = tl.load(entries + 2 * entry)
         key = met * BN + step * COLS
-        k_tile = load_tile(k, key, key_end, k_n, COLS, E, BE, False)
-        v_tile = load_tile(v, key, key_end, v_n, COLS, F, BF, False)
+        k_tile = copy_tile(k, batch, kv_head, key, key_end, k_n, COLS, E, BE, False, LISTED, TMA)
+        v_tile = copy_tile(v, batch, kv_head, key, key_end, v_n, COLS, F, BF, False, LISTED, TMA)
+        kept = _kept(
+            entries, entry, patterns, (part * ROWS + tl.arange(0, ROWS))[:, None], (step * COLS + column)[None, :],
+            row[:, None], (key + column)[None, :], query_end, key_end, BM, BN, LISTED,
+        )  # fmt: skip
         weight = tl.exp2(pair(q_tile, k_tile.T, None, PRECISION, UPCAST) * scale - level[:, None])
         change = pair(grad_tile, v_tile.T, None, PRECISION, UPCAST)
-        if entry >= whole:
-            if LISTED:
-                pattern = patterns + tl.load(entries + 2 * entry + 1).to(tl.int64) * (BM * BN)
-                place = (part * ROWS + tl.arange(0, ROWS))[:, None] * BN + (step * COLS + column)[None, :]
-                kept = tl.load(pattern + place) != 0
-            else:
-                kept = ((key + column < key_end)[None, :]) & ((row < query_end)[:, None])
-            weight = tl.where(kept, weight, 0.0)
-            if CLEAN:
-                change = tl.where(kept, change, 0.0)
-            if CLEAN & 1:
-                k_tile = clean(k_tile, kept, 0)
+        weight = tl.where(kept, weight, 0.0)
+        if CLEAN:
+            change = tl.where(kept, change, 0.0)
+        if CLEAN & 1:
+            k_tile = clean(k_tile, kept, 0)
         change = weight * (change - share[:, None])
         total = pair(change.to(k_tile.dtype), k_tile, total, PRECISION, UPCAST)
     channel = tl.arange(0, BE)
@@ -102,18 +149,24 @@ def flash_backward_q(
 @triton.jit(do_not_specialize=["scale", "natural"])
 def flash_backward_kv(
     q, k, v, grad, lse, delta, grad_k, grad_v, bounds, entries, patterns, groups, lengths, scale, natural, H, KV_H, M,
-    N, k_tiles, q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n,
+    N, k_tiles, q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, changes, slots, first_head, per_head,
     BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
-    F: tl.constexpr, BF: tl.constexpr, LISTED: tl.constexpr, CLEAN: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    F: tl.constexpr, BF: tl.constexpr, LISTED: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
+    STORED: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of COLS keys and values of a tile, summed over the heads that share them."""
+    """Compute the gradients of COLS keys and values of a tile, summed over the SHARED heads that have them.
+
+    Where TMA is set, q, grad, lse and delta are descriptors. Where STORED is set, the gradients of the scores are
+    stored for :func:`flash_join_q`, transposed, the tiles of each head from `first_head` on in the order of `slots`.
+    """
     PARTS: tl.constexpr = BN // COLS
     STEPS: tl.constexpr = BM // ROWS
     program = tl.program_id(0)
     part = program % PARTS
     tile = (program // PARTS) % k_tiles
     kv_head = program // (PARTS * k_tiles)  # of all kv heads of all batches
+    if STORED:
+        kv_head += first_head // SHARED
     batch = kv_head // KV_H
     query_end, key_end = M, N
     if not LISTED:
@@ -121,55 +174,73 @@ def flash_backward_kv(
         key_end = query_end
     first = tile * BN + part * COLS
     row = first + tl.arange(0, COLS)
-    k_tile = load_tile(
-        k + batch.to(tl.int64) * k_b + (kv_head % KV_H).to(tl.int64) * k_h, first, key_end, k_n, COLS, E, BE, False
-    )
-    v_tile = load_tile(
-        v + batch.to(tl.int64) * v_b + (kv_head % KV_H).to(tl.int64) * v_h, first, key_end, v_n, COLS, F, BF, False
-    )
+    k_base = k + batch.to(tl.int64) * k_b + (kv_head % KV_H).to(tl.int64) * k_h
+    v_base = v + batch.to(tl.int64) * v_b + (kv_head % KV_H).to(tl.int64) * v_h
+    k_tile = load_tile(k_base, first, key_end, k_n, COLS, E, BE, False)
+    v_tile = load_tile(v_base, first, key_end, v_n, COLS, F, BF, False)
     total_k = tl.zeros((COLS, BE), tl.float32)
     total_v = tl.zeros((COLS, BF), tl.float32)
     column = tl.arange(0, ROWS)
-    for shared in range(H // KV_H):
-        head_in = (kv_head % KV_H) * (H // KV_H) + shared
+    for shared in range(SHARED):  # known beforehand: a loop that is walked once needs no registers
+        head_in = (kv_head % KV_H) * SHARED + shared
         head = batch * H + head_in
         _, begin, whole, end = walk_bounds(bounds, lengths, groups, head, batch, tile, k_tiles, BM, LISTED)
         if not LISTED:
             end = tl.where(tile * BN < key_end, end, 0)
             # The last tile of keys is masked whichever queries it meets.
-            whole = tl.where((tile + 1) * BN <= key_end, whole, 0)
-        q_base = q + batch.to(tl.int64) * q_b + head_in.to(tl.int64) * q_h
-        grad_base = grad + head.to(tl.int64) * M * F
-        line = head.to(tl.int64) * M
-        for walked in range(begin * STEPS, end * STEPS):
+            whole = tl.where((tile + 1) * BN <= key_end, tl.minimum(whole, end), 0)
+        q_from, grad_from = q, grad
+        if not TMA:
+            q_from = q + batch.to(tl.int64) * q_b + head_in.to(tl.int64) * q_h
+            grad_from = grad + head.to(tl.int64) * M * F
+        met = begin
+        if LISTED:
+            met = tl.load(entries + 2 * begin)
+        for walked in range(begin * STEPS, whole * STEPS):
+            following = (walked + 1) // STEPS
+            if LISTED:  # one piece early, so that copies never wait for an index
+                following = tl.load(entries + 2 * following)
+            query = met * BM + (walked % STEPS) * ROWS
+            # Of a wholly live tile on a list, queries may lie beyond the last one: their weights are 0.
+            q_tile = copy_tile(q_from, batch, head_in, query, query_end, q_m, ROWS, E, BE, not LISTED, LISTED, TMA)
+            grad_tile = copy_tile(grad_from, batch, head_in, query, query_end, F, ROWS, F, BF, not LISTED, LISTED, TMA)
+            level, share = _facts_of(lse, delta, head, query, query_end, M, ROWS, LISTED, TMA)
+            weight = tl.exp2(pair(k_tile, q_tile.T, None, PRECISION, UPCAST) * scale - level[None, :])
+            change = pair(v_tile, grad_tile.T, None, PRECISION, UPCAST)
+            total_v = pair(weight.to(grad_tile.dtype), grad_tile, total_v, PRECISION, UPCAST)
+            change = (weight * (change - share[None, :])).to(q_tile.dtype)
+            total_k = pair(change, q_tile, total_k, PRECISION, UPCAST)
+            if STORED:
+                slot = (head - first_head) * per_head + tl.load(slots + met * k_tiles + tile)
+                changes.store([slot * BN + part * COLS, (walked % STEPS) * ROWS], change)
+            met = following
+        for walked in tl.range(whole * STEPS, end * STEPS, num_stages=1):
             entry, step = walked // STEPS, walked % STEPS
             met = entry
             if LISTED:
                 met = tl.load(entries + 2 * entry)
             query = met * BM + step * ROWS
-            inside = query + column < query_end
-            q_tile = load_tile(q_base, query, query_end, q_m, ROWS, E, BE, False)
-            grad_tile = load_tile(grad_base, query, query_end, F, ROWS, F, BF, False)
-            level = tl.load(lse + line + query + column, mask=inside, other=float("inf"))
-            share = tl.load(delta + line + query + column, mask=inside, other=0.0)
+            q_tile = copy_tile(q_from, batch, head_in, query, query_end, q_m, ROWS, E, BE, False, LISTED, TMA)
+            grad_tile = copy_tile(grad_from, batch, head_in, query, query_end, F, ROWS, F, BF, False, LISTED, TMA)
+            level, share = _facts_of(lse, delta, head, query, query_end, M, ROWS, LISTED, TMA)
+            kept = _kept(
+                entries, entry, patterns, (step * ROWS + column)[None, :], (part * COLS + tl.arange(0, COLS))[:, None],
+                (query + column)[None, :], row[:, None], query_end, key_end, BM, BN, LISTED,
+            )  # fmt: skip
             weight = tl.exp2(pair(k_tile, q_tile.T, None, PRECISION, UPCAST) * scale - level[None, :])
             change = pair(v_tile, grad_tile.T, None, PRECISION, UPCAST)
-            if entry >= whole:
-                if LISTED:
-                    pattern = patterns + tl.load(entries + 2 * entry + 1).to(tl.int64) * (BM * BN)
-                    place = (step * ROWS + column)[None, :] * BN + (part * COLS + tl.arange(0, COLS))[:, None]
-                    kept = tl.load(pattern + place) != 0
-                else:
-                    kept = (inside[None, :]) & ((row < key_end)[:, None])
-                weight = tl.where(kept, weight, 0.0)
-                if CLEAN:
-                    change = tl.where(kept, change, 0.0)
-                if CLEAN & 2:
-                    q_tile = clean(q_tile, kept, 0)
-                    grad_tile = clean(grad_tile, kept, 0)
+            weight = tl.where(kept, weight, 0.0)
+            if CLEAN:
+                change = tl.where(kept, change, 0.0)
+            if CLEAN & 2:
+                q_tile = clean(q_tile, kept, 0)
+                grad_tile = clean(grad_tile, kept, 0)
             total_v = pair(weight.to(grad_tile.dtype), grad_tile, total_v, PRECISION, UPCAST)
-            change = weight * (change - share[None, :])
-            total_k = pair(change.to(q_tile.dtype), q_tile, total_k, PRECISION, UPCAST)
+            change = (weight * (change - share[None, :])).to(q_tile.dtype)
+            total_k = pair(change, q_tile, total_k, PRECISION, UPCAST)
+            if STORED:
+                slot = (head - first_head) * per_head + tl.load(slots + met * k_tiles + tile)
+                changes.store([slot * BN + part * COLS, step * ROWS], change)
     line = kv_head.to(tl.int64) * N + row
     tl.store(
         grad_k + line[:, None] * E + tl.arange(0, BE)[None, :],
@@ -180,4 +251,34 @@ def flash_backward_kv(
         grad_v + line[:, None] * F + tl.arange(0, BF)[None, :],
         total_v.to(grad_v.dtype.element_ty),
         mask=(row < N)[:, None] & (tl.arange(0, BF) < F)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["natural"])
+def flash_join_q(
+    k, changes, grad_q, bounds, entries, natural, H, KV_H, M, q_tiles, first_head, per_head,
+    BM: tl.constexpr, BN: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of a tile of queries from the stored gradients of their scores; k is a descriptor."""
+    program = tl.program_id(0)
+    rank, nth = program % q_tiles, program // q_tiles
+    head = first_head + nth
+    batch, kv_head = head // H, (head % H) // (H // KV_H)
+    bound = bounds + rank * 4
+    tile, begin, end = tl.load(bound), tl.load(bound + 1), tl.load(bound + 3)
+    total = tl.zeros((BM, BE), tl.float32)
+    met = tl.load(entries + 2 * begin)
+    for entry in range(begin, end):
+        following = tl.load(entries + 2 * (entry + 1))
+        change = changes.load([(nth * per_head + entry) * BN, 0])
+        k_tile = k.load([batch, kv_head, met * BN, 0]).reshape(BN, BE)
+        total = pair(change.T, k_tile, total, PRECISION, UPCAST)
+        met = following
+    row, channel = tile * BM + tl.arange(0, BM), tl.arange(0, BE)
+    line = head.to(tl.int64) * M + row
+    tl.store(
+        grad_q + line[:, None] * E + channel[None, :],
+        (total * natural).to(grad_q.dtype.element_ty),
+        mask=(row < M)[:, None] & (channel < E)[None, :],
     )

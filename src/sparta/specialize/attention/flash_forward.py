@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRETED", "clean", "flash_forward", "join_splits", "load_tile", "pair", "walk_bounds"]
+__all__ = ["INTERPRETED", "clean", "copy_tile", "flash_forward", "join_splits", "load_tile", "pair", "walk_bounds"]
 
 
 @triton.jit
@@ -64,18 +64,18 @@ def clean(x, kept, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _keys(
-    x, batch, kv_head, tile, key_end, stride, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    INSIDE: tl.constexpr, LISTED: tl.constexpr, TMA: tl.constexpr,
+def copy_tile(
+    x, batch, head, first, last, stride, SIZE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, INSIDE: tl.constexpr,
+    LISTED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of keys or values; x is a tensor descriptor, or the pointer to its head."""
+    """Return rows `first` to `first + SIZE` of a head; x is a tensor descriptor, or the pointer to that head."""
     if TMA:
-        loaded = x.load([batch, kv_head, tile * BN, 0]).reshape(BN, BD)
+        loaded = x.load([batch, head, first, 0]).reshape(SIZE, BD)
         if not (INSIDE or LISTED):  # padding may hold NaN, and 0 * NaN is NaN
-            loaded = tl.where((tile * BN + tl.arange(0, BN) < key_end)[:, None], loaded, 0.0)
+            loaded = tl.where((first + tl.arange(0, SIZE) < last)[:, None], loaded, 0.0)
         return loaded
     else:
-        return load_tile(x, tile * BN, key_end, stride, BN, D, BD, INSIDE)
+        return load_tile(x, first, last, stride, SIZE, D, BD, INSIDE)
 
 
 @triton.jit
@@ -139,8 +139,8 @@ def flash_forward(
         following = entry + 1
         if LISTED:  # one entry early, so that copies never wait for an index
             following = tl.load(entries + 2 * (entry + 1))
-        k_tile = _keys(k, batch, kv_head, met, key_end, k_n, BN, E, BE, True, LISTED, TMA)
-        v_tile = _keys(v, batch, kv_head, met, key_end, v_n, BN, F, BF, True, LISTED, TMA)
+        k_tile = copy_tile(k, batch, kv_head, met * BN, key_end, k_n, BN, E, BE, True, LISTED, TMA)
+        v_tile = copy_tile(v, batch, kv_head, met * BN, key_end, v_n, BN, F, BF, True, LISTED, TMA)
         scores = pair(q_tile, k_tile.T, None, PRECISION, UPCAST)
         total, peak, norm = _attend(scores, v_tile, total, peak, norm, None, scale, False, PRECISION, UPCAST)
         met = following
@@ -153,8 +153,8 @@ def flash_forward(
             kept = tl.load(pattern + tl.arange(0, BM)[:, None] * BN + column[None, :]) != 0
         else:
             kept = (met * BN + column < key_end)[None, :]
-        k_tile = _keys(k, batch, kv_head, met, key_end, k_n, BN, E, BE, False, LISTED, TMA)
-        v_tile = _keys(v, batch, kv_head, met, key_end, v_n, BN, F, BF, False, LISTED, TMA)
+        k_tile = copy_tile(k, batch, kv_head, met * BN, key_end, k_n, BN, E, BE, False, LISTED, TMA)
+        v_tile = copy_tile(v, batch, kv_head, met * BN, key_end, v_n, BN, F, BF, False, LISTED, TMA)
         if CLEAN & 1:
             v_tile = clean(v_tile, kept, 0)
         scores = pair(q_tile, k_tile.T, None, PRECISION, UPCAST)

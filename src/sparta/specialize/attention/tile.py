@@ -1,7 +1,7 @@
 """The tile of a fused attention kernel: how many queries and keys meet at once, and who copies them.
 
-An :class:`AttentionTile` is all that is tuned in ``triton-flash``. The lists of kept tiles are made for one tile size,
-and the backward kernels walk the same lists in smaller pieces.
+An :class:`AttentionTile` is all that is tuned in ``triton-flash``. The lists of kept tiles are made for one tile size;
+gradients, which are best in larger tiles, have a tile and lists of their own where they are asked for.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class AttentionTile(TextTile):
         Depth of the software pipeline of keys and values; warps of a program.
     tma
         1 copies keys and values by the bulk copy engine (Hopper and later).
+    back_queries, back_keys
+        The tile of the lists for gradients; 0 where it is that of the scores.
 
     Examples
     --------
@@ -41,15 +43,29 @@ class AttentionTile(TextTile):
     stages: int = 2
     warps: int = 4
     tma: int = 0
+    back_queries: int = 0
+    back_keys: int = 0
 
     _choices: ClassVar[dict[str, tuple[int, ...]]] = {
         "queries": _SIZES,
         "keys": _SIZES,
         "warps": (1, 2, 4, 8),
         "tma": (0, 1),
+        "back_queries": (0, *_SIZES),
+        "back_keys": (0, *_SIZES),
     }
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stages < 1:
             raise ValueRangeError(message(f"stages is {self.stages}", "1 or more"))
+
+    def for_gradients(self, *, own: bool = True) -> tuple[int, int]:
+        """Return the tile (queries, keys) in which gradients are computed; not its own, that of the scores.
+
+        >>> AttentionTile(64, 64, back_queries=128).for_gradients()
+        (128, 64)
+        """
+        if not own:
+            return self.queries, self.keys
+        return self.back_queries or self.queries, self.back_keys or self.keys

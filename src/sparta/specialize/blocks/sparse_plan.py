@@ -33,6 +33,8 @@ class ProductTile(TextTile):
         Terms of the sum that are taken at once, where the sparse matrix is the result.
     stages, warps
         Depth of the software pipeline; warps of a program.
+    tma
+        1 copies tiles by the bulk copy engine (Hopper and later), where it can address the operands.
 
     Examples
     --------
@@ -46,10 +48,11 @@ class ProductTile(TextTile):
     depth: int = 32
     stages: int = 3
     warps: int = 4
+    tma: int = 0
 
     _choices: ClassVar[dict[str, tuple[int, ...]]] = {
-        "height": _SIZES, "width": _SIZES, "free": _SIZES, "depth": _SIZES, "stages": tuple(range(1, 9)),
-        "warps": _WARPS,
+        "height": _SIZES, "width": _SIZES, "free": (*_SIZES, 256), "depth": _SIZES, "stages": tuple(range(1, 9)),
+        "warps": _WARPS, "tma": (0, 1),
     }  # fmt: skip
 
 

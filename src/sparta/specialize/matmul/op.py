@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,14 +67,15 @@ def sparse_product(
     bounds, entries = (lists[2], lists[3]) if turned else (lists[0], lists[1])
     o_b, o_p, o_f = (out.stride(0), 1, own) if flipped else (out.stride(0), free, 1)
     own_tiles, free_tiles = matrix.tiles(turned=turned), -(-free // cut.free)
+    both, lasts, tma = _read_sparse(cut, matrix, sparse, dense, turned=turned)
     with on_device(dense):
         start(
             kernels.sparse_product, (batches * own_tiles * free_tiles,), cut,
-            sparse, dense, None if bias is None else bias.contiguous(), out, bounds, entries, lists[4], lists[6],
-            groups, own_tiles, free_tiles, own, met, free, *strides_of(sparse, matrix), *dense.stride(), o_b, o_p, o_f,
+            *both, None if bias is None else bias.contiguous(), out, bounds, entries, lists[4], lists[6], groups,
+            own_tiles, free_tiles, own, met, free, *lasts, *strides_of(sparse, matrix), *dense.stride(), o_b, o_p, o_f,
             matrix.table_columns, cut.height, cut.width, cut.free, matrix.block_height, matrix.block_width,
-            matrix.address, turned, groups is not None, 0 if bias is None else 2 if flipped else 1, _precision(dense),
-            kernels.INTERPRETED,
+            matrix.address, turned, groups is not None, 0 if bias is None else 2 if flipped else 1, tma,
+            _precision(dense), kernels.INTERPRETED,
         )  # fmt: skip
     return out
 
@@ -125,13 +126,14 @@ def sampled_product(
     if not (out.numel() and matrix.most):
         return out
     cut = _tile(text)
+    both, lasts, tma = _operands(cut, (left, right), [(cut.height, cut.depth), (cut.depth, cut.width)])
     with on_device(left):
         start(
             kernels.sampled_product, (left.shape[0] * matrix.most,), cut,
-            left, right, None if bias is None else bias.contiguous(), out, lists[1], lists[4], lists[5], lists[6],
-            groups, matrix.most, matrix.rows, matrix.cols, left.shape[2], *left.stride(), *right.stride(),
+            *both, None if bias is None else bias.contiguous(), out, lists[1], lists[4], lists[5], lists[6], groups,
+            matrix.most, matrix.rows, matrix.cols, left.shape[2], *lasts, *left.stride(), *right.stride(),
             *strides_of(out, matrix), matrix.table_columns, cut.height, cut.width, cut.depth, matrix.block_height,
-            matrix.block_width, matrix.address, groups is not None, bias is not None, _precision(left),
+            matrix.block_width, matrix.address, groups is not None, bias is not None, tma, _precision(left),
             kernels.INTERPRETED,
         )  # fmt: skip
     return out
@@ -191,6 +193,66 @@ def _sampled_product_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 sparse_product.register_autograd(_sparse_product_backward, setup_context=_keep)
 sampled_product.register_autograd(_sampled_product_backward, setup_context=_keep)
+
+
+# ---------------------------------------------------------------------- the copy engine
+
+
+class _Box(NamedTuple):
+    """A descriptor of matrices (B, R, C), or turned (B, C, R), and the last of them."""
+
+    matrix: Any
+    turned: bool
+    last: int
+
+
+class _Operands(NamedTuple):
+    """Two operands as a kernel takes them; the last batch of each, and whether and how the copy engine reads them."""
+
+    both: tuple[Any, Any]
+    lasts: tuple[int, int]
+    tma: int
+
+
+def _operands(cut: ProductTile, both: tuple[Tensor, Tensor], boxes: Sequence[tuple[int, int]]) -> _Operands:
+    """Return descriptors that copy tiles of these sizes; the tensors where the engine is not wanted or cannot."""
+    found = [_box(matrix, *size) for matrix, size in zip(both, boxes, strict=True)] if cut.tma else []
+    made = [box for box in found if box is not None]
+    if len(made) < 2:
+        return _Operands(both, (0, 0), 0)
+    first, second = made
+    return _Operands(
+        (first.matrix, second.matrix), (first.last, second.last), 1 + int(first.turned) + 2 * int(second.turned)
+    )
+
+
+def _box(matrix: Tensor, rows: int, columns: int) -> _Box | None:
+    """Return a descriptor of matrices (B, R, C) with any strides that copies (rows, columns); None where it cannot."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if not matrix.numel():
+        return None
+    turned = matrix.stride(2) != 1
+    if turned:
+        matrix, rows, columns = matrix.mT, columns, rows
+    many, line, step = matrix.stride()
+    count = 1 if many == 0 else len(matrix)  # one matrix may serve all batches
+    many = many if count > 1 else line * matrix.shape[1]
+    aligned = matrix.data_ptr() % 16 == 0 and all(each * matrix.element_size() % 16 == 0 for each in (many, line))
+    if step != 1 or line < matrix.shape[2] or not aligned:
+        return None
+    shape, strides = [count, *matrix.shape[1:]], [many, line, 1]
+    return _Box(TensorDescriptor(matrix, shape, strides, [1, rows, columns]), turned, count - 1)
+
+
+def _read_sparse(cut: ProductTile, plan: SparsePlan, sparse: Tensor, dense: Tensor, *, turned: bool) -> _Operands:
+    """Return what :func:`_operands` does for tiles of a sparse matrix as it is stored, and the dense ones they meet."""
+    if plan.address == 2 or sparse.stride(-1) != 1:  # tiles cross the edges of blocks, or lie across memory
+        return _Operands((sparse, dense), (0, 0), 0)
+    stored = torch.unflatten(sparse, 1, (-1, plan.block_width)) if plan.compressed else sparse
+    boxes = [(cut.height, cut.width), (cut.height if turned else cut.width, cut.free)]
+    found = _operands(cut, (stored, dense), boxes)
+    return found if found.tma else _Operands((sparse, dense), (0, 0), 0)
 
 
 # ---------------------------------------------------------------------- launching

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparta.errors import ValueRangeError, message
 from sparta.specialize.blocks.sparse_plan import ProductTile
 from sparta.specialize.blocks.tile_lists import tile_lists
-from sparta.specialize.cuda.device import FORMATS, need_triton, on_cuda, triton_here
+from sparta.specialize.cuda.device import FORMATS, bulk_copies, need_triton, on_cuda, triton_here
 from sparta.specialize.implement import Cause, Params, Support, TiledImplement, present
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.matmul.op import FLIPPED, TURNED, sampled_product, sparse_product
@@ -39,6 +39,7 @@ _SPEEDS = {
 }  # fmt: skip
 # Float32 without TF32 is multiplied in unrolled code that must stay short.
 _FLOAT32_SPEEDS = {(64, 32): 1.0, (32, 64): 1.0, (32, 32): 0.9, (32, 16): 0.7, (16, 32): 0.7, (16, 16): 0.5}
+_ROOM, _DEEPEST = 200 * 1024, 4  # bytes on chip for the pipeline, and how deep it pays to be
 _TABLED = 0.5  # how much slower a tile is that is found through the table
 
 
@@ -221,6 +222,12 @@ def _variants(height: int, width: int, *, slow: bool, exact: bool) -> list[Produ
     if slow:
         return [ProductTile(height, width, 32, 32, 1, 4), ProductTile(height, width, 64, 16, 1, 4)]
     size = max(height, width)
+    if bulk_copies() and not exact:
+        frees = ((128, 8 if height * width >= 128 * 128 else 4), (256, 8 if size >= 64 else 4))
+        return [
+            ProductTile(height, width, free, 64, min(_DEEPEST, _ROOM // (2 * (height * width + size * free))), warps, 1)
+            for free, warps in frees
+        ]
     warps = 8 if height * width >= 128 * 128 else 4 if size >= 64 else 2 if size >= 32 else 1
     stages = 2 if exact else 3
     return [

@@ -1,0 +1,101 @@
+"""What a GPU leaves room for: targets of the CUDA kernels, and bounds from what was measured of memory and products.
+
+A bound is the time of the dense call over the least time that the sparse one can take: that of its products at the rate
+of the fastest dense product in the same file, or that of its bytes at the rate of a copy, whichever is longer. Blocks
+have a second bound: every kept one reads its columns of x from the L2 cache for all tokens, at the rate of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from renderers.registry import Record
+
+_COPY = 4.3e6  # bytes a microsecond, read and written, of a large copy on an H200
+_CACHE = 8.0e6  # the same of the L2 cache, as the kernel for blocks of 32 reads it
+_HALF = 2  # bytes of a number in bf16
+_TOKENS, _HIGHEST = 256, 128  # tokens that a program takes of x at once, and the highest blocks it has room for
+
+
+class Rates(NamedTuple):
+    """Bytes and operations a microsecond, and bytes from the cache."""
+
+    copy: float
+    products: float
+    cache: float
+
+    @property
+    def text(self) -> str:
+        """The two that every bound is made of, in words."""
+        return f"{self.copy / 1e6:.1f} TB/s and {self.products / 1e6:.0f} TFLOP/s"
+
+
+def rates(results: Record, dense: Iterable[tuple[float, float]]) -> Rates:
+    """Return what a file measured of its GPU; `dense` are operations and microseconds of dense products in it.
+
+    >>> rates({}, [(2e9, 4.0)]).products
+    500000000.0
+    """
+    known = results.get("ceilings", {})
+    fastest = max([known.get("operations", 0.0), *(operations / us for operations, us in dense)])
+    return Rates(known.get("bytes", _COPY), fastest, known.get("cache", _CACHE))
+
+
+def linear_bound(
+    shape: tuple[int, int], tokens: int, share: float, dense_us: float, limits: Rates, *, stored: float | None = None
+) -> float:
+    """Return the bound of a layer (N, K) of whose weight a share is multiplied, and read or stored with its index.
+
+    >>> round(linear_bound((4096, 4096), 1, 0.5, 10.0, Rates(4e6, 7e8, 8e6)), 2)
+    2.38
+    """
+    n, k = shape
+    moved = _HALF * ((share if stored is None else stored) * n * k + tokens * (n + k))
+    return dense_us / max(moved / limits.copy, 2.0 * share * tokens * n * k / limits.products)
+
+
+def cache_bound(row: Record, dense_us: float, limits: Rates) -> float:
+    """Return the bound of a layer in blocks, at random places, by what they read of x from the cache.
+
+    Blocks may be stored in higher ones: x is read for fewer of them, but more of it, and more zeros are multiplied. The
+    best height is taken.
+    """
+    (n, k), block, tokens = row["shape"], row["block"], row["tokens"]
+    times = []
+    for height in (block * 2**power for power in range(8) if block * 2**power <= _HIGHEST):
+        share = 1.0 - row["sparsity"] ** (height / block)
+        read = _HALF * share * n * k / height * (_TOKENS + height) * tokens / _TOKENS
+        times.append(max(read / limits.cache, 2.0 * share * n * k * tokens / limits.products))
+    return dense_us / min(times)
+
+
+def block_target(block: int, sparsity: float, tokens: int) -> float | None:
+    """Return the target of a layer in blocks; None where there is none.
+
+    >>> block_target(32, 0.9, 4096), block_target(64, 0.8, 16), block_target(64, 0.5, 1024)
+    (4.0, 2.6, None)
+    """
+    if tokens <= 128:
+        return {0.8: 2.6, 0.9: 4.0}.get(sparsity)
+    if tokens < 4096:
+        return None
+    high = {128: {0.9: 6.5, 0.95: 9.0}, 64: {0.9: 5.5, 0.95: 8.0}, 32: {0.8: 2.0, 0.9: 4.0, 0.95: 6.0}}
+    share = {128: 0.80, 64: 0.65, 32: 0.40, 16: 0.28}[block]
+    return high.get(block, {}).get(sparsity, round(share / (1.0 - sparsity), 2))
+
+
+def product_bound(row: Record, limits: Rates) -> float:
+    """Return the bound of a batched product, softmax or attention in three steps, of one sparse matrix."""
+    size, depth, density = row["size"], row["depth"], row["density"]
+    sheet, kept = size * depth, density * size * depth
+    if row["what"] == "softmax":
+        moved, multiplied = 2.0 * kept, 0.0
+    elif row["what"] == "attention":  # scores are written, normalised and read: four times they cross memory
+        sheet = size * size
+        moved, multiplied = 4.0 * size * depth + 4.0 * density * sheet, 2.0 * density * sheet * depth
+    else:
+        moved, multiplied = 2.0 * sheet + kept, density * size * size * depth
+    times = 3.0 if row["backward"] else 1.0
+    least = max(_HALF * moved / limits.copy, 2.0 * multiplied / limits.products) * times * row["batches"]
+    return float(row["us"]["dense"] / least)
