@@ -9,6 +9,7 @@ A report tells of the layers, each with its share of the product.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -20,10 +21,11 @@ from sparta.compiler.lower.samples import SizeSample
 from sparta.compiler.lower.subgraph import SubGraph, is_joined
 from sparta.compiler.plan import LayerPlan
 from sparta.compiler.session import Session
+from sparta.errors import SpartaError
 from sparta.specialize.tuning.select import DENSE, Choice
 from sparta.specialize.tuning.store import key_of
 
-__all__ = ["apart", "of_layers", "rejoined", "running", "with_products"]
+__all__ = ["apart", "milliseconds_of", "of_layers", "rejoined", "running", "share_of", "with_products"]
 
 _DEVICES = frozenset({"cuda"})
 _Parts = tuple[tuple[SubGraph, ...], tuple[SizeSample, ...], list[LayerPlan]]
@@ -41,10 +43,11 @@ def with_products(
         measured = [plan for plan in parts if plan.first.entry is not None]
         if len(measured) not in (0, len(parts)) or (not measured and session.tune == "off"):
             continue
-        product = join(group)
-        choices = _choices(product, parts, samples, known, session) if measured else _dense(product, samples)
-        if choices is not None:
-            found.append((product, _plan(product, parts, choices)))
+        with suppress(SpartaError):  # such as scales that no kernel takes together
+            product = join(group)
+            choices = _choices(product, parts, samples, known, session) if measured else _dense(product, samples)
+            if choices is not None:
+                found.append((product, _plan(product, parts, choices)))
     more = [
         SizeSample({**sample.values, **{product: (sample.values[product.parts[0]][0], None) for product, _ in found}})
         for sample in samples
@@ -68,12 +71,12 @@ def _choices(
             continue
         if key_of(spec) not in known:
             session.show(f"as one product: {product.name}, size {size}")
-        like = max((plan.choices[size] for plan in parts), key=_milliseconds)
+        like = max((plan.choices[size] for plan in parts), key=milliseconds_of)
 
         problem = partial(product.lowering.problem, spec, product.weight, x, product.bias, None)
         chosen[size] = choice_for(spec, problem, known, session, share=0.5, like=like)
     first = next(iter(chosen.values()))
-    pays = first.entry is not None and _milliseconds(first) < sum(_milliseconds(plan.first) for plan in parts)
+    pays = first.entry is not None and milliseconds_of(first) < sum(milliseconds_of(plan.first) for plan in parts)
     return chosen if pays else None
 
 
@@ -98,7 +101,8 @@ def _plan(product: JoinedSubGraph, parts: Sequence[LayerPlan], choices: dict[int
     )
 
 
-def _milliseconds(choice: Choice) -> float:
+def milliseconds_of(choice: Choice) -> float:
+    """Return what a layer takes by its own measurement; 0 where it was not measured."""
     entry = choice.entry
     if entry is None:
         return 0.0
@@ -136,16 +140,19 @@ def of_layers(plans: Plans) -> tuple[LayerPlan, ...]:
     return tuple(_share(plan, products[plan.name]) if plan.name in products else plan for plan in layers)
 
 
+def share_of(choice: Choice, share: float, others: Sequence[str]) -> Choice:
+    """Return what runs a product as what runs one of its layers, with its share of the time."""
+    entry = choice.entry
+    if entry is not None:
+        times = share * entry.milliseconds, share * entry.dense_milliseconds
+        entry = replace(entry, milliseconds=times[0], dense_milliseconds=times[1])
+    return replace(choice, entry=entry, reason=f"one product with {', '.join(others)}: {choice.reason}")
+
+
 def _share(plan: LayerPlan, product: LayerPlan) -> LayerPlan:
     """Return the plan of a layer that is part of a product, with the part of its time that its weights are of all."""
     share = plan.flops / max(1, product.flops)
-    others = ", ".join(name for name in product.joined if name != plan.name)
-    choices = {}
-    for size, choice in product.choices.items():
-        entry = choice.entry
-        if entry is not None:
-            times = {name: share * getattr(entry, name) for name in ("milliseconds", "dense_milliseconds")}
-            entry = replace(entry, **times)
-        choices[size] = replace(choice, entry=entry, reason=f"one product with {others}: {choice.reason}")
+    others = [name for name in product.joined if name != plan.name]
+    choices = {size: share_of(choice, share, others) for size, choice in product.choices.items()}
     ratio = None if product.first.entry is None else 1.0 / product.first.entry.speedup
     return replace(plan, choices=choices, joined=product.joined, best_ratio=ratio)

@@ -20,7 +20,7 @@ from sparta.specialize.kernel_spec import Epilogue
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.grid import Grid
 
-__all__ = ["JoinedSubGraph", "join", "siblings"]
+__all__ = ["JoinedSubGraph", "join", "siblings", "stacked"]
 
 _OPS = ("linear", "scaled_linear")
 
@@ -40,9 +40,7 @@ class JoinedSubGraph(SubGraph):
     @cached_property
     def tesa(self) -> TeSA:
         """What is known of the weight, by what is known of the parts."""
-        known = TeSA.dense(self.weight.shape, format=self.weight.dtype)
-        known = replace(known, state=Grid.cat([part.tesa.state for part in self.parts], 0))
-        return known if self.scales is None else known.with_format(self.format, scale=self.scales)
+        return stacked([part.tesa for part in self.parts])
 
     @property
     def outputs(self) -> list[tuple[fx.Node, int, int]]:
@@ -58,6 +56,22 @@ class JoinedSubGraph(SubGraph):
         """Return the same product where its parts stand elsewhere."""
         anchor = replace(self.anchor, x=parts[0].anchor.x)
         return replace(self, anchor=anchor, nodes=tuple(part.nodes[0] for part in parts), parts=tuple(parts))
+
+
+def stacked(tesas: Sequence[TeSA]) -> TeSA:
+    """Return what is known of weights (N, K) that are one after the other along their outputs.
+
+    >>> print(stacked([TeSA.dense((2, 8)), TeSA.from_mask(torch.zeros(2, 8))]))
+    TeSA 4×8, block 2×8, density 0.5
+    """
+    return TeSA(
+        state=Grid.cat([tesa.state for tesa in tesas], 0),
+        value=Grid.cat([tesa.value for tesa in tesas], 0),
+        code=Grid.cat([tesa.code for tesa in tesas], 0),
+        scale=Grid.cat([tesa.scale for tesa in tesas], 0),
+        zero_point=Grid.cat([tesa.zero_point for tesa in tesas], 0),
+        dynamic=frozenset(),
+    )
 
 
 def siblings(subgraphs: Sequence[SubGraph]) -> list[tuple[SubGraph, ...]]:
