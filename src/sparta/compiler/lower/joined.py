@@ -62,7 +62,7 @@ def stacked(tesas: Sequence[TeSA]) -> TeSA:
     """Return what is known of weights (N, K) that are one after the other along their outputs.
 
     >>> print(stacked([TeSA.dense((2, 8)), TeSA.from_mask(torch.zeros(2, 8))]))
-    TeSA 4×8, block 2×8, density 0.5
+    TeSA 4×8, channel axis 0, density 0.5, any
     """
     return TeSA(
         state=Grid.cat([tesa.state for tesa in tesas], 0),
