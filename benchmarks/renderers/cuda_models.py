@@ -17,14 +17,16 @@ def stacks_fp8(found: Sequence[Record]) -> str:
             times = [f"{row['ms'][name]:.3f}" if name in row["ms"] else None for name in ("bf16", "fp8", "sparta")]
             over = [None if row[f"ratio_{name}"] is None else f"{row[f'ratio_{name}']:.2f}" for name in ("fp8", "bf16")]
             runs = ", ".join(f"{count} {name}" for name, count in row["implements"].items())
+            runs += f" ({row['joined']} products of several)" if row.get("joined") else ""
             change = None if row["change"] is None else f"{100 * row['change']:.1f} %"
             own = f"{row['products']:.3f}" if row.get("products") else None
             line = [row["case"], row["layers"], *times, own, over[0], row["over_fp8"], over[1], row["over_bf16"], runs]
             rows.append([*line, change])
         title = (
-            "Milliseconds of a whole stack: dense in bf16 and in fp8 (`torch.compile`, replayed from a CUDA graph), "
-            'and after `sparta.compile(precision="fp8")`, with the sum of its linear layers, each measured alone with '
-            "its rounding; times faster than both, beside the aims; how far rounding changes the outputs. "
+            "Milliseconds of a whole stack: dense in bf16 (the best of eager, `torch.compile`, and both replayed from "
+            "CUDA graphs) and in fp8 (`torch.compile`, replayed from a CUDA graph), and after `sparta.compile` in fp8, "
+            "or in bf16 where the row says so, with the sum of its linear layers, each alone with its rounding; "
+            "times faster than both, beside the aims; how far rounding changes the outputs. "
             f"{source(record)}"
         )
         heads = [

@@ -22,6 +22,7 @@ from sparta.compiler.choose.workshop import Workshop
 from sparta.compiler.graph.sizes import Shapes, Sizes
 from sparta.compiler.job import Job
 from sparta.compiler.layerwise import LayerByLayer
+from sparta.compiler.lower.joined import JoinedSubGraph
 from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.run.combine import combined
 from sparta.compiler.run.host import Host, hosted
@@ -90,13 +91,24 @@ def _general(job: Job, workshop: Workshop, outcome: Outcome) -> tuple[fx.GraphMo
     if reduced is workshop.reduced:
         return workshop.graph(outcome.variant, outcome.plans), workshop.kernels(outcome.plans, outcome.variant.kernels)
     kernels = workshop.kernels(outcome.plans, outcome.variant.kernels)
-    known = {subgraph.name: (subgraph, kernel) for subgraph, kernel in kernels.items()}
-    pairs = {}
-    for found in partition(reduced, reduced.shapes(job.inputs[0], computed=not job.session.slow)) if known else ():
-        subgraph, kernel = known.get(found.name, (None, None))
-        if subgraph is not None and kernel is not None and found.epilogue == subgraph.epilogue:
-            pairs[_as_chosen(found, subgraph)] = kernel
+    parts = partition(reduced, reduced.shapes(job.inputs[0], computed=not job.session.slow)) if kernels else ()
+    found = {part.name: part for part in parts}
+    pairs: dict[SubGraph, KernelModule] = {}
+    for subgraph, kernel in kernels.items():
+        here = _found_again(subgraph, found)
+        if here is not None:
+            pairs[here] = kernel
     return combined(reduced, pairs), pairs
+
+
+def _found_again(chosen: SubGraph, found: Mapping[str, SubGraph]) -> SubGraph | None:
+    """Return a sub-graph in the graph for any size, whose own have these names; None where it is another there."""
+    if isinstance(chosen, JoinedSubGraph):
+        parts = [_found_again(part, found) for part in chosen.parts]
+        same = {id(part.anchor.x) for part in parts if part is not None}
+        return None if None in parts or len(same) != 1 else chosen.with_parts([part for part in parts if part])
+    here = found.get(chosen.name)
+    return None if here is None or here.epilogue != chosen.epilogue else _as_chosen(here, chosen)
 
 
 def _as_chosen(found: SubGraph, chosen: SubGraph) -> SubGraph:

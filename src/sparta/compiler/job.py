@@ -20,6 +20,7 @@ from sparta.compiler.choose.end_to_end import Contest, Outcome
 from sparta.compiler.choose.layers import choose_layers, looked_at
 from sparta.compiler.choose.partition import partition
 from sparta.compiler.choose.precision import Calibration
+from sparta.compiler.choose.siblings import of_layers, with_products
 from sparta.compiler.choose.timer import Timer
 from sparta.compiler.choose.unlowered import unlowered
 from sparta.compiler.choose.workshop import Workshop
@@ -181,9 +182,13 @@ class Job:
             lambda: (self.subgraphs, choose_layers(self.subgraphs, self.samples, self.session)),
             none,
         )
+        single = (tuple(subgraphs), self.samples, list(plans))
+        subgraphs, samples, plans = _tried(
+            self.session, "layers run one by one", lambda: with_products(*single, self.session), single
+        )
         timed = self._given() if self.session.tune != "off" else None
         replays = self.session.in_graphs
-        workshop = Workshop(self.original, self.reduced, subgraphs, self.samples, timed, replays)
+        workshop = Workshop(self.original, self.reduced, subgraphs, samples, timed, replays)
         timer = Timer(self.session, self.session.measure, self.session.call_seconds, cuda=self._cuda)
         return Contest(as_given, workshop, tuple(plans), self.inputs, timer, inductor=inductor)
 
@@ -237,7 +242,7 @@ class Job:
         lost = outcome.variant.base is not Base.REDUCED
         note = f"dense: the {outcome.variant} runs"
         operators = [one.made_dense(note) if lost and one.sparse else one for one in self.operators]
-        plan = Plan((*outcome.plans, *operators), outcome.whole)
+        plan = Plan((*of_layers(outcome.plans), *operators), outcome.whole)
         self.session.note(self.session.store.problem)
         unknown = self.result.facts.notes
         if unknown:

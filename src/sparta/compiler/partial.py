@@ -224,10 +224,9 @@ def _report(session: Session, model: nn.Module, work: _Parts, certificate: Certi
     """Return one report on all parts."""
     layers: list[LayerPlan] = []
     for path, part in work.done.items():
-        names = (
-            (layer, path if layer.name == "weight" else f"{path}.{layer.name}") for layer in part.report.plan.layers
-        )
-        layers.extend(replace(layer, name=name) for layer, name in names)
+        for layer in part.report.plan.layers:
+            name, *joined = (path if each == "weight" else f"{path}.{each}" for each in (layer.name, *layer.joined))
+            layers.append(replace(layer, name=name, joined=tuple(joined)))
     sparse = sum(layer.sparse for layer in layers)
     reason = f"{len(work.done)} modules are compiled ({sparse} sparse layers); the rest runs as it was written"
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}

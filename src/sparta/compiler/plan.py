@@ -44,6 +44,8 @@ class LayerPlan:
         What end-to-end measurement or verification had to say, if anything.
     picture
         The density of the weight in each cell of a coarse grid, for people to look at.
+    joined
+        The layers that one product runs, this one among them; none where it has a product of its own.
     """
 
     name: str
@@ -57,6 +59,7 @@ class LayerPlan:
     best_ratio: float | None = None
     note: str = ""
     picture: tuple[tuple[float, ...], ...] = ()
+    joined: tuple[str, ...] = ()
 
     @property
     def sparse(self) -> bool:
@@ -69,12 +72,12 @@ class LayerPlan:
         return next(iter(self.choices.values()))
 
     def made_dense(self, note: str, size: int | None = None) -> LayerPlan:
-        """Return this plan with dense at one size, or at all."""
+        """Return this plan with dense at one size, or at all; what is dense at all sizes is joined to no other."""
         changed = {
             at: Choice(DENSE, {}, note, choice.entry, choice.refused) if size in (None, at) else choice
             for at, choice in self.choices.items()
         }
-        return replace(self, choices=changed, note=note)
+        return replace(self, choices=changed, note=note, joined=() if size is None else self.joined)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the layer's plan as JSON values."""
@@ -90,6 +93,7 @@ class LayerPlan:
             "best_ratio": self.best_ratio,
             "note": self.note,
             "picture": [list(row) for row in self.picture],
+            "joined": list(self.joined),
         }
 
     @staticmethod
@@ -115,6 +119,7 @@ class LayerPlan:
             picture=tuple(
                 tuple(a_number(cell, "a cell of a picture") for cell in row) for row in fields.get("picture", ())
             ),
+            joined=tuple(str(name) for name in fields.get("joined", ())),
         )
 
 

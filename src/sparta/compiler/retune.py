@@ -298,8 +298,8 @@ def _tell(model: CompiledModel, leaves: Sequence[Any]) -> None:
         kernel = model.kernels[name]
         chosen[_layer(name)] = kernel.fused.lowering.size(x), kernel.choice_for(x)
     layers = tuple(
-        replace(layer, choices={**layer.choices, chosen[layer.name][0]: chosen[layer.name][1]})
-        if layer.name in chosen
+        replace(layer, choices={**layer.choices, chosen[product][0]: chosen[product][1]})
+        if (product := layer.joined[0] if layer.joined else layer.name) in chosen
         else layer
         for layer in model.report.plan.layers
     )

@@ -18,7 +18,7 @@ from sparta.compiler.choose.decisions import Decision, model_key, recall, rememb
 from sparta.compiler.choose.end_to_end import Contest, Outcome
 from sparta.compiler.choose.precision import rounding_kernels
 from sparta.compiler.choose.trim import made_dense
-from sparta.compiler.choose.workshop import sparse_names
+from sparta.compiler.choose.workshop import Workshop, sparse_names
 from sparta.compiler.graph.serialize import graph_text
 from sparta.compiler.job import Job
 from sparta.compiler.layerwise import LayerByLayer
@@ -45,7 +45,8 @@ def decided(contest: Contest) -> tuple[Outcome, float | None]:
             return outcome, decision.seconds
     outcome = contest.decide()
     if outcome.lasting:
-        dense = tuple(plan.name for plan in outcome.plans if not plan.sparse)
+        runs = sparse_names(outcome.plans)
+        dense = tuple(plan.name for plan in outcome.plans if plan.name not in runs)
         variant = outcome.variant
         found = Decision(variant.base, variant.host, dense, session.elapsed, outcome.given_milliseconds)
         try:
@@ -114,7 +115,7 @@ def _less(job: Job, contest: Contest, outcome: Outcome, error: Exception) -> Out
     """Give up the next thing that may be wrong: kernels by name, the host, all kernels, the reduced graph."""
     reason, note = in_words(error), job.session.note
     variant, plans = outcome.variant, outcome.plans
-    wrong = _wrong(job, contest, outcome)
+    wrong = _wrong(contest.workshop, outcome)
     if wrong:
         for name, found in wrong.items():
             note(f"the kernel of {name} computed wrong numbers and was replaced by dense: {found}")
@@ -142,9 +143,9 @@ def _less(job: Job, contest: Contest, outcome: Outcome, error: Exception) -> Out
     ) from error
 
 
-def _wrong(job: Job, contest: Contest, outcome: Outcome) -> dict[str, str]:
+def _wrong(workshop: Workshop, outcome: Outcome) -> dict[str, str]:
     """Return the layers whose kernels compute wrong numbers alone, with what was found; none where none can be run."""
     try:
-        return wrong_kernels(contest.workshop.kernels(outcome.plans, outcome.variant.kernels), job.samples)
+        return wrong_kernels(workshop.kernels(outcome.plans, outcome.variant.kernels), workshop.samples)
     except Exception:  # noqa: BLE001 - then all of them are given up
         return {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from sparta.compiler.lower.subgraph import is_joined
 from sparta.compiler.run.host import Host
 from sparta.errors import FileFormatError, did_you_mean
 
@@ -40,7 +41,7 @@ class Variant:
     base
         The graph.
     kernels
-        Names of the layers that sparse kernels run; only the reduced graph has any.
+        Names of the layers that sparse kernels run, and of products of several layers; only the reduced graph has any.
     host
         What runs the rest, and whether all of it is replayed from a CUDA graph.
 
@@ -61,7 +62,9 @@ class Variant:
 
     def __str__(self) -> str:
         names = {Base.GIVEN: "model as given", Base.ORIGINAL: "original graph", Base.REDUCED: "reduced graph"}
-        name = "sparse" if self.kernels else names[self.base]
+        joined = {name for name in self.kernels if is_joined(name)}
+        kinds = ["sparse"] * bool(self.kernels - joined) + ["joined"] * bool(joined)
+        name = ", ".join(kinds) or names[self.base]
         return name if self.host is Host.EAGER else f"{name}, {self.host.value}"
 
 

@@ -1,5 +1,6 @@
 """What lies between layers is compiled once for equal stretches, activations are rounded once, and results stay."""
 
+import operator
 import warnings
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from sparta.compiler.run.stages import calls_to_compile, staged
 from sparta.compiler.session import Session
 from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.scaled_linear.inputs import InputRounding, RoundsInputs, shared_rounding
+from sparta.specialize.scaled_linear.producers import rounded_gate, rounded_norm
 from sparta.specialize.scaled_linear.spec import FP8, OP, rounded_weight, scaled_weight
 from sparta.specialize.tuning.select import DENSE, Choice
 
@@ -237,8 +239,10 @@ def test_layers_that_read_the_same_share_its_codes(traced):
         static=layer(16, 16, 0.25),
     )
     rounded = with_shared_rounding(module, traced=traced)
-    target = traced_rounding if traced else rounded_tokens
-    assert sum(node.target is target for node in rounded.graph.nodes) == 3  # x, y by rows, y with one scale
+    calls = [node.target for node in rounded.graph.nodes if node.op == "call_function"]
+    assert calls.count(traced_rounding if traced else rounded_tokens) == 2  # x by rows, y with one scale
+    assert calls.count(rounded_gate) == 1  # y by rows, where it is made
+    assert torch.ops.aten.mul.Tensor not in calls
     x = torch.randn(2, 2, 16)
     for one, two in zip(rounded(x), module(x), strict=True):
         assert one.shape == two.shape
@@ -258,6 +262,59 @@ def test_codes_lie_row_by_row_in_memory(rounding):
         expected, others = rounding(x.contiguous(), None)
         assert torch.equal(codes.float(), expected.float())
         assert torch.equal(scales, others)
+
+
+def halves(norm, *, kept):
+    """Return a norm, a gated layer and a layer that adds the norm, if it is kept: half a decoder, or an encoder."""
+    root = nn.Module()
+    for name, each in {"gate": layer(24, 16), "up": layer(24, 16), "down": layer(16, 24, residual=kept)}.items():
+        root.add_module(name, each)
+    root.register_buffer("scale", torch.rand(16))
+    root.register_buffer("shift", torch.randn(16))
+    graph, aten = fx.Graph(), torch.ops.aten
+    x = graph.placeholder("x")
+    scale = graph.get_attr("scale")
+    if norm == "rms":
+        h = graph.call_function(aten.rms_norm.default, (x, [16], scale))
+    else:
+        h = graph.call_function(aten.layer_norm.default, (x, [16], scale, graph.get_attr("shift"), 1e-3))
+    gate, up = (graph.call_module(name, (h,)) for name in ("gate", "up"))
+    opened = graph.call_function(aten.mul.Tensor, (up, graph.call_function(aten.silu.default, (gate,))))
+    graph.output((graph.call_module("down", (opened, h) if kept else (opened,)),))
+    return fx.GraphModule(root, graph)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_what_makes_tokens_rounds_them(norm, kept, traced):
+    torch.manual_seed(0)
+    module, x = halves(norm, kept=kept), torch.randn(2, 2, 16)
+    rounded = with_shared_rounding(module, traced=traced)
+    calls = [node.target for node in rounded.graph.nodes if node.op == "call_function"]
+    assert [call for call in calls if call is not operator.getitem] == [rounded_norm, rounded_gate]
+    assert torch.equal(rounded(x)[0], module(x)[0])
+    assert torch.equal(staged(rounded, None)(x)[0], module(x)[0])  # in which nothing is left to compile
+    assert calls_to_compile(rounded.graph) == 0
+
+
+def test_calls_with_several_results_hand_tensors_to_a_stretch():
+    torch.manual_seed(0)
+    module, x = halves("layer", kept=False), torch.randn(2, 2, 16)
+    (down,) = (node for node in module.graph.nodes if node.target == "down")
+    (norm,) = (node for node in module.graph.nodes if node.target is torch.ops.aten.layer_norm.default)
+    with module.graph.inserting_after(down):
+        total = module.graph.call_function(torch.ops.aten.add.Tensor, (down, norm))
+    next(iter(reversed(module.graph.nodes))).args = ((total,),)
+    module.recompile()
+    rounded, given = with_shared_rounding(module), []
+
+    def compiler(stretch):
+        given.extend(node for node in stretch.graph.nodes if node.target is operator.getitem)
+        return stretch
+
+    assert torch.equal(staged(rounded, compiler)(x)[0], module(x)[0])
+    assert not given
 
 
 def test_a_graph_without_fp8_is_left_alone():

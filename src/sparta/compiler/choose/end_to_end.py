@@ -15,6 +15,7 @@ from typing import Any
 from sparta.compiler.choose import judge
 from sparta.compiler.choose.decisions import Decision
 from sparta.compiler.choose.judge import LAYERS
+from sparta.compiler.choose.siblings import apart, rejoined, running
 from sparta.compiler.choose.timer import ROUNDS, Timer
 from sparta.compiler.choose.trim import Trim, made_dense
 from sparta.compiler.choose.workshop import Plans, Workshop, called, sparse_names
@@ -140,11 +141,13 @@ class Contest:
             result = self._settled_at_a_look(plans)
         else:
             host = Host.GRAPH if self.session.in_graphs else Host.EAGER
-            plans = Trim(self.timer, host, self._call, self.workshop.forget).trimmed(plans)
+            trim = Trim(self.timer, host, self._call, self.workshop.forget)
+            plans = rejoined(trim.trimmed(apart(plans)), plans)
             result = self._questioned(self._settled(plans), plans)
         if result.best.host is Host.PANELS:
             plans = self.workshop.aligned(plans)
         whole = self._whole(result)
+        plans = running(plans, result.best.kernels)
         if not result.best.kernels:
             plans = made_dense(plans, sparse_names(plans), _lost(result))
         plans = self._other_sizes(plans)
@@ -328,8 +331,8 @@ class Contest:
         bases = [ORIGINAL]
         if self.workshop.reduced is not self.workshop.original:
             bases.append(Variant(Base.REDUCED))
-        if sparse_names(plans):
-            bases.append(self._sparse(plans))
+        sparse = [self._sparse(each) for each in (apart(plans), plans) if sparse_names(each)]
+        bases += dict.fromkeys(sparse)  # one by one, and siblings as one product
         for base in reversed(bases):  # where the budget pays for compiling once, it is the graph with kernels
             for host in self._hosts(base):
                 variant = replace(base, host=host)

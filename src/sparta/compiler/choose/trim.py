@@ -25,7 +25,8 @@ _VARIANTS = 5  # those of the contest that follows must still be possible
 
 def made_dense(plans: Plans, names: frozenset[str], note: str) -> tuple[LayerPlan, ...]:
     """Return plans in which these layers run dense."""
-    return tuple(plan.made_dense(note) if plan.sparse and plan.name in names else plan for plan in plans)
+    wanted = names & sparse_names(plans)
+    return tuple(plan.made_dense(note) if plan.name in wanted else plan for plan in plans)
 
 
 @dataclass(frozen=True)

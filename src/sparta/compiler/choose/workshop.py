@@ -17,6 +17,7 @@ from torch import fx
 from sparta.compiler.choose.alignment import aligned
 from sparta.compiler.clock import Call
 from sparta.compiler.graph.program import Program
+from sparta.compiler.lower.joined import JoinedSubGraph
 from sparta.compiler.lower.samples import SizeSample
 from sparta.compiler.lower.subgraph import SubGraph
 from sparta.compiler.plan import LayerPlan
@@ -38,8 +39,8 @@ Plans = Sequence[LayerPlan]
 
 
 def sparse_names(plans: Plans) -> frozenset[str]:
-    """Return the names of the layers that sparse kernels run."""
-    return frozenset(plan.name for plan in plans if plan.sparse)
+    """Return the names of the layers that sparse kernels run, and of products of several layers."""
+    return frozenset(plan.name for plan in plans if plan.sparse or plan.joined)
 
 
 def called(run: Callable[..., Any], inputs: Sequence[Any]) -> Call:
@@ -81,8 +82,12 @@ class Workshop:
     _hosted: dict[tuple[_Key, Host], Callable[..., Any]] = field(default_factory=dict)
 
     def kernels(self, plans: Plans, names: frozenset[str] | None = None) -> dict[SubGraph, KernelModule]:
-        """Return the kernel modules of the layers that run sparse: all, or those of these names."""
+        """Return the kernel modules of the layers that run sparse: all, or those of these names.
+
+        Layers that are part of a product among them have no kernel of their own.
+        """
         wanted = sparse_names(plans) if names is None else names & sparse_names(plans)
+        wanted -= {part for plan in plans if plan.name in wanted for part in plan.joined}
         found = {}
         for subgraph, plan in zip(self.subgraphs, plans, strict=True):
             if plan.name in wanted:
@@ -144,7 +149,8 @@ class Workshop:
         key = _key(variant, plans)
         self._graphs = {each: graph for each, graph in self._graphs.items() if each == key}
         self._hosted = {each: run for each, run in self._hosted.items() if each == (key, variant.host)}
-        layers = {_layer(plan) for plan in plans}
+        running = {subgraph.name for subgraph in self.kernels(plans, variant.kernels)}
+        layers = {_layer(plan) for plan in plans if plan.name in running}
         self._kernels = {each: kernel for each, kernel in self._kernels.items() if each in layers}
 
     def aligned(self, plans: Plans) -> tuple[LayerPlan, ...]:
@@ -158,7 +164,8 @@ class Workshop:
         """Return a call of the layers that could be sparse, dense and nothing else; None where there are none."""
         first = self.samples[0].values if self.samples else {}
         pairs = zip(self.subgraphs, plans, strict=True)
-        timed = [(subgraph, *first[subgraph]) for subgraph, plan in pairs if plan.first.entry is not None]
+        single = [(subgraph, plan) for subgraph, plan in pairs if not isinstance(subgraph, JoinedSubGraph)]
+        timed = [(subgraph, *first[subgraph]) for subgraph, plan in single if plan.first.entry is not None]
         if not timed:
             return None
 
@@ -186,4 +193,4 @@ def _layer(plan: LayerPlan) -> _Layer:
 def _key(variant: Variant, plans: Plans) -> _Key:
     wanted = variant.kernels if variant.base is Base.REDUCED else frozenset()
     base = Base.ORIGINAL if variant.base is Base.GIVEN else variant.base
-    return base, frozenset(_layer(plan) for plan in plans if plan.sparse and plan.name in wanted)
+    return base, frozenset(_layer(plan) for plan in plans if plan.name in wanted & sparse_names(plans))

@@ -6,6 +6,7 @@ how they are found.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,23 @@ from sparta.compiler.lower.base import Anchor, Lowering
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.tesa.attribute import TeSA
 
-__all__ = ["SubGraph"]
+__all__ = ["SubGraph", "is_joined", "joined_name"]
+
+_AND = " + "
+
+
+def joined_name(names: Sequence[str]) -> str:
+    """Return the name of the product of several layers.
+
+    >>> joined_name(["query", "key"])
+    'query + key'
+    """
+    return _AND.join(names)
+
+
+def is_joined(name: str) -> bool:
+    """Whether a name is that of the product of several layers."""
+    return _AND in name
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from sparta.compiler.graph.program import copied
 from sparta.compiler.run.eager import with_fast_paths
+from sparta.compiler.run.rounding import ROUNDING_CALLS
 
 __all__ = ["calls_to_compile", "staged"]
 
@@ -142,7 +143,7 @@ def _stages(graph: fx.Graph) -> list[tuple[list[fx.Node], _Stretch]]:
     calls: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         depth[node] = max((depth[source] for source in node.all_input_nodes), default=0) + _is_layer(node)
-        if _is_layer(node):
+        if _is_layer(node) or _is_part_of_layer(node):
             layers.setdefault(depth[node], []).append(node)
         elif node.op == "call_function":
             calls.setdefault(depth[node], []).append(node)
@@ -151,7 +152,12 @@ def _stages(graph: fx.Graph) -> list[tuple[list[fx.Node], _Stretch]]:
 
 
 def _is_layer(node: fx.Node) -> bool:
-    return node.op == "call_module" or node.target is _aten.linear.default
+    return node.op == "call_module" or node.target is _aten.linear.default or node.target in ROUNDING_CALLS
+
+
+def _is_part_of_layer(node: fx.Node) -> bool:
+    """Whether a node is one of several results of a layer: a stretch is to be given tensors."""
+    return node.target is operator.getitem and _is_layer(node.all_input_nodes[0])
 
 
 def _is_view(target: Any) -> bool:

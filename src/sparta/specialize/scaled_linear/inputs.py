@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,11 +20,20 @@ from sparta.specialize.cuda.device import triton_here
 from sparta.specialize.linear.spec import LinearKernel
 from sparta.specialize.scaled_linear.spec import fp8_rows
 
-__all__ = ["InputRounding", "RoundsInputs", "rounded_once", "rounding_is_shared", "shared_rounding"]
+__all__ = [
+    "InputRounding",
+    "RoundsInputs",
+    "computed_once",
+    "rounded_once",
+    "rounding_is_shared",
+    "shared_rounding",
+]
+
+_T = TypeVar("_T")
 
 
 class _Sharing(threading.local):
-    """What this thread has rounded in the present call of a model, by tensor; None outside of such a call."""
+    """What this thread has made of tensors in the present call of a model; None outside of such a call."""
 
     known: Any = None
 
@@ -62,7 +71,7 @@ class InputRounding:
 
 @contextmanager
 def shared_rounding() -> Iterator[None]:
-    """Let layers that are called with the same tensor inside share what the first of them rounded.
+    """Let layers that are called with the same tensor inside share what the first of them rounded, or computed.
 
     It is for one call of a model in eager mode: there is no telling, from one call to the next, whether a tensor was
     written to by what does not count it, such as a replayed graph, and codes that one CUDA graph makes belong to it.
@@ -93,16 +102,29 @@ def rounded_once(x: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     >>> codes.shape, scales.shape, rounded_once(x, None)[0] is rounded_once(x, None)[0]
     (torch.Size([2, 3, 8]), torch.Size([6]), False)
     """
+
+    def rounded(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales = InputRounding(scale)(tokens.reshape(-1, tokens.shape[-1]))
+        return codes.view(tokens.shape), scales
+
+    return computed_once(x, ("fp8", scale), rounded)
+
+
+def computed_once(x: Tensor, key: Hashable, make: Callable[[Tensor], _T]) -> _T:
+    """Return what `make` makes of x: inside :func:`shared_rounding`, once for the same tensor and key.
+
+    It is made again if x was written to, or is read on another stream.
+    """
     shared = None if x.is_inference() else _sharing.known  # such a tensor does not tell when it is written to
-    state = None if shared is None else (scale, x._version, _stream(x))
-    known = None if shared is None else shared.get(x)
-    if known is None or known[0] != state:
-        codes, scales = InputRounding(scale)(x.reshape(-1, x.shape[-1]))
-        known = (state, codes.view(x.shape), scales)
-        if shared is not None:
-            shared[x] = known
-    found: tuple[Tensor, Tensor] = known[1:]
-    return found
+    if shared is None:
+        return make(x)
+    state = x._version, _stream(x)
+    known = shared.get(x)
+    if known is None:
+        known = shared[x] = {}
+    if key not in known or known[key][0] != state:
+        known[key] = (state, make(x))
+    return cast("_T", known[key][1])
 
 
 def _stream(x: Tensor) -> int:

@@ -1,0 +1,150 @@
+"""Triton kernels that make tokens and round them to fp8 at once. This module imports Triton; import it only to run."""
+
+# ruff: noqa: ANN001, ANN202, N803, PLR0913, PLR0917 - Triton's own conventions
+# mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparta.specialize.cuda.device import HOPPER, capability
+from sparta.specialize.cuda.launcher import Launcher
+from sparta.specialize.scaled_linear.input_kernels import INTERPRETED, TINY, codes_in, sizes_of
+
+__all__ = ["WIDEST", "gate_on_gpu", "norm_on_gpu"]
+
+WIDEST = 16384  # elements of a token, which one program holds
+_WARPS = {1024: 4, 4096: 8}
+_MOST_WARPS = 16
+
+
+@triton.jit
+def _store_rounded(y, made, codes, scales, row, column, K, given, tiny, STATIC: tl.constexpr, KEEP: tl.constexpr):
+    """Write a token's codes and scale, and the token itself where others read it."""
+    if KEEP:
+        tl.store(made + row * K + column, y, mask=column < K)
+    part = tl.where(column < K, y.to(tl.float32), 0.0)
+    if STATIC:
+        scale = given * 1.0
+    else:
+        largest = tl.max(sizes_of(part), 0)
+        scale = tl.where(largest < tiny, 1.0, largest / 448.0)
+    tl.store(scales + row, scale)
+    tl.store(codes + row * K + column, codes_in(part, scale), mask=column < K)
+
+
+@triton.jit
+def round_norm(
+    x,
+    weight,
+    bias,
+    made,
+    codes,
+    scales,
+    K,
+    x_stride,
+    eps,
+    given,
+    tiny,
+    BLOCK: tl.constexpr,
+    RMS: tl.constexpr,
+    STATIC: tl.constexpr,
+    KEEP: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Make one token of a norm, and round it."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < K
+    factor = tl.full((BLOCK,), 1.0, tl.float32)
+    shift = tl.full((BLOCK,), 0.0, tl.float32)
+    if weight is not None:  # which no kernel before this one writes
+        factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    read = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+    part = read.to(tl.float32)
+    if not RMS:
+        part = tl.where(inside, part - tl.sum(part, 0) / K, 0.0)
+    part = part * tl.rsqrt(tl.sum(part * part, 0) / K + eps)
+    y = (part * factor + shift).to(read.dtype)
+    _store_rounded(y, made, codes, scales, row, column, K, given, tiny, STATIC, KEEP)
+
+
+@triton.jit
+def round_gate(
+    gate,
+    up,
+    made,
+    codes,
+    scales,
+    K,
+    gate_stride,
+    up_stride,
+    given,
+    tiny,
+    BLOCK: tl.constexpr,
+    STATIC: tl.constexpr,
+    KEEP: tl.constexpr,
+    ACTIVATE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Make one token of a gated layer, silu(gate) * up, and round it; without ACTIVATE, the gate is activated."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    left = tl.load(gate + row * gate_stride + column, mask=column < K, other=0.0)
+    right = tl.load(up + row * up_stride + column, mask=column < K, other=0.0)
+    if ACTIVATE:
+        real = left.to(tl.float32)
+        left = (real / (1.0 + tl.exp(-real))).to(left.dtype)  # as wide as it is between two calls
+    y = (left.to(tl.float32) * right.to(tl.float32)).to(right.dtype)
+    _store_rounded(y, made, codes, scales, row, column, K, given, tiny, STATIC, KEEP)
+
+
+_norm = Launcher(round_norm, interpreted=INTERPRETED)
+_gate = Launcher(round_gate, interpreted=INTERPRETED)
+
+
+def norm_on_gpu(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, scale: float | None, *, rms: bool, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes (M, K), scales (M,) and, if it is kept, the norm (M, K) of x (M, K); else x stands for that."""
+    made, codes, scales, block, options = _room(x, keep=keep)
+    given, early = 1.0 if scale is None else scale, bool(options["launch_pdl"])
+    sizes = (x.shape[1], x.stride(0), eps, given, TINY)
+    constants = (block, rms, scale is not None, keep, early)
+    _norm(x.shape[0], (x, weight, bias, made, codes, scales, *sizes, *constants), x.device, options)
+    return codes, scales, made
+
+
+def gate_on_gpu(
+    gate: Tensor, up: Tensor, scale: float | None, *, activate: bool, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes (M, K), scales (M,) and, if it is kept, silu(gate) * up (M, K); else `up` stands for that."""
+    made, codes, scales, block, options = _room(up, keep=keep)
+    given, early = 1.0 if scale is None else scale, bool(options["launch_pdl"])
+    sizes = (up.shape[1], gate.stride(0), up.stride(0), given, TINY)
+    constants = (block, scale is not None, keep, activate, early)
+    _gate(up.shape[0], (gate, up, made, codes, scales, *sizes, *constants), up.device, options)
+    return codes, scales, made
+
+
+def _room(x: Tensor, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, int, dict[str, int | bool]]:
+    """Return where a kernel writes, the elements that a program holds, and how it is compiled and started."""
+    rows, inputs = x.shape
+    codes = torch.empty((rows, inputs), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    made = torch.empty((rows, inputs), dtype=x.dtype, device=x.device) if keep else x
+    block = triton.next_power_of_2(inputs)
+    warps = next((count for size, count in _WARPS.items() if block <= size), _MOST_WARPS)
+    early = not INTERPRETED and capability(x.device) >= HOPPER  # set up while the kernel before ends
+    return made, codes, scales, block, {"num_warps": warps, "launch_pdl": early}
