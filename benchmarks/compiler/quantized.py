@@ -70,7 +70,7 @@ VARIANTS = (
 
 
 LABELS = tuple(f"{p} {f'{s:.0%} ' if s else ''}{q or 'fp32'}" for p, s, q in VARIANTS)
-_PAUSE, _LONGEST_WAIT = 0.003, 0.5  # seconds between two looks at the other threads, and for all looks of a turn
+_PAUSE, _LONGEST_WAIT = 0.02, 0.5  # seconds: one look at other threads, whose time is counted in ticks, and all looks
 _IDLE = 0.1  # the share of a pause that threads may still run
 _ROUNDS = 60
 _LARGE = 4  # from this batch on one batch of calibration is enough: the rivals keep all activations of it

@@ -91,13 +91,13 @@ _CONVOLUTIONS: tuple[type[Implement], ...] = (
 )
 _INT8_CONVOLUTIONS: tuple[type[Implement], ...] = (
     DenseQuantizedConv2d,
+    CpuInt8Conv2d,
     WholeQuantizedConv2d,
     RealQuantizedConv2d,
-    CpuInt8Conv2d,
     DenseQuantizedConv1d,
+    CpuInt8Conv1d,
     WholeQuantizedConv1d,
     RealQuantizedConv1d,
-    CpuInt8Conv1d,
 )
 _INT8_LINEAR: tuple[type[Implement], ...] = (
     DenseQuantized,

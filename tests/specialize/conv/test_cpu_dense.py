@@ -108,6 +108,25 @@ def test_layers_of_single_pixels_read_images_where_they_are(isa, inputs, size, d
         check(conv(x, conv.pack(weight), threads=threads), truth, reduction=inputs)
 
 
+@settings(max_examples=60)
+@given(
+    st.sampled_from([3, 5]),
+    st.sampled_from([1, 2]),
+    st.tuples(st.integers(0, 4), st.integers(0, 4)),
+    st.sampled_from([(1, 1), (7, 7), (5, 17), (14, 33), (9, 300)]),
+    st.data(),
+)
+def test_planes_are_read_where_they_are_and_nothing_beside_them(side, stride, padding, size, data):
+    taken = tuple(max(each, side - sum(padding)) for each in size)
+    geometry = ConvGeometry((stride, stride), (padding, padding), (1, 1), groups=3)
+    conv = DepthwiseConv((6, 1, side, side), geometry, data.draw(st.sampled_from(runnable_isas())))
+    weight, x = torch.randn(6, 1, side, side), torch.randn(2, 3, *taken)
+    room = torch.full((x.numel() + 128,), torch.nan)  # what lies around the planes spoils whatever reads it
+    room[64:-64] = x.flatten()
+    y = conv(room[64:-64].view(x.shape), conv.pack(weight), threads=data.draw(st.sampled_from([1, 2])))
+    check(y, dense_conv(x.double(), weight.double(), None, geometry), reduction=128)
+
+
 @pytest.mark.parametrize("groups", [1, 6])
 def test_what_is_no_number_stays_where_it_belongs(groups):
     geometry = ConvGeometry.make(2, padding=1, groups=groups)

@@ -134,7 +134,7 @@ class Contest:
             # Without a kernel there is nothing to gain.
             variant = self._sparse(self.plans) if sparse_names(self.plans) else ORIGINAL
             return Outcome.untimed(variant, self.plans, f"not timed end to end: {why}")
-        plans = self._working(self.plans)
+        plans = self._working(self._in_integers(self.plans))
         if self.timer.slow:
             result = self._settled_briefly(plans)
         elif self.session.brief:
@@ -171,6 +171,7 @@ class Contest:
         It holds if the model as given takes about as long as it did, and neither that nor the original graph nor the
         kernels that win one by one, eagerly or as a chain, are faster than what was decided.
         """
+        self.plans = self._in_integers(self.plans)
         plans = made_dense(
             self.plans, frozenset(decision.dense), "dense: remembered, it does not win in the whole model"
         )
@@ -202,6 +203,20 @@ class Contest:
         whole = self._whole(_Result((rounds,), variant, judge.doubt(rounds, variant)))
         whole = replace(whole, reason=f"remembered: {whole.reason}")
         return Outcome(variant, plans, whole, given, lasting=False)
+
+    def _in_integers(self, plans: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
+        """Return plans in which quantised convolutions compute in integers, where chains are faster beyond doubt so."""
+        other = self.workshop.in_integers(plans)
+        chains = self._chains(other)[:1] if other != plans and self.timer.affords(_TRIES) else []
+        if not chains or self.timer.slow:
+            return plans
+        try:
+            both = {"chosen": plans, "integers": other}
+            calls = {name: self._call(self._sparse(each, Host.CHAIN), each) for name, each in both.items()}
+            return other if self.timer.rounds(calls, ROUNDS).ratio("chosen", "integers").sure else plans
+        except Exception as error:  # noqa: BLE001 - whatever a candidate raises, the plans before remain
+            self.session.gave_up("integers in all convolutions", error)
+            return plans
 
     def _working(self, plans: tuple[LayerPlan, ...]) -> tuple[LayerPlan, ...]:
         """Return plans in which layers whose kernels cannot be made, or do not run, are dense."""

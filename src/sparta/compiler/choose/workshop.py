@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from sparta.compiler.choose.alignment import aligned
+from sparta.compiler.choose.integers import in_integers
 from sparta.compiler.clock import Call
 from sparta.compiler.graph.program import Program
 from sparta.compiler.lower.joined import JoinedSubGraph
@@ -160,6 +161,11 @@ class Workshop:
         specs = {plan.name: subgraph.spec(first[subgraph][0]) for subgraph, plan in pairs if plan.sparse}
         return tuple(aligned(self.subgraphs, plans, specs))
 
+    def in_integers(self, plans: Plans) -> tuple[LayerPlan, ...]:
+        """Return the plans with kernels of integers wherever a quantised convolution has one."""
+        specs = {subgraph.name: self._specs(subgraph) for subgraph in self.subgraphs}
+        return in_integers(plans, specs)
+
     def layers_alone(self, plans: Plans) -> Call | None:
         """Return a call of the layers that could be sparse, dense and nothing else; None where there are none."""
         first = self.samples[0].values if self.samples else {}
@@ -177,12 +183,17 @@ class Workshop:
 
         return call
 
-    def _kernel(self, subgraph: SubGraph, plan: LayerPlan) -> KernelModule:
-        """Return the kernel module of a sub-graph by its plan."""
+    def _specs(self, subgraph: SubGraph) -> dict[int, KernelSpec]:
+        """Return the kernel specs of a sub-graph, by size."""
         specs: dict[int, KernelSpec] = {}
         for sample in self.samples:
             x, _ = sample.values[subgraph]
             specs.setdefault(subgraph.lowering.size(x), subgraph.spec(x))
+        return specs
+
+    def _kernel(self, subgraph: SubGraph, plan: LayerPlan) -> KernelModule:
+        """Return the kernel module of a sub-graph by its plan."""
+        specs = self._specs(subgraph)
         return KernelModule.of(subgraph, {size: (specs[size], choice) for size, choice in plan.choices.items()})
 
 

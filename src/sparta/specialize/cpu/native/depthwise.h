@@ -1,6 +1,7 @@
 // Depthwise convolutions: every plane of an image has its own few weights. A plane is copied once, padded, with the phases
 // of a stride apart, so that vectors of neighbouring output pixels read neighbouring values; several rows are computed
-// together, because they read the same input. The same kernel averages windows and scales channels. For a convolution of
+// together, because they read the same input. With AVX-512 common kernels read planes where they are: masks of loads
+// stand for the padding, and nothing waits for a copy to reach the cache. The same kernel averages windows and scales channels. For a convolution of
 // bytes that reads them, four planes leave as places.
 #pragma once
 
@@ -110,7 +111,8 @@ SPARTA_INLINE void put_pixels(Vec sum, Vec shift, const float* residual, float* 
 
 // One plane of the output; pointers are those of the plane.
 struct DepthwisePlane {
-  const float* copy;
+  const float* copy;  // or the plane itself, for a kernel that reads it where it is
+  const LaneMask* lanes;
   const float* values;
   Vec shift;
   const float* residual;
@@ -181,10 +183,113 @@ void any_plane(const DepthwiseCall& call, const DepthwiseCopy& copy, const Depth
   }
 }
 
+// How kernels of Side x Side taps read the input columns of one vector of output pixels where they are: a load for each
+// tap of a row, or for a stride of two, pairs of loads, of which the first has tap 0 and each other one two more taps.
+template <int Side, int Stride>
+struct PlaneTaps {
+  static constexpr int kLoads = Stride == 1 ? Side : Side + 1;
+  // From the input column of tap 0 in lane 0 to the first column of a load.
+  static constexpr int64_t start(int load) {
+    if (Stride == 1) return load;
+    return (load < 2 ? 0 : load / 2 * 2 - 1) + load % 2 * kLanes;
+  }
+  // Which lanes of the loads are columns of the image.
+  static void find_lanes(const DepthwiseCall& call, int64_t column, LaneMask* lanes) {
+    for (int i = 0; i < kLoads; ++i) {
+      const int64_t first = column * Stride - call.left + start(i);
+      const int64_t begin = std::min<int64_t>(std::max<int64_t>(-first, 0), kLanes);
+      lanes[i] = lane_mask(begin, std::min<int64_t>(std::max(call.columns - first, begin), kLanes));
+    }
+  }
+  SPARTA_INLINE static void load(const float* from, const LaneMask* lanes, Vec (&taps)[Side]) {
+    if constexpr (Stride == 1) {
+#pragma GCC unroll 8
+      for (int j = 0; j < Side; ++j) taps[j] = load_lanes(from + j, lanes[j]);
+    } else {
+#if defined(SPARTA_AVX512)
+      const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+      const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#pragma GCC unroll 8
+      for (int i = 0; i < kLoads; i += 2) {
+        const __m512 low = (__m512)load_lanes(from + start(i), lanes[i]);
+        const __m512 high = (__m512)load_lanes(from + start(i + 1), lanes[i + 1]);
+        taps[i == 0 ? 0 : i - 1] = (Vec)_mm512_permutex2var_ps(low, even, high);
+        if (i > 0) taps[i] = (Vec)_mm512_permutex2var_ps(low, odd, high);
+      }
+#endif
+    }
+  }
+};
+
+constexpr int kMostLoads = 6;
+constexpr int64_t kMostVectors = 16;  // of a row of the output, whose masks are kept
+
+// Rows [row, row + Rows), from the plane as it is.
+template <Activation Act, int Side, int Stride, int Rows>
+SPARTA_INLINE void rows_in_place(const DepthwiseCall& call, const DepthwisePlane& plane, int64_t row) {
+  const int64_t pixels = call.out_rows * call.out_columns;
+  for (int64_t column = (call.out_columns - 1) / kLanes * kLanes; column >= 0; column -= kLanes) {
+    const LaneMask* lanes = plane.lanes + column / kLanes * kMostLoads;
+    Vec sums[Rows] = {};
+#pragma GCC unroll 16
+    for (int i = 0; i < (Rows - 1) * Stride + Side; ++i) {
+      const int64_t line = row * Stride + i - call.top;
+      if (line < 0 || line >= call.rows) continue;
+      Vec taps[Side];
+      PlaneTaps<Side, Stride>::load(plane.copy + line * call.columns + column * Stride - call.left, lanes, taps);
+#pragma GCC unroll 8
+      for (int j = 0; j < Side; ++j) {
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; ++r) {
+          const int tap = i - r * Stride;
+          if (tap >= 0 && tap < Side) sums[r] += splat(plane.values[tap * Side + j]) * taps[j];
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) {
+      const int64_t at = (row + r) * call.out_columns + column;
+      put_pixels<Act>(sums[r], plane.shift, plane.residual ? plane.residual + at : nullptr, plane.y + at, pixels - at);
+    }
+  }
+}
+
+template <Activation Act, int Side, int Stride>
+void plane_in_place(const DepthwiseCall& call, const DepthwiseCopy&, const DepthwisePlane& plane) {
+  int64_t row = 0;
+  for (; row + kRowsTogether <= call.out_rows; row += kRowsTogether) {
+    rows_in_place<Act, Side, Stride, kRowsTogether>(call, plane, row);
+  }
+  const int64_t left = call.out_rows - row;
+  if (left == 3) rows_in_place<Act, Side, Stride, 3>(call, plane, row);
+  if (left == 2) rows_in_place<Act, Side, Stride, 2>(call, plane, row);
+  if (left == 1) rows_in_place<Act, Side, Stride, 1>(call, plane, row);
+}
+
+// Whether a kernel reads planes where they are. Masks of loads cost nothing with AVX-512 alone.
+inline bool reads_in_place(const DepthwiseCall& call) {
+  const bool square = call.kernel_rows == call.kernel_columns && call.stride_rows == call.stride_columns;
+  const bool known = (call.kernel_rows == 3 || call.kernel_rows == 5) && (call.stride_rows == 1 || call.stride_rows == 2);
+  return kPacksByTwo && square && known && call.dilation_rows == 1 && call.dilation_columns == 1 &&
+         call.out_columns <= kMostVectors * kLanes;
+}
+
+// The masks of all vectors of a row, for a kernel that reads planes where they are.
+inline void find_plane_lanes(const DepthwiseCall& call, LaneMask* lanes) {
+  const auto find = call.kernel_rows == 3
+                        ? (call.stride_rows == 1 ? PlaneTaps<3, 1>::find_lanes : PlaneTaps<3, 2>::find_lanes)
+                        : (call.stride_rows == 1 ? PlaneTaps<5, 1>::find_lanes : PlaneTaps<5, 2>::find_lanes);
+  for (int64_t i = 0; i * kLanes < call.out_columns; ++i) find(call, i * kLanes, lanes + i * kMostLoads);
+}
+
 using PlaneKernel = void (*)(const DepthwiseCall&, const DepthwiseCopy&, const DepthwisePlane&);
 
 template <Activation Act>
 PlaneKernel find_plane_kernel(const DepthwiseCall& call) {
+  if (reads_in_place(call)) {
+    if (call.kernel_rows == 3) return call.stride_rows == 1 ? plane_in_place<Act, 3, 1> : plane_in_place<Act, 3, 2>;
+    return call.stride_rows == 1 ? plane_in_place<Act, 5, 1> : plane_in_place<Act, 5, 2>;
+  }
   const bool square = call.kernel_rows == call.kernel_columns && call.dilation_rows == 1;
   if (square && call.stride_rows == 1 && call.kernel_rows == 3) return square_plane<Act, 3, 1>;
   if (square && call.stride_rows == 2 && call.kernel_rows == 3) return square_plane<Act, 3, 2>;
@@ -201,12 +306,15 @@ class DepthwiseRun {
  public:
   // Floats of memory, a multiple of a vector.
   static int64_t room(const DepthwiseCall& call) {
+    if (reads_in_place(call)) return kLanes;
     const int64_t size = ceil_div(depthwise_copy(call).size(), kLanes) * kLanes;
     return size <= kSmallCopy ? 2 * size : size;
   }
 
   DepthwiseRun(const DepthwiseCall& call, int64_t end, float* memory)
-      : call_(call), copy_(depthwise_copy(call)), end_(end), ahead_(room(call) > copy_.size() + kLanes) {
+      : call_(call), copy_(depthwise_copy(call)), end_(end), in_place_(reads_in_place(call)),
+        ahead_(room(call) > copy_.size() + kLanes) {
+    if (in_place_) find_plane_lanes(call, lanes_);
     with_activation(call.activation, [&](auto tag) { kernel_ = find_plane_kernel<decltype(tag)::value>(call); });
     std::fill_n(memory, room(call), 0.0f);
     copies_[0] = memory;
@@ -216,10 +324,10 @@ class DepthwiseRun {
   void run(int64_t plane, float* y) {
     const int64_t source = plane / call_.multiplier, channel = plane % call_.channels;
     const int64_t taps = call_.kernel_rows * call_.kernel_columns, pixels = call_.out_rows * call_.out_columns;
-    const float* copy = copied(source);
+    const float* copy = in_place_ ? call_.x + source * call_.rows * call_.columns : copied(source);
     if (ahead_ && plane + 1 < end_) copied((plane + 1) / call_.multiplier);
     kernel_(call_, copy_,
-            DepthwisePlane{copy, call_.values + channel * taps, splat(call_.bias ? call_.bias[channel] : -0.0f),
+            DepthwisePlane{copy, lanes_, call_.values + channel * taps, splat(call_.bias ? call_.bias[channel] : -0.0f),
                            call_.residual ? call_.residual + plane * pixels : nullptr, y});
   }
 
@@ -235,7 +343,9 @@ class DepthwiseRun {
   const DepthwiseCall& call_;
   const DepthwiseCopy copy_;
   const int64_t end_;
+  const bool in_place_;
   const bool ahead_;
+  LaneMask lanes_[kMostVectors * kMostLoads];
   float* copies_[2];
   PlaneKernel kernel_ = nullptr;
   int64_t held_[2] = {-1, -1};
