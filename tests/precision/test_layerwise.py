@@ -7,10 +7,12 @@ from torch.nn import functional
 
 import sparta
 from compiler.conftest import forcing
+from sparta.compiler import settle
 from sparta.compiler.layerwise import LayerByLayer, _nearest
 from sparta.compiler.run.chain import trace as tracing
 from sparta.compiler.run.host import Host, hosted
 from sparta.compiler.run.kernel_module import KernelModule
+from sparta.compiler.verify import Difference, verify
 from sparta.errors import CheckError
 from sparta.measure.machine import probe_compiler
 from sparta.precision import quantize
@@ -262,3 +264,28 @@ def test_integers_are_right_within_half_a_step_and_beyond_the_ends():
     integers = torch.tensor([0, 0, 10, 10, 11, 255, 14], dtype=torch.uint8)
     found = _nearest(real, integers, grid)
     assert found.tolist() == pytest.approx([-100.0, -5.0, 0.2, 0.25, 0.3, 1e6, 1.75])
+
+
+def test_a_slow_model_is_compared_layer_by_layer_once():
+    """Each comparison takes as long as many calls, and would be most of a budget in seconds."""
+    seen = []
+
+    def layers(_run, inputs):
+        seen.append(inputs)
+        return Difference(outputs=1)
+
+    example = [torch.randn(3)]
+    brief = verify(None, torch.relu, [example], layers=layers, brief=True)
+    assert len(seen) == 1
+    assert torch.equal(seen[0][0], example[0])
+    assert str(brief).endswith("inputs of the example")
+    thorough = verify(None, torch.relu, [example], layers=layers)
+    assert len(seen) == 1 + 1 + len(thorough.seeds)
+
+
+def test_the_original_runs_once_for_the_check_of_rounding_layers(monkeypatch):
+    _, (job, contest, outcome), _ = compiled(monkeypatch, "plain")
+    calls = []
+    job.model.register_forward_hook(lambda *_: calls.append(1))
+    settle.verified(job, contest, outcome, check=True)
+    assert len(calls) == 1

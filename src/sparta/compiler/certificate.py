@@ -59,7 +59,8 @@ class Certificate:
     def __str__(self) -> str:
         if not self.passed:
             return "not verified"
+        drawn = f" and of seeds {', '.join(map(str, self.seeds))}" if self.seeds else ""
         return (
             f"verified: relative error {self.error:.2g} of {self.tolerance:.2g} allowed in {self.dtype}, "
-            f"{self.outputs} outputs, inputs of the example and of seeds {', '.join(map(str, self.seeds))}"
+            f"{self.outputs} outputs, inputs of the example{drawn}"
         )
