@@ -41,7 +41,8 @@ the softmax while the other multiplies: 525 TFLOP/s without a mask, at 16384 tok
 in 8 warps reached 458, and 486 when the scores of the next tile were multiplied before the softmax of this one. Lists
 are short at a density of 0.1, and the start and the end of a tile weigh more (483 instead of 537 TFLOP/s at 0.5).
 Gradients compute scores twice, once for queries and once for keys, so that every sum has one order: 7 products instead
-of the 5 of a kernel with atomics.
+of the 5 of a kernel with atomics. Programs own 64 queries or keys, so that again two fit on a multiprocessor, or 128 in
+8 warps. To store the gradients of scores for the other kernel (5 products again) took longer than to compute them.
 """
 _HEADS = 16
 # (queries, keys, width, pattern, density or window): the targets first.
@@ -96,9 +97,14 @@ def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor]) ->
 
 
 def best_tile(
-    implement: TritonFlash | TritonFlashSeqlen, spec: KernelSpec, operand: Tensor | None, inputs: Sequence[Tensor]
+    implement: TritonFlash | TritonFlashSeqlen,
+    spec: KernelSpec,
+    operand: Tensor | None,
+    inputs: Sequence[Tensor],
+    *,
+    backward: bool = False,
 ) -> tuple[str, Callable[..., Tensor], float]:
-    """Try all candidates; return the fastest, its call, and how much slower the first guess was."""
+    """Try all candidates, perhaps with gradients; return the fastest, its call, and how much slower the first was."""
     found = []
     for tile in implement.space(spec)["tile"].domain.values:
         kernel = implement.build(spec, {"tile": tile})
@@ -108,9 +114,9 @@ def best_tile(
             return kernel.run(packed, *xs)
 
         try:
-            with torch.no_grad():
-                call(*inputs)
-                replay = graphed(lambda call=call: call(*inputs), 2)
+            with torch.set_grad_enabled(backward):
+                timed = with_gradients(call, inputs) if backward else lambda call=call: call(*inputs)
+                replay = graphed(timed, 2)
                 took = compare({"it": replay}, warmup=1, iters=5, max_seconds=0.05, device="cuda")["it"]
         except SpartaError as error:
             print(f"  {tile}: {error}")
@@ -165,7 +171,7 @@ def measure(case: Case, compiled: Callable[..., Tensor], *, backward: bool) -> d
     sizes = ((1, _HEADS, length, case.width) for length in (case.queries, case.keys, case.keys))
     inputs = [torch.randn(size, device="cuda", dtype=DTYPE) for size in sizes]
     spec = attention_spec(mask, *inputs, backward=backward)
-    tile, ours, first_guess = best_tile(TritonFlash(), spec, mask, inputs)
+    tile, ours, first_guess = best_tile(TritonFlash(), spec, mask, inputs, backward=backward)
     part = [inputs[0][:, :1, :256], *(x[:, :1] for x in inputs[1:])]
     check(ours(*inputs)[:, :1, :256], attention_reference(*part, mask[:256]), reduction=case.keys)
     flex = flex_call(mask, compiled)

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from sparta.testing import compare
 
-_CACHED = 16 << 20  # bytes that stay in the cache
-_ROUNDS, _LINE = 64, 4096
+_CACHED = 32 << 20  # bytes that stay in the cache
+_ROUNDS, _LINE = 64, 2048
 
 
 @triton.jit
@@ -31,12 +31,12 @@ def ceilings() -> dict[str, float]:
     big = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     to, a = torch.empty_like(big), torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     x = torch.ones(_CACHED // 4, dtype=torch.int32, device="cuda")
-    programs = 8 * torch.cuda.get_device_properties(0).multi_processor_count
+    programs = 16 * torch.cuda.get_device_properties(0).multi_processor_count
     out = torch.empty(programs * _LINE, dtype=torch.int32, device="cuda")
     calls = {
         "bytes": lambda: to.copy_(big),
         "operations": lambda: a @ a,
-        "cache": lambda: _read[(programs,)](x, out, _ROUNDS, len(x) // _LINE, _LINE, num_warps=8),
+        "cache": lambda: _read[(programs,)](x, out, _ROUNDS, len(x) // _LINE, _LINE, num_warps=4),
     }
     work = {"bytes": 2.0 * big.numel(), "operations": 2.0 * 8192**3, "cache": 4.0 * programs * _ROUNDS * _LINE}
     times = compare(calls, warmup=2, iters=10, max_seconds=0.2, device="cuda")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from renderers.registry import Record
 
 _COPY = 4.3e6  # bytes a microsecond, read and written, of a large copy on an H200
-_CACHE = 8.0e6  # the same of the L2 cache, as the kernel for blocks of 32 reads it
+_CACHE = 8.7e6  # the same of reading from its L2 cache
 _HALF = 2  # bytes of a number in bf16
 _TOKENS, _HIGHEST = 256, 128  # tokens that a program takes of x at once, and the highest blocks it has room for
 
@@ -59,7 +59,7 @@ def cache_bound(row: Record, dense_us: float, limits: Rates) -> float:
     """Return the bound of a layer in blocks, at random places, by what they read of x from the cache.
 
     Blocks may be stored in higher ones: x is read for fewer of them, but more of it, and more zeros are multiplied. The
-    best height is taken.
+    best height is taken, and dense where none is better.
     """
     (n, k), block, tokens = row["shape"], row["block"], row["tokens"]
     times = []
@@ -67,7 +67,7 @@ def cache_bound(row: Record, dense_us: float, limits: Rates) -> float:
         share = 1.0 - row["sparsity"] ** (height / block)
         read = _HALF * share * n * k / height * (_TOKENS + height) * tokens / _TOKENS
         times.append(max(read / limits.cache, 2.0 * share * n * k * tokens / limits.products))
-    return dense_us / min(times)
+    return max(1.0, dense_us / min(times))
 
 
 def block_target(block: int, sparsity: float, tokens: int) -> float | None:

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparta.errors import MissingPackageError
-from sparta.specialize.attention import gradients
 from sparta.specialize.attention.op import flash_attention
 from sparta.specialize.attention.spec import attention_spec
 from sparta.specialize.attention.tile import AttentionTile
@@ -87,21 +86,10 @@ def test_patterns(mask, tile):
     compare(mask, *draw((2,), (1,), *mask.shape, 16, 16, dtype=torch.bfloat16), tile)
 
 
-@pytest.mark.parametrize("heads", [(2, 1), (3, 3)], ids=["shared keys", "own keys"])
-@pytest.mark.parametrize("size", [1 << 30, 30_000, 1], ids=["at once", "in parts", "not at all"])
-def test_gradients_of_scores_are_stored_in_parts(heads, size, monkeypatch):
-    monkeypatch.setattr(gradients, "_LEAST_STORED", 8)
-    monkeypatch.setattr(gradients, "_STORED_BYTES", size)
-    mask = torch.rand(60, 72) < 0.7
-    mask[:32, 32:] &= torch.rand(32, 1) < 0.5
-    mask[16:32], mask[32:48, :16] = False, True
-    tile = AttentionTile(16, 16, tma=1, back_queries=32, back_keys=16)
-    compare(mask, *draw((2, heads[0]), (2, heads[1]), 60, 72, 8, 12), tile)
-
-
 @pytest.mark.parametrize("queries", [128, 200, 130])  # the last one cannot be described to the copy engine
-def test_gradients_in_pieces_of_large_tiles(queries):
-    tile = AttentionTile(64, 64, tma=1, back_queries=128, back_keys=128)
+@pytest.mark.parametrize("back", [(64, 64), (128, 128)])
+def test_gradients_in_pieces_of_large_tiles(queries, back):
+    tile = AttentionTile(64, 32, tma=1, back_queries=back[0], back_keys=back[1])
     mask = torch.rand(-(-queries // 64), 3).repeat_interleave(64, 0)[:queries].repeat_interleave(64, 1) < 0.6
     mask[70:, 100:] &= torch.rand(queries - 70, 92) < 0.9
     compare(mask, *draw((2,), (1,), queries, 192, 16, 16, dtype=torch.float16), tile)
@@ -247,10 +235,10 @@ def test_torch_compile_takes_it_whole():
 HALF = torch.ones(64, 64).tril() > 0
 
 
-def spec_of(mask=HALF, e=16, f=16, dtypes=(torch.float16,) * 3, device="cuda"):
+def spec_of(mask=HALF, e=16, f=16, dtypes=(torch.float16,) * 3, device="cuda", *, trained=False):
     shapes = ((1, 2, mask.shape[-2], e), (1, 2, mask.shape[-1], e), (1, 2, mask.shape[-1], f))
     q, k, v = (torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
-    spec = attention_spec(mask, q, k, v)
+    spec = attention_spec(mask, q, k, v, backward=trained)
     return type(spec)(spec.op, spec.operands, attributes=spec.attributes, device=device)
 
 
@@ -275,12 +263,20 @@ def test_the_default_is_a_point_of_the_space():
     for mask in (HALF, torch.rand(1, 300) < 0.5, torch.rand(30, 300) < 0.5, torch.rand(4, 1, 8) < 0.5):
         for width in (8, 64, 128, 256):
             for dtype in (torch.float16, torch.float32):
-                spec = spec_of(mask, width, width, (dtype,) * 3)
-                assert TritonFlash().space(spec)["tile"].includes(TritonFlash().default(spec)["tile"])
+                for trained in (False, True):
+                    spec = spec_of(mask, width, width, (dtype,) * 3, trained=trained)
+                    assert TritonFlash().space(spec)["tile"].includes(TritonFlash().default(spec)["tile"])
     q = torch.zeros(1, 2, 64, 64, dtype=torch.float16)
     spec = seqlen_attention_spec(q, q, q)
     assert TritonFlashSeqlen().space(spec)["tile"].includes(TritonFlashSeqlen().default(spec)["tile"])
     assert "runs on CUDA" in TritonFlashSeqlen().supports(spec).reason
+
+
+def test_gradients_have_tiles_of_their_own_where_they_are_asked_for():
+    tiles = [AttentionTile.parse(tile) for tile in TritonFlash().space(spec_of(trained=True))["tile"].domain.values]
+    assert (tiles[0].back_queries, tiles[0].back_keys) == (64, 64)
+    assert len({tile.for_gradients() for tile in tiles}) > 1
+    assert not any(AttentionTile.parse(t).back_keys for t in TritonFlash().space(spec_of())["tile"].domain.values)
 
 
 def test_without_triton_building_says_what_to_install(monkeypatch):

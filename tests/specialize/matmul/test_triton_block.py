@@ -107,6 +107,23 @@ def test_tiles_by_the_copy_engine(mode, compressed, params):
     run_product(case, params=params)
 
 
+def test_pipelines_of_copied_tiles_fit_on_chip_in_all_products_that_gradients_are_made_of(monkeypatch):
+    monkeypatch.setattr("sparta.specialize.matmul.triton_block.bulk_copies", lambda: True)
+    mask = block_mask((256, 256), (128, 128), 0.5, seed=1)
+    A = torch.zeros(256, 256, dtype=torch.bfloat16)
+    firsts = {}
+    for mode in ("sdd", "dsd", "dds"):
+        tiles = list(TritonBlockMatmul().tiles(Product(mode, compressed=True, block=(128, 128)).spec(mask, A, A)))
+        assert all(tile.tma for tile in tiles)
+        firsts[mode] = tiles[0].height, tiles[0].width
+        for tile in tiles:
+            stage = 2 * (tile.height * tile.width + max(tile.height, tile.width) * tile.free)
+            assert op_of_products._fitted(tile, stage).stages * stage <= 224 * 1024
+    assert firsts == {"sdd": (128, 64), "dsd": (64, 128), "dds": (128, 128)}
+    deep = ProductTile(stages=8)
+    assert op_of_products._fitted(deep, 1 << 20) == deep  # of one's own choice it is an error
+
+
 def test_the_copy_engine_is_not_asked_for_what_it_cannot_address():
     asked = []
     for A, B in (

@@ -6,7 +6,7 @@ first and without a mask, since gradients need more room on chip than results. T
 only to run a kernel.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, C901, FBT003, N803, N806, PLR0912, PLR0913, PLR0915, PLR0917 - Triton's own conventions
+# ruff: noqa: ANN001, ANN201, ANN202, FBT003, N803, N806, PLR0913, PLR0915, PLR0917 - Triton's own conventions
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
@@ -16,19 +16,7 @@ import triton.language as tl
 
 from sparta.specialize.attention.flash_forward import clean, copy_tile, load_tile, pair, walk_bounds
 
-__all__ = ["flash_backward_kv", "flash_backward_q", "flash_delta", "flash_join_q"]
-
-
-@triton.jit
-def flash_delta(o, grad, delta, lines, F, ROWS: tl.constexpr, BF: tl.constexpr):
-    """Compute the sum of ``o * grad`` for each line of (lines, F)."""
-    line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channel = tl.arange(0, BF)
-    place = line.to(tl.int64)[:, None] * F + channel[None, :]
-    both = (line < lines)[:, None] & (channel < F)[None, :]
-    product = tl.load(o + place, mask=both, other=0.0).to(tl.float32)
-    product *= tl.load(grad + place, mask=both, other=0.0).to(tl.float32)
-    tl.store(delta + line, tl.sum(product, 1), mask=line < lines)
+__all__ = ["flash_backward_kv", "flash_backward_q"]
 
 
 @triton.jit
@@ -68,13 +56,16 @@ def _facts_of(
 
 @triton.jit(do_not_specialize=["scale", "natural"])
 def flash_backward_q(
-    q, k, v, grad, lse, delta, grad_q, bounds, entries, patterns, groups, lengths, scale, natural, H, KV_H, M, N,
+    q, k, v, o, grad, lse, delta, grad_q, bounds, entries, patterns, groups, lengths, scale, natural, H, KV_H, M, N,
     q_tiles, q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n,
     BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
     F: tl.constexpr, BF: tl.constexpr, LISTED: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of ROWS queries of a tile; k and v are descriptors where TMA is set."""
+    """Compute the gradient of ROWS queries of a tile, and `delta`, the sum of ``o * grad`` of each.
+
+    Where TMA is set, k and v are descriptors.
+    """
     PARTS: tl.constexpr = BM // ROWS
     STEPS: tl.constexpr = BN // COLS
     program = tl.program_id(0)
@@ -96,7 +87,10 @@ def flash_backward_q(
     q_base = q + batch.to(tl.int64) * q_b + (head % H).to(tl.int64) * q_h
     q_tile = load_tile(q_base, first, query_end, q_m, ROWS, E, BE, False)
     grad_tile = load_tile(grad + head.to(tl.int64) * M * F, first, query_end, F, ROWS, F, BF, False)
-    level, share = _facts_of(lse, delta, head, first, query_end, M, ROWS, LISTED, False)
+    o_tile = load_tile(o + head.to(tl.int64) * M * F, first, query_end, F, ROWS, F, BF, False)
+    share = tl.sum(o_tile.to(tl.float32) * grad_tile.to(tl.float32), 1)
+    tl.store(delta + line, share, mask=row < M)
+    level = tl.load(lse + line, mask=row < query_end, other=float("inf"))
     if not TMA:
         k += batch.to(tl.int64) * k_b + kv_head.to(tl.int64) * k_h
         v += batch.to(tl.int64) * v_b + kv_head.to(tl.int64) * v_h
@@ -149,15 +143,14 @@ def flash_backward_q(
 @triton.jit(do_not_specialize=["scale", "natural"])
 def flash_backward_kv(
     q, k, v, grad, lse, delta, grad_k, grad_v, bounds, entries, patterns, groups, lengths, scale, natural, H, KV_H, M,
-    N, k_tiles, q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n, changes, slots, first_head, per_head,
+    N, k_tiles, q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n,
     BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
     F: tl.constexpr, BF: tl.constexpr, LISTED: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
-    STORED: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    SHARED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of COLS keys and values of a tile, summed over the SHARED heads that have them.
 
-    Where TMA is set, q, grad, lse and delta are descriptors. Where STORED is set, the gradients of the scores are
-    stored for :func:`flash_join_q`, transposed, the tiles of each head from `first_head` on in the order of `slots`.
+    Where TMA is set, q, grad, lse and delta are descriptors.
     """
     PARTS: tl.constexpr = BN // COLS
     STEPS: tl.constexpr = BM // ROWS
@@ -165,8 +158,6 @@ def flash_backward_kv(
     part = program % PARTS
     tile = (program // PARTS) % k_tiles
     kv_head = program // (PARTS * k_tiles)  # of all kv heads of all batches
-    if STORED:
-        kv_head += first_head // SHARED
     batch = kv_head // KV_H
     query_end, key_end = M, N
     if not LISTED:
@@ -210,9 +201,6 @@ def flash_backward_kv(
             total_v = pair(weight.to(grad_tile.dtype), grad_tile, total_v, PRECISION, UPCAST)
             change = (weight * (change - share[None, :])).to(q_tile.dtype)
             total_k = pair(change, q_tile, total_k, PRECISION, UPCAST)
-            if STORED:
-                slot = (head - first_head) * per_head + tl.load(slots + met * k_tiles + tile)
-                changes.store([slot * BN + part * COLS, (walked % STEPS) * ROWS], change)
             met = following
         for walked in tl.range(whole * STEPS, end * STEPS, num_stages=1):
             entry, step = walked // STEPS, walked % STEPS
@@ -238,9 +226,6 @@ def flash_backward_kv(
             total_v = pair(weight.to(grad_tile.dtype), grad_tile, total_v, PRECISION, UPCAST)
             change = (weight * (change - share[None, :])).to(q_tile.dtype)
             total_k = pair(change, q_tile, total_k, PRECISION, UPCAST)
-            if STORED:
-                slot = (head - first_head) * per_head + tl.load(slots + met * k_tiles + tile)
-                changes.store([slot * BN + part * COLS, step * ROWS], change)
     line = kv_head.to(tl.int64) * N + row
     tl.store(
         grad_k + line[:, None] * E + tl.arange(0, BE)[None, :],
@@ -251,34 +236,4 @@ def flash_backward_kv(
         grad_v + line[:, None] * F + tl.arange(0, BF)[None, :],
         total_v.to(grad_v.dtype.element_ty),
         mask=(row < N)[:, None] & (tl.arange(0, BF) < F)[None, :],
-    )
-
-
-@triton.jit(do_not_specialize=["natural"])
-def flash_join_q(
-    k, changes, grad_q, bounds, entries, natural, H, KV_H, M, q_tiles, first_head, per_head,
-    BM: tl.constexpr, BN: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Compute the gradient of a tile of queries from the stored gradients of their scores; k is a descriptor."""
-    program = tl.program_id(0)
-    rank, nth = program % q_tiles, program // q_tiles
-    head = first_head + nth
-    batch, kv_head = head // H, (head % H) // (H // KV_H)
-    bound = bounds + rank * 4
-    tile, begin, end = tl.load(bound), tl.load(bound + 1), tl.load(bound + 3)
-    total = tl.zeros((BM, BE), tl.float32)
-    met = tl.load(entries + 2 * begin)
-    for entry in range(begin, end):
-        following = tl.load(entries + 2 * (entry + 1))
-        change = changes.load([(nth * per_head + entry) * BN, 0])
-        k_tile = k.load([batch, kv_head, met * BN, 0]).reshape(BN, BE)
-        total = pair(change.T, k_tile, total, PRECISION, UPCAST)
-        met = following
-    row, channel = tile * BM + tl.arange(0, BM), tl.arange(0, BE)
-    line = head.to(tl.int64) * M + row
-    tl.store(
-        grad_q + line[:, None] * E + channel[None, :],
-        (total * natural).to(grad_q.dtype.element_ty),
-        mask=(row < M)[:, None] & (channel < E)[None, :],
     )

@@ -52,7 +52,7 @@ def flash_attention(
         (B, H, M, E), (B, KV heads, N, E), (B, KV heads, N, F).
     lists
         The tensors of :class:`~sparta.specialize.blocks.attention_lists.AttentionLists`; none for sequences of several
-        lengths. Those of the tile for gradients follow where they are asked for, and the numbers of its tiles.
+        lengths. Those of the tile for gradients follow, if it has its own.
     where
         int32: the group of each head (B * H,), or without lists the length of each sequence (B,).
     tile

@@ -1,7 +1,7 @@
 """The tile of a fused attention kernel: how many queries and keys meet at once, and who copies them.
 
 An :class:`AttentionTile` is all that is tuned in ``triton-flash``. The lists of kept tiles are made for one tile size;
-gradients, which are best in larger tiles, have a tile and lists of their own where they are asked for.
+gradients, which need more room on chip, have a tile and lists of their own where they are asked for.
 """
 
 from __future__ import annotations

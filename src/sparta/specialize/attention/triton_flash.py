@@ -17,7 +17,7 @@ from torch import Tensor
 from sparta.specialize.attention.op import flash_attention
 from sparta.specialize.attention.spec import AttentionKernel
 from sparta.specialize.attention.tile import AttentionTile
-from sparta.specialize.blocks.attention_lists import attention_lists, numbered
+from sparta.specialize.blocks.attention_lists import attention_lists
 from sparta.specialize.blocks.batches import broadcast
 from sparta.specialize.cuda.device import FORMATS, bulk_copies, itemsize, need_triton, on_cuda, triton_here
 from sparta.specialize.implement import Cause, Params, Support, TiledImplement, present
@@ -44,9 +44,10 @@ _MANY_FLOAT32 = {
     512: (((32, 32, 1, 4), 1.0), ((16, 16, 1, 4), 0.6)),
     1024: (((16, 32, 1, 4), 1.0), ((16, 16, 1, 4), 0.8)),
 }
-# Of gradients: the larger a tile, the less is read from the L2 cache for each product. Wider heads need smaller ones.
-_BACK = {(128, 128): 1.0, (128, 64): 0.9, (64, 128): 0.9, (64, 64): 0.75, (32, 32): 0.3, (16, 16): 0.1}
-_NARROW = 256  # bytes of a row
+# Tiles of gradients: a side of 128 is owned by one program of 8 warps, one of 64 by one of 4, and two of those fit.
+_BACK = {(64, 64): 1.0, (128, 64): 0.98, (64, 128): 0.97, (128, 128): 0.95, (32, 32): 0.35, (16, 16): 0.12}
+_BACKS = 4
+_NARROW = 256  # bytes of a row; wider heads have tiles for gradients that are made of smaller pieces anyway
 _FEW_QUERIES = ((64, 3, 4), (128, 2, 4), (32, 4, 2), (16, 4, 2))
 
 
@@ -98,11 +99,10 @@ class _FlashKernel(AttentionKernel):
         mask = mask.reshape(math.prod(self._mask_lead), *mask.shape[-2:]).repeat(1, fold, 1)
         own = (self._tile.queries, self._tile.keys)
         lists, back = attention_lists(mask, own), self._tile.for_gradients()
-        if not self._trained:
+        if not self._trained or back == own:
             return _Lists(lists.tensors, lists.unclean, lists.longest)
-        more = lists if back == own else attention_lists(mask, back)
-        tensors = (*lists.tensors, *more.tensors, numbered(more, len(mask), -(-mask.shape[2] // back[1])))
-        return _Lists(tensors, lists.unclean + 4 * more.unclean, lists.longest)
+        more = attention_lists(mask, back)
+        return _Lists((*lists.tensors, *more.tensors), lists.unclean + 4 * more.unclean, lists.longest)
 
     def _group_table(self, lead: tuple[int, ...], device: torch.device) -> Tensor:
         """Return which mask each head of each batch has: int32 (B * H,)."""
@@ -220,24 +220,26 @@ def _tiles(spec: KernelSpec) -> list[AttentionTile]:
         fits = [tile for tile in own if tile.keys * _row_bytes(spec) <= 128 * 256]
         return sorted(fits, key=lambda tile: _covered(mask, tile) * (1 + 8 / tile.keys))
     cost = {AttentionTile(*cut, tma): _covered(mask, AttentionTile(*cut)) / speed for cut, speed in _table(spec)}
-    back = _back(spec)
-    return [
-        replace(tile, back_queries=back[0], back_keys=back[1]) for tile in sorted(cost, key=lambda tile: cost[tile])
-    ][:_TRIED]
+    tiles = sorted(cost, key=lambda tile: cost[tile])
+    backs = _backs(spec)
+    if not backs:
+        return tiles[:_TRIED]
+    pairs = [*((tiles[0], back) for back in backs[:_BACKS]), *((tile, backs[0]) for tile in tiles[1:])]
+    return [replace(tile, back_queries=back[0], back_keys=back[1]) for tile, back in pairs][:_TRIED]
 
 
-def _back(spec: KernelSpec) -> tuple[int, int]:
-    """Return the tile for gradients that covers little in large pieces; (0, 0) where they are not asked for."""
+def _backs(spec: KernelSpec) -> list[tuple[int, int]]:
+    """Return tiles for gradients, those first that cover little in fast pieces; none where they are not asked for."""
     if not spec.attributes.get("backward") or str(spec["q"].format) == "fp32" or _row_bytes(spec) > _NARROW:
-        return 0, 0
+        return []
     cost = {cut: _covered(spec["mask"], AttentionTile(*cut)) / speed for cut, speed in _BACK.items()}
-    return min(cost, key=lambda cut: cost[cut])
+    return sorted(cost, key=lambda cut: cost[cut])
 
 
 def _seqlen_tiles(spec: KernelSpec) -> list[AttentionTile]:
     tma = int(bulk_copies())
     narrow = str(spec["q"].format) != "fp32" and _row_bytes(spec) <= _NARROW
-    back = (128, 128) if narrow else (0, 0)  # there are no lists to make
+    back = (64, 64) if narrow else (0, 0)  # there are no lists to make
     return [AttentionTile(*cut, tma, *back) for cut, _ in _table(spec)][:_TRIED]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["AttentionLists", "attention_lists", "covered", "numbered"]
+__all__ = ["AttentionLists", "attention_lists", "covered"]
 
 
 class AttentionLists(NamedTuple):
@@ -76,25 +76,6 @@ def attention_lists(mask: Tensor, tile: tuple[int, int]) -> AttentionLists:
     by_key = _walk(*(grid.transpose(1, 2) for grid in (some, partly, number)), longest_first=False)
     longest = int(some.sum(2).max()) if some.numel() else 0
     return AttentionLists(*by_query, *by_key, patterns.to(torch.uint8).contiguous(), unclean, longest)
-
-
-def numbered(lists: AttentionLists, groups: int, key_tiles: int) -> Tensor:
-    """Return which entry of the lists of queries each tile is, int32 (tiles of queries, tiles of keys), 0 for none.
-
-    Of more than one mask there are none: an empty tensor.
-
-    >>> lists = attention_lists(torch.ones(1, 32, 32, dtype=torch.bool).tril(), (16, 16))
-    >>> numbered(lists, 1, 2).tolist()
-    [[0, 0], [1, 2]]
-    """
-    if groups != 1:
-        return lists.query_entries.new_empty(0)
-    bounds = lists.query_bounds[torch.argsort(lists.query_bounds[:, 0])].long()
-    met = lists.query_entries[:-1, 0].long()
-    owner = torch.repeat_interleave(bounds[:, 0], bounds[:, 3] - bounds[:, 1])
-    numbers = torch.zeros(len(bounds), key_tiles, dtype=torch.int32, device=met.device)
-    numbers[owner, met] = torch.arange(len(met), dtype=torch.int32, device=met.device)
-    return numbers
 
 
 def covered(mask: Tensor, tile: tuple[int, int]) -> float:

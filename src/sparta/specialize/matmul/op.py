@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from sparta.specialize.blocks.sparse_plan import ProductTile, SparsePlan, parsed
 
 __all__ = ["FLIPPED", "TURNED", "on_device", "sampled_product", "sparse_product", "start", "strides_of"]
 
+_ROOM = 220 * 1024  # bytes on chip for a pipeline
 TURNED = 1
 """The sparse matrix is transposed before the product."""
 FLIPPED = 2
@@ -68,9 +70,10 @@ def sparse_product(
     o_b, o_p, o_f = (out.stride(0), 1, own) if flipped else (out.stride(0), free, 1)
     own_tiles, free_tiles = matrix.tiles(turned=turned), -(-free // cut.free)
     both, lasts, tma = _read_sparse(cut, matrix, sparse, dense, turned=turned)
+    stage = cut.height * cut.width + (cut.height if turned else cut.width) * cut.free
     with on_device(dense):
         start(
-            kernels.sparse_product, (batches * own_tiles * free_tiles,), cut,
+            kernels.sparse_product, (batches * own_tiles * free_tiles,), _fitted(cut, stage * dense.element_size()),
             *both, None if bias is None else bias.contiguous(), out, bounds, entries, lists[4], lists[6], groups,
             own_tiles, free_tiles, own, met, free, *lasts, *strides_of(sparse, matrix), *dense.stride(), o_b, o_p, o_f,
             matrix.table_columns, cut.height, cut.width, cut.free, matrix.block_height, matrix.block_width,
@@ -129,7 +132,8 @@ def sampled_product(
     both, lasts, tma = _operands(cut, (left, right), [(cut.height, cut.depth), (cut.depth, cut.width)])
     with on_device(left):
         start(
-            kernels.sampled_product, (left.shape[0] * matrix.most,), cut,
+            kernels.sampled_product, (left.shape[0] * matrix.most,),
+            _fitted(cut, (cut.height + cut.width) * cut.depth * left.element_size()),
             *both, None if bias is None else bias.contiguous(), out, lists[1], lists[4], lists[5], lists[6], groups,
             matrix.most, matrix.rows, matrix.cols, left.shape[2], *lasts, *left.stride(), *right.stride(),
             *strides_of(out, matrix), matrix.table_columns, cut.height, cut.width, cut.depth, matrix.block_height,
@@ -243,6 +247,12 @@ def _box(matrix: Tensor, rows: int, columns: int) -> _Box | None:
         return None
     shape, strides = [count, *matrix.shape[1:]], [many, line, 1]
     return _Box(TensorDescriptor(matrix, shape, strides, [1, rows, columns]), turned, count - 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _fitted(cut: ProductTile, stage: int) -> ProductTile:
+    """Return the tile with a pipeline that fits on chip: one is chosen for all products that gradients are made of."""
+    return replace(cut, stages=max(1, min(cut.stages, _ROOM // stage))) if cut.tma else cut
 
 
 def _read_sparse(cut: ProductTile, plan: SparsePlan, sparse: Tensor, dense: Tensor, *, turned: bool) -> _Operands:

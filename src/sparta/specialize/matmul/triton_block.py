@@ -39,7 +39,12 @@ _SPEEDS = {
 }  # fmt: skip
 # Float32 without TF32 is multiplied in unrolled code that must stay short.
 _FLOAT32_SPEEDS = {(64, 32): 1.0, (32, 64): 1.0, (32, 32): 0.9, (32, 16): 0.7, (16, 32): 0.7, (16, 16): 0.5}
-_ROOM, _DEEPEST = 200 * 1024, 4  # bytes on chip for the pipeline, and how deep it pays to be
+# The same of a sparse operand whose tiles the copy engine moves, by (owned, met): the sum takes owned × free.
+_COPIED_SPEEDS = {
+    (128, 64): 1.0, (128, 128): 0.8, (64, 64): 0.75, (64, 128): 0.7, (128, 32): 0.65, (32, 128): 0.55, (64, 32): 0.55,
+    (32, 64): 0.55, (32, 32): 0.5, (64, 16): 0.3, (16, 64): 0.25, (32, 16): 0.22, (16, 32): 0.2, (16, 16): 0.12,
+}  # fmt: skip
+_SHARED_ROOM = 105 * 1024  # bytes on chip for a pipeline, so that two programs fit on a processor
 _TABLED = 0.5  # how much slower a tile is that is found through the table
 
 
@@ -210,24 +215,40 @@ def _tiles(spec: KernelSpec) -> list[ProductTile]:
     mask, exact = spec[product.sparse], str(spec["A"].format) == "fp32"
     slow = exact and torch.backends.cuda.matmul.fp32_precision != "tf32"
     costs = {}
-    for cut, speed in (_FLOAT32_SPEEDS if slow else _SPEEDS).items():
+    copied = bulk_copies() and not exact
+    turned = product.transpose_A if product.sparse == "A" else not product.transpose_B
+    speeds = _FLOAT32_SPEEDS if slow else _SPEEDS
+    if copied and product.sparse != "C":
+        speeds = {cut[::-1] if turned else cut: speed for cut, speed in _COPIED_SPEEDS.items()}
+    for cut, speed in speeds.items():
         inside = not product.compressed or all(b % t == 0 for b, t in zip(product.block, cut, strict=True))
         costs[cut] = covered(mask, cut) / (speed if inside else speed * _TABLED)
     best = sorted(costs, key=lambda cut: costs[cut])[:_COVERS]
+    if copied:
+        sampled = product.sparse == "C"
+        return [tile for cut in best for tile in _copied(*cut, sampled=sampled, turned=turned)][:_TRIED]
     made = [tile for height, width in best for tile in _variants(height, width, slow=slow, exact=exact)]
     return made[:_TRIED]
+
+
+def _copied(height: int, width: int, *, sampled: bool, turned: bool) -> list[ProductTile]:
+    """Return variants whose tiles the copy engine moves."""
+    size = height * width
+    if sampled:
+        warps = 8 if size >= 128 * 128 else 4
+        return [ProductTile(height, width, 128, 64, stages, warps, 1) for stages in (4, 3)]
+    own, met = (width, height) if turned else (height, width)
+    tiles = []
+    for free in (128, 256):
+        stages = min(4, max(3, _SHARED_ROOM // (2 * (size + met * free))))
+        tiles.append(ProductTile(height, width, free, 64, stages, 8 if own * free >= 128 * 256 or met > 64 else 4, 1))
+    return tiles
 
 
 def _variants(height: int, width: int, *, slow: bool, exact: bool) -> list[ProductTile]:
     if slow:
         return [ProductTile(height, width, 32, 32, 1, 4), ProductTile(height, width, 64, 16, 1, 4)]
     size = max(height, width)
-    if bulk_copies() and not exact:
-        frees = ((128, 8 if height * width >= 128 * 128 else 4), (256, 8 if size >= 64 else 4))
-        return [
-            ProductTile(height, width, free, 64, min(_DEEPEST, _ROOM // (2 * (height * width + size * free))), warps, 1)
-            for free, warps in frees
-        ]
     warps = 8 if height * width >= 128 * 128 else 4 if size >= 64 else 2 if size >= 32 else 1
     stages = 2 if exact else 3
     return [
