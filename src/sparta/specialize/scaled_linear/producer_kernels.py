@@ -12,13 +12,9 @@ from torch import Tensor
 
 from sparta.specialize.cuda.device import HOPPER, capability
 from sparta.specialize.cuda.launcher import Launcher
-from sparta.specialize.scaled_linear.input_kernels import INTERPRETED, TINY, codes_in
+from sparta.specialize.scaled_linear.input_kernels import INTERPRETED, TINY, bits_of, codes_in, scale_of, warps_for
 
-__all__ = ["WIDEST", "gate_on_gpu", "norm_on_gpu"]
-
-WIDEST = 16384  # elements of a token, which one program holds
-_WARPS = {4096: 4}
-_MOST_WARPS = 8  # so few, because a block of many threads alone on its multiprocessor does not hide what it waits for
+__all__ = ["gate_on_gpu", "norm_on_gpu"]
 
 
 @triton.jit
@@ -35,16 +31,9 @@ def _store_rounded(y, made, codes, scales, row, column, K, given, tiny, STATIC: 
     if KEEP:
         tl.store(made + row * K + column, y, mask=column < K)
     part = y.to(tl.float32)
-    if STATIC:
-        scale = given * 1.0
-        code = codes_in(part, scale)
-    else:
-        # As integers, NaN is the largest of all: it becomes the scale, and so all of the codes.
-        largest = tl.max(part.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
-        scale = tl.where(largest < tiny, 1.0, largest / 448.0)
-        code = (part * (1.0 / scale)).to(tl.float8e4nv)
+    scale = given * 1.0 if STATIC else scale_of(tl.max(bits_of(part), 0), tiny)
     tl.store(scales + row, scale)
-    tl.store(codes + row * K + column, code, mask=column < K)
+    tl.store(codes + row * K + column, codes_in(part, scale, STATIC), mask=column < K)
 
 
 @triton.jit
@@ -159,6 +148,5 @@ def _room(x: Tensor, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, int, dict[s
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     made = torch.empty((rows, inputs), dtype=x.dtype, device=x.device) if keep else x
     block = triton.next_power_of_2(inputs)
-    warps = next((count for size, count in _WARPS.items() if block <= size), _MOST_WARPS)
     early = not INTERPRETED and capability(x.device) >= HOPPER  # set up while the kernel before ends
-    return made, codes, scales, block, {"num_warps": warps, "launch_pdl": early}
+    return made, codes, scales, block, {"num_warps": warps_for(block), "launch_pdl": early}
