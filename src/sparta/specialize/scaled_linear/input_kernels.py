@@ -101,8 +101,12 @@ TINY = float(torch.finfo(torch.float32).tiny) * 448.0
 
 
 def warps_for(block: int) -> int:
-    """Return the warps that hold so many elements of a token: few, so that several programs share a multiprocessor."""
-    return 4 if block <= 4096 else 8
+    """Return the warps that hold so many elements of a token: few, so that several programs share a multiprocessor.
+
+    >>> warps_for(1024), warps_for(8192), warps_for(16384)
+    (4, 8, 16)
+    """
+    return min(16, max(4, block // 1024))
 
 
 def round_on_gpu(x: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
