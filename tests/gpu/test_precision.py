@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import sparta
 from compiler.conftest import forcing
@@ -10,7 +11,8 @@ from sparta.compiler.run.host import Host, hosted
 from sparta.compiler.run.rounding import ROUNDING_CALLS, rounded_tokens, traced_rounding, with_shared_rounding
 from sparta.errors import ValueRangeError
 from sparta.specialize.scaled_linear.inputs import rounded_once, shared_rounding
-from sparta.specialize.scaled_linear.spec import OP
+from sparta.specialize.scaled_linear.producers import rounded_gate, rounded_norm
+from sparta.specialize.scaled_linear.spec import OP, fp8_rows
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8"
@@ -127,6 +129,35 @@ def test_a_tensor_that_is_read_again_within_a_call_is_rounded_once():
     assert torch.equal(codes.float(), first[0].float())
     assert torch.equal(scales, 2 * first[1])
     assert rounded_once(x, None)[0] is not codes
+
+
+@pytest.mark.parametrize("scale", [None, 2**-5])
+def test_norms_and_gates_round_what_they_make(scale):
+    torch.manual_seed(0)
+    x, up = torch.randn(2, 5, 2 * 1000, device="cuda").bfloat16().split(1000, -1)
+    weight, bias = torch.rand(2, 1000, device="cuda").bfloat16()
+    made = [
+        (
+            rounded_norm(x, weight, None, 1e-5, rms=True, scale=scale, keep=True),
+            functional.rms_norm(x, (1000,), weight, 1e-5),
+        ),
+        (
+            rounded_norm(x, weight, bias, 1e-5, rms=False, scale=scale, keep=True),
+            functional.layer_norm(x, (1000,), weight, bias),
+        ),
+        (rounded_gate(x, up, activate=True, scale=scale, keep=True), functional.silu(x) * up),
+        (rounded_gate(x, up, activate=False, scale=scale, keep=True), x * up),
+    ]
+    for (codes, scales, kept), expected in made:
+        torch.testing.assert_close(kept, expected, rtol=0.02, atol=0.02)
+        exact, others = fp8_rows(kept, scale)  # of what it made itself: to the last bit, but for the edges
+        torch.testing.assert_close(scales, others.flatten())
+        assert float((codes.float() != exact.float()).float().mean()) < 1e-3
+    x[0, 0, 3], x[0, 1, 5], x[0, 2] = torch.nan, -torch.inf, 0
+    for codes, scales in (rounded_tokens(x, scale), rounded_gate(x, up, activate=False, scale=scale)[:2]):
+        wanted, others = fp8_rows(x, scale)
+        assert torch.equal(codes.float().isnan()[0, :3], wanted.float().isnan()[0, :3])
+        assert torch.equal(scales.isnan(), others.flatten().isnan())
 
 
 @pytest.mark.parametrize("rounding", [traced_rounding, rounded_tokens])

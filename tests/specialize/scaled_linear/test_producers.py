@@ -8,6 +8,7 @@ from sparta.specialize.scaled_linear.producers import rounded_gate, rounded_norm
 from sparta.specialize.scaled_linear.spec import fp8_rows
 
 pytest.importorskip("triton")
+round_on_gpu = pytest.importorskip("sparta.specialize.scaled_linear.input_kernels").round_on_gpu
 kernels = pytest.importorskip("sparta.specialize.scaled_linear.producer_kernels")
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="needs Triton's interpreter")
 
@@ -52,6 +53,16 @@ def test_gates_of_one_product(activate, scale):
     expected = (functional.silu(gate) if activate else gate) * up
     torch.testing.assert_close(made, expected, rtol=2e-3, atol=2e-3)
     agree(codes, scales, expected, scale)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's own, in the interpreter
+def test_the_scale_tells_what_is_not_finite():
+    x = torch.randn(4, 64).half()
+    x[0, 3], x[1, 5], x[2] = torch.nan, -torch.inf, 0
+    _, scales = round_on_gpu(x, None)
+    _, others, _ = kernels.gate_on_gpu(x, torch.ones_like(x), None, activate=False, keep=False)
+    for found in (scales, others):
+        torch.testing.assert_close(found, fp8_rows(x)[1].flatten(), equal_nan=True)
 
 
 def test_away_from_a_gpu_the_steps_run_one_after_the_other():

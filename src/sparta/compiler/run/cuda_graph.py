@@ -112,7 +112,7 @@ class Graphed:
                     if shape is not None:
                         buffer.copy_(leaf)
                 replay()
-                found = finish([result.clone() if isinstance(result, Tensor) else result for result in results])
+                found = finish(_cloned(results))
             return found if build is None else build(found)
 
         return call
@@ -147,6 +147,16 @@ def _memory(module: nn.Module | None) -> list[object]:
     layers = [child for child in module.modules() if isinstance(child, KernelModule)]
     kernels = [layer.built(size) for layer in layers for size in layer.choices]
     return [*(t.untyped_storage() for t in tensors), *kernels]
+
+
+def _cloned(results: list[Any]) -> list[Any]:
+    """Return results with tensors of their own, copied by one kernel where there are several: each start counts."""
+    tensors = [result for result in results if isinstance(result, Tensor)]
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    if copies:
+        torch._foreach_copy_(copies, tensors)
+    left = iter(copies)
+    return [next(left) if isinstance(result, Tensor) else result for result in results]
 
 
 def _wait(last: list[torch.cuda.Stream], buffers: list[Any], device: torch.device) -> None:

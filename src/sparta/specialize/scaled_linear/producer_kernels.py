@@ -12,28 +12,28 @@ from torch import Tensor
 
 from sparta.specialize.cuda.device import HOPPER, capability
 from sparta.specialize.cuda.launcher import Launcher
-from sparta.specialize.scaled_linear.input_kernels import INTERPRETED, TINY, codes_in, sizes_of
+from sparta.specialize.scaled_linear.input_kernels import INTERPRETED, TINY, bits_of, codes_in, scale_of, warps_for
 
-__all__ = ["WIDEST", "gate_on_gpu", "norm_on_gpu"]
+__all__ = ["gate_on_gpu", "norm_on_gpu"]
 
-WIDEST = 16384  # elements of a token, which one program holds
-_WARPS = {1024: 4, 4096: 8}
-_MOST_WARPS = 16
+
+@triton.jit
+def _inverse(x, FAST: tl.constexpr):
+    """Return 1 / x; fast, to within one unit in the last place, in one instruction."""
+    if FAST:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return 1.0 / x
 
 
 @triton.jit
 def _store_rounded(y, made, codes, scales, row, column, K, given, tiny, STATIC: tl.constexpr, KEEP: tl.constexpr):
-    """Write a token's codes and scale, and the token itself where others read it."""
+    """Write a token's codes and scale, and the token itself where others read it; y is 0 beyond K."""
     if KEEP:
         tl.store(made + row * K + column, y, mask=column < K)
-    part = tl.where(column < K, y.to(tl.float32), 0.0)
-    if STATIC:
-        scale = given * 1.0
-    else:
-        largest = tl.max(sizes_of(part), 0)
-        scale = tl.where(largest < tiny, 1.0, largest / 448.0)
+    part = y.to(tl.float32)
+    scale = given * 1.0 if STATIC else scale_of(tl.max(bits_of(part), 0), tiny)
     tl.store(scales + row, scale)
-    tl.store(codes + row * K + column, codes_in(part, scale), mask=column < K)
+    tl.store(codes + row * K + column, codes_in(part, scale, STATIC), mask=column < K)
 
 
 @triton.jit
@@ -59,8 +59,6 @@ def round_norm(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < K
-    factor = tl.full((BLOCK,), 1.0, tl.float32)
-    shift = tl.full((BLOCK,), 0.0, tl.float32)
     if weight is not None:  # which no kernel before this one writes
         factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
@@ -73,7 +71,11 @@ def round_norm(
     if not RMS:
         part = tl.where(inside, part - tl.sum(part, 0) / K, 0.0)
     part = part * tl.rsqrt(tl.sum(part * part, 0) / K + eps)
-    y = (part * factor + shift).to(read.dtype)
+    if weight is not None:
+        part = part * factor
+    if bias is not None:
+        part = part + shift
+    y = part.to(read.dtype)
     _store_rounded(y, made, codes, scales, row, column, K, given, tiny, STATIC, KEEP)
 
 
@@ -93,6 +95,7 @@ def round_gate(
     STATIC: tl.constexpr,
     KEEP: tl.constexpr,
     ACTIVATE: tl.constexpr,
+    FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Make one token of a gated layer, silu(gate) * up, and round it; without ACTIVATE, the gate is activated."""
@@ -103,10 +106,10 @@ def round_gate(
     column = tl.arange(0, BLOCK)
     left = tl.load(gate + row * gate_stride + column, mask=column < K, other=0.0)
     right = tl.load(up + row * up_stride + column, mask=column < K, other=0.0)
+    real = left.to(tl.float32)
     if ACTIVATE:
-        real = left.to(tl.float32)
-        left = (real / (1.0 + tl.exp(-real))).to(left.dtype)  # as wide as it is between two calls
-    y = (left.to(tl.float32) * right.to(tl.float32)).to(right.dtype)
+        real = real * _inverse(1.0 + tl.exp(-real), FAST)
+    y = (real * right.to(tl.float32)).to(right.dtype)
     _store_rounded(y, made, codes, scales, row, column, K, given, tiny, STATIC, KEEP)
 
 
@@ -133,7 +136,7 @@ def gate_on_gpu(
     made, codes, scales, block, options = _room(up, keep=keep)
     given, early = 1.0 if scale is None else scale, bool(options["launch_pdl"])
     sizes = (up.shape[1], gate.stride(0), up.stride(0), given, TINY)
-    constants = (block, scale is not None, keep, activate, early)
+    constants = (block, scale is not None, keep, activate, not INTERPRETED, early)
     _gate(up.shape[0], (gate, up, made, codes, scales, *sizes, *constants), up.device, options)
     return codes, scales, made
 
@@ -145,6 +148,5 @@ def _room(x: Tensor, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, int, dict[s
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     made = torch.empty((rows, inputs), dtype=x.dtype, device=x.device) if keep else x
     block = triton.next_power_of_2(inputs)
-    warps = next((count for size, count in _WARPS.items() if block <= size), _MOST_WARPS)
     early = not INTERPRETED and capability(x.device) >= HOPPER  # set up while the kernel before ends
-    return made, codes, scales, block, {"num_warps": warps, "launch_pdl": early}
+    return made, codes, scales, block, {"num_warps": warps_for(block), "launch_pdl": early}
