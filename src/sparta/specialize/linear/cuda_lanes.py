@@ -1,7 +1,7 @@
 """``cuda-lanes``: unstructured weights for few tokens, every lane with live values and a bank of its own.
 
-The kernel is CUDA C++ (``native/lanes.cu``), compiled at run time for one tile. It reads a weight as bits and live values,
-and makes of them in registers what the dense matrix unit takes.
+The kernel is CUDA C++ (``native/lanes.cu``), compiled at run time for one tile. It reads a weight as bits and live
+values, and makes of them in registers what the dense matrix unit takes.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
 """How an unstructured weight is stored so that every lane walks through live values of its own: bits, rows and marks.
 
 The outputs are cut into groups of a few slabs of 16, the inputs into parts; a warp multiplies one group by one part. Of
-every 16 outputs and 32 inputs a lane owns 16 elements, as the registers of the matrix unit want them, and one bit of each
-says whether it is live. The live values stand in rows of 32 words, a word for each lane, in the order in which lanes come
-to them; so what a lane reads is always in its own bank of shared memory, however far it is. With a bit per element a word
-has two walks, of even inputs in the lower half and of odd ones in the upper half; with a bit for two neighbours it has
-both of them.
+every 16 outputs and 32 inputs a lane owns 16 elements, as the registers of the matrix unit want them, and one bit of
+each says whether it is live. Live values stand in rows of 32 words, a word for each lane, in the order in which lanes
+come to them; so what a lane reads is always in its own bank of shared memory, however far it is. With a bit per element
+a word has two walks, of even inputs in the lower half and of odd ones in the upper half; with a bit for two neighbours
+it has both of them.
 
 Lanes are not equally far at the end of a chunk of inputs. The kernel keeps a ring of rows, so for each chunk there is a
 mark: the rows that must have come before it, and those that no lane needs after it. Where these two are too far apart,
-lanes that are behind leave out what is between, and all go on in the same row: then both numbers of the mark are equal.
+lanes that are late leave out what is between, and all go on in the same row: then both numbers of the mark are equal.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -88,8 +89,12 @@ class LanesLayout:
     def __post_init__(self) -> None:
         least = 2 * COPIED + SLAB * self.slabs * self.group
         if self.group not in (1, 2) or min(self.slabs, self.beside, self.parts) < 1 or self.ring < least:
-            given = f"group={self.group}, slabs={self.slabs}, beside={self.beside}, parts={self.parts}, ring={self.ring}"
-            raise ValueRangeError(message(given, f"a group of 1 or 2, positive numbers, a ring of {least} rows or more"))
+            given = (
+                f"group={self.group}, slabs={self.slabs}, beside={self.beside}, parts={self.parts}, ring={self.ring}"
+            )
+            raise ValueRangeError(
+                message(given, f"a group of 1 or 2, positive numbers, a ring of {least} rows or more")
+            )
 
     @property
     def chunk(self) -> int:
@@ -104,7 +109,7 @@ class LanesLayout:
         return blocks * self.beside, max(1, -(-k // self.chunk))
 
     def pack(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the rows, int16 (rows, 64), bits (groups, chunks, slabs, 32), marks (groups, chunks, 2) and first rows.
+        """Return rows, int16 (rows, 64), bits (groups, chunks, slabs, 32), marks (groups, chunks, 2) and first rows.
 
         First rows, int32 (groups * parts + 1,), are those of each group and part, and the end.
         """
@@ -130,7 +135,7 @@ class LanesLayout:
         return self._on[device]
 
     def _make_index(self, device: torch.device) -> _Index:
-        groups, chunks = self.grid
+        groups, _ = self.grid
         owned = self._owned(device)
         # group, chunk, lane, even or odd, then the elements of a walk in their order
         live = owned if self.group == 1 else owned.any(3, keepdim=True)
@@ -193,7 +198,7 @@ class LanesLayout:
     def _of_part(self, values: Tensor) -> Tensor:
         """Return values (groups, parts) of the part that each chunk belongs to, (groups, chunks)."""
         begins = self._begins()
-        lengths = torch.tensor([end - begin for begin, end in zip(begins, begins[1:], strict=False)])
+        lengths = torch.tensor([end - begin for begin, end in itertools.pairwise(begins)])
         return values.repeat_interleave(lengths.to(values.device), 1)
 
     def _walk(self, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -210,7 +215,7 @@ class LanesLayout:
         begins = self._begins()
         starts, marks = torch.zeros_like(counts), counts.new_zeros(groups, chunks, 2)
         at, need = counts.new_zeros(groups, self.parts, walks), counts.new_zeros(groups, self.parts)
-        for number in range(max(end - begin for begin, end in zip(begins, begins[1:], strict=False))):
+        for number in range(max(end - begin for begin, end in itertools.pairwise(begins))):
             parts = [p for p in range(self.parts) if begins[p] + number < begins[p + 1]]
             which = [begins[p] + number for p in parts]
             here = at[:, parts]
