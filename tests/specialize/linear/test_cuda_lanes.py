@@ -90,7 +90,7 @@ def test_lanes_find_every_live_value(shape, density, group, cut, ring):
 
 
 @pytest.mark.parametrize("group", [1, 2])
-def test_lanes_that_are_far_apart_begin_anew(group):
+def test_lanes_that_are_far_apart_go_on_together(group):
     mask = torch.zeros(32, 1024, dtype=torch.bool)
     mask[3], mask[20, ::7] = True, True  # some lanes own what is dense, others nothing
     weight = torch.randint(1, 30000, mask.shape, dtype=torch.int16)

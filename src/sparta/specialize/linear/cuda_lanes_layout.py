@@ -223,9 +223,9 @@ class LanesLayout:
             here = here + counts[:, which]
             needed = torch.maximum(need[:, parts], here.amax(2))
             done = here.amin(2)
-            anew = needed - done > apart
-            done = torch.where(anew, needed, done)
-            at[:, parts] = torch.where(anew[..., None], needed[..., None], here)
+            together = needed - done > apart
+            done = torch.where(together, needed, done)
+            at[:, parts] = torch.where(together[..., None], needed[..., None], here)
             need[:, parts] = needed
             marks[:, which] = torch.stack([needed, done], 2)
         return starts, marks, need

@@ -5,7 +5,7 @@
 // stand in one bank of shared memory, one behind the other, and bits say which elements they are: an element that is live
 // takes the value where the lane is, and the lane goes on; another is 0. Lanes go on at their own pace and still never meet
 // in a bank. Values come by bulk copies into a ring of rows, one word for each lane; where lanes are so far apart that the
-// ring could not hold it, packing lets them begin anew in the same row. Bits and x come from memory to registers, inputs
+// ring could not hold it, packing lets them go on in the same row. Bits and x come from memory to registers, inputs
 // being ordered such that a lane's share of x is 16 bytes in a row. Parts of K are summed in a fixed order, in the block
 // and over the cluster, so equal inputs give equal bits. See linear/cuda_lanes_layout.py for the layout.
 //
