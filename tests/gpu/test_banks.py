@@ -16,6 +16,9 @@ from sparta.testing import check, linear_reference
 
 ACTIVATIONS = {None: lambda y: y, "relu": functional.relu, "gelu": functional.gelu, "silu": functional.silu}
 SHAPES = [(17, 5), (100, 1300), (300, 700), (40, 9000)]
+COPIES = [(3, 0)]  # depth, stages
+if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
+    COPIES += [(2, 3), (4, 2)]
 
 
 def draw(*shape, dtype=torch.bfloat16):
@@ -41,10 +44,11 @@ def test_every_layout_in_8_bits(n, k, tokens, nibbles, format):
         mask[n // 2, k // 2] = True  # a weight with nothing live has no format
         tesa = scaled_weight(weight, TeSA.from_mask(mask), format)
         spec = scaled_linear_spec(tesa, tokens, epilogue=Epilogue(bias=True))
-        kernel = ScaledBanks().build(spec, {"tile": str(BanksTile(tokens, 8, 3, 3, nibbles))})
-        for m in (1, tokens, 9):
-            x = draw(m, k)
-            check(run_poisoned(kernel, weight, x, bias, None), reference(spec, weight, x, bias), reduction=k)
+        for depth, stages in COPIES:
+            kernel = ScaledBanks().build(spec, {"tile": str(BanksTile(tokens, 8, 3, depth, nibbles, 2, stages))})
+            for m in (1, tokens, 9):
+                x = draw(m, k)
+                check(run_poisoned(kernel, weight, x, bias, None), reference(spec, weight, x, bias), reduction=k)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -54,9 +58,10 @@ def test_every_layout_in_16_bits(n, k, tokens, nibbles, dtype):
     mask = torch.rand(n, k) < 0.2
     x, weight = draw(3, k, dtype=dtype), draw(n, k, dtype=dtype)
     spec = linear_spec(TeSA.from_mask(mask), tokens, dtype, device="cuda")
-    kernel = CudaBanks().build(spec, {"tile": str(BanksTile(tokens, 12, 2, 2, nibbles, 1))})
     expected = linear_reference(x, weight, weight_mask=mask.cuda())
-    check(run_poisoned(kernel, weight, x, None, None), expected, reduction=k)
+    for depth, stages in COPIES:
+        kernel = CudaBanks().build(spec, {"tile": str(BanksTile(tokens, 12, 2, depth, nibbles, 1, stages))})
+        check(run_poisoned(kernel, weight, x, None, None), expected, reduction=k)
 
 
 @pytest.mark.parametrize(("m", "density"), [(1, 0.3), (1, 0.1), (2, 0.3), (4, 0.1)])

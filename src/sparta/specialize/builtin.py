@@ -36,6 +36,7 @@ from sparta.specialize.linear.cuda_24_resident import TwoFourResident
 from sparta.specialize.linear.cuda_banks import CudaBanks
 from sparta.specialize.linear.cuda_bitmap import CudaBitmap
 from sparta.specialize.linear.cuda_gather import CudaGather
+from sparta.specialize.linear.cuda_lanes import CudaLanes
 from sparta.specialize.linear.cusparselt import CuSparseLt
 from sparta.specialize.linear.dense import DenseLinear
 from sparta.specialize.linear.split import SplitLinear
@@ -72,6 +73,7 @@ _LINEAR: tuple[type[Implement], ...] = (
     TwoFour,
     TwoFourResident,
     CudaBitmap,
+    CudaLanes,
     CudaGather,
     CudaBanks,
     SplitLinear,

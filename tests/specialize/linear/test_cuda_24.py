@@ -158,7 +158,7 @@ def test_a_header_is_part_of_what_a_kernel_is_known_by(monkeypatch, tmp_path):
     assert [given[2] for given in compiled] == [{"shared.cuh": "int one;"}, {"shared.cuh": "int two;"}]
 
 
-@pytest.mark.parametrize("name", ["bitmap", "gather", "stream24", "threshold"])
+@pytest.mark.parametrize("name", ["banks", "bitmap", "gather", "lanes", "stream24", "threshold"])
 def test_every_header_of_a_kernel_is_found(name):
     source, headers = nvrtc._with_headers(nvrtc._NATIVE / f"{name}.cu")
     assert source.count("#include") == len(headers) >= 1

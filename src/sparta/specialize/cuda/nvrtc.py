@@ -154,7 +154,11 @@ def load_function(
     module, function, context = c_void_p(), c_void_p(), c_void_p()
     driver = cuda_driver()
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # makes PyTorch's context current
+        torch.cuda.current_stream()  # PyTorch has a context from here on
+        driver.cuCtxGetCurrent(byref(context))
+        if not context:  # a thread that has not used the GPU before
+            driver.cuDevicePrimaryCtxRetain(byref(context), device.index)
+            driver.cuCtxSetCurrent(context)
         for failed in (
             driver.cuModuleLoadData(byref(module), code),
             driver.cuModuleGetFunction(byref(function), module, name.encode()),
@@ -163,7 +167,6 @@ def load_function(
                 raise SpartaError(message(f"{name} cannot be loaded: {driver_reason(failed)}"))
         if driver.cuFuncSetAttribute(function, _MAX_SHARED, shared):
             raise ValueRangeError(message(f"{name} needs {shared} bytes of shared memory, more than the GPU has"))
-        driver.cuCtxGetCurrent(byref(context))
     held = torch.frombuffer(bytearray(code), dtype=torch.uint8)
     return Function(function, context, name, held, block, shared, early)
 

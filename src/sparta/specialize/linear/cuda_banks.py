@@ -2,7 +2,8 @@
 
 The kernel is CUDA C++ (``native/banks.cu``), compiled at run time for one tile. As ``cuda-gather`` it reads half a byte
 or one more than a live value for each and does nothing for those that are pruned; but lanes never wait for each other's
-looks into shared memory, and an input is found in fewer instructions.
+looks into shared memory, and an input is found in fewer instructions. On Hopper, pieces of the weight come into shared
+memory by bulk copies, several of them ahead.
 """
 
 from __future__ import annotations
@@ -13,25 +14,26 @@ from typing import ClassVar
 
 import torch
 
-from sparta.specialize.cuda.device import AMPERE, HALF_FORMATS, takes
+from sparta.specialize.cuda.device import AMPERE, HALF_FORMATS, bulk_copies, takes
 from sparta.specialize.cuda.few_tokens import SHARED_BYTES, nvrtc_here
 from sparta.specialize.cuda.text_tile import TextTile
-from sparta.specialize.implement import Cause, Params, Support, TiledImplement
+from sparta.specialize.implement import Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cuda_banks_layout import BANKS, BanksLayout, run_of, segments_of
 from sparta.specialize.linear.spec import LinearKernel
-from sparta.specialize.linear.streamed import StreamedKernel, streamed_call
+from sparta.specialize.linear.streamed import StreamedKernel, streamed_call, walking_pays, walking_width
 
 __all__ = ["BanksKernel", "BanksTile", "CudaBanks", "banks_fits", "banks_tiles"]
 
-_TOKENS = (1, 2, 4)
 _MOST_LIVE = {1: 0.55, 2: 0.35, 4: 0.2}  # density by tokens; each of them is one more multiplication of every value
 # By the least density: half bytes or bytes for places, and pieces on their way at a time, the best of H200 first.
 _KINDS = ((0.14, ((1, 2), (1, 3))), (0.07, ((1, 4), (0, 3))), (0.0, ((0, 3), (0, 6))))
-_PITCH, _WORD = 33, 4
+_PITCH, _WORD, _BARRIER = 33, 4, 8
 _MOST_STRIPS = 256
 _MULTIPROCESSORS = 132
 _WARPS, _TASKS, _CTAS = range(8, 33, 4), range(1, 9), (1, 2, 3, 4)  # registers are given to four warps at once
+_ALONE = (1,)  # with copies into shared memory, one block keeps enough bytes on their way
+_COPIES = ((4, 4), (4, 6), (2, 6))  # depth, stages
 _FEWEST_WARPS, _MOST_WARPS = 16, 40  # of a multiprocessor
 _SHAPES = 4
 
@@ -54,6 +56,8 @@ class BanksTile(TextTile):
         1 if inputs are given by distances of half a byte; 0 if by positions of a byte.
     ctas
         Blocks for which a multiprocessor has registers at the same time.
+    stages
+        Places in shared memory into which each warp has `depth` pieces copied at once; 0: pieces come into registers.
 
     Examples
     --------
@@ -67,14 +71,16 @@ class BanksTile(TextTile):
     depth: int = 4
     nibbles: int = 1
     ctas: int = 2
+    stages: int = 0
 
     _choices: ClassVar[dict[str, tuple[int, ...]]] = {
-        "tokens": _TOKENS,
+        "tokens": tuple(_MOST_LIVE),
         "warps": tuple(range(1, 33)),
         "tasks": tuple(range(1, 33)),
         "depth": (1, 2, 3, 4, 6, 8),
         "nibbles": (0, 1),
         "ctas": (1, 2, 3, 4, 5, 6, 8),
+        "stages": tuple(range(17)),
     }
 
     @property
@@ -82,11 +88,20 @@ class BanksTile(TextTile):
         """Outputs of a block."""
         return self.warps * self.tasks
 
-    def shared_bytes(self, inputs: int) -> int:
-        """Return the shared memory of a block: all of x, and the sums of strips."""
+    def shared_bytes(self, inputs: int, *, narrow: bool = False) -> int:
+        """Return the shared memory of a block: all of x, pieces, owners, what results need, and the sums of strips.
+
+        Parameters
+        ----------
+        narrow
+            Whether values take 8 bits.
+        """
         planes, segments = -(-self.tokens // 2), segments_of(inputs)
-        sums = self.tokens * self.rows * segments * _PITCH
-        return _WORD * (planes * segments * run_of(inputs) * BANKS + sums)
+        x = planes * segments * run_of(inputs) * BANKS * _WORD
+        piece = BANKS * (_WORD + (8 if self.nibbles else 4) * (1 if narrow else 2))
+        ring = self.warps * self.stages * (self.depth * piece + _BARRIER)
+        strips = self.rows * segments
+        return x + ring + strips * BANKS + self.rows * 3 * _WORD + self.tokens * strips * _PITCH * _WORD
 
 
 class BanksKernel(StreamedKernel):
@@ -100,7 +115,7 @@ class BanksKernel(StreamedKernel):
         inputs = spec["weight"].shape[1]
         layout = BanksLayout(spec["weight"], tile.warps, tile.tasks, bool(tile.nibbles))
         numbers = {"SEGMENTS": segments_of(inputs), "RUN": run_of(inputs), **(constants or {})}
-        block = (tile.warps * 32, tile.shared_bytes(inputs))
+        block = (tile.warps * 32, tile.shared_bytes(inputs, narrow="FORMAT" in numbers))
         super().__init__(spec, tile, layout, (tile.tokens, tile.rows, 1), block, constants=numbers)
 
 
@@ -132,41 +147,42 @@ def banks_fits(spec: KernelSpec) -> Support:
     >>> banks_fits(linear_spec(TeSA.dense((16, 16)), 1, torch.bfloat16, device="cuda")).reason
     '1.00 of the weight is live; at most 0.55 pays for so many tokens'
     """
-    weight, tokens = spec["weight"], spec["input"].shape[0]
-    if not 0 < weight.numel < 1 << 31:
-        return Support.no(f"the weight has {weight.numel} elements; it counts from 1 to 2^31", Cause.SHAPE)
-    if tokens > _TOKENS[-1]:
-        return Support.no(f"{tokens} tokens; it walks over the weight for at most {_TOKENS[-1]}", Cause.SHAPE)
-    most = _MOST_LIVE[_width(tokens)]
-    if weight.density > most:
-        given = f"{weight.density:.2f} of the weight is live"
-        return Support.no(f"{given}; at most {most} pays for so many tokens", Cause.PATTERN)
-    if not banks_tiles(spec):
-        return Support.no(f"{weight.shape[1]} inputs are more than shared memory holds", Cause.SHAPE)
-    return Support.yes("live values and their inputs are streamed once, without conflicts")
+    return walking_pays(spec, _MOST_LIVE, banks_tiles)
 
 
 def banks_tiles(spec: KernelSpec) -> list[BanksTile]:
     """Return tiles that fit into shared memory and keep all multiprocessors equally busy, the best guess first."""
-    (outputs, inputs), width = spec["weight"].shape, _width(spec["input"].shape[0])
-    density = spec["weight"].density
+    (outputs, inputs), width = spec["weight"].shape, walking_width(spec, _MOST_LIVE)
+    density, narrow = spec["weight"].density, spec.op != "linear"
     kinds = next(kinds for least, kinds in _KINDS if density >= least)
+    widths = [tokens for tokens in (width, width // 2) if tokens]
     tiles = [
+        BanksTile(tokens, warps, tasks, depth, kinds[0][0], ctas, stages)
+        for tokens in widths
+        for depth, stages in (_COPIES if bulk_copies() else ())
+        for warps, tasks, ctas in _shapes(outputs, inputs, _ALONE)[:2]
+    ][: _SHAPES + 2]
+    tiles += [
         BanksTile(tokens, warps, tasks, depth, nibbles, ctas)
-        for tokens in (width, width // 2)
-        if tokens
+        for tokens in widths
         for nibbles, depth in kinds
-        for warps, tasks, ctas in _shapes(outputs, inputs)
+        for warps, tasks, ctas in _shapes(outputs, inputs, _CTAS)
     ]
-    return [tile for tile in tiles if tile.shared_bytes(inputs) <= SHARED_BYTES][: _SHAPES + 2]
+    return [tile for tile in tiles if tile.shared_bytes(inputs, narrow=narrow) <= SHARED_BYTES][: _SHAPES + 2]
 
 
-def _shapes(outputs: int, inputs: int) -> list[tuple[int, int, int]]:
-    """Return warps, tasks and blocks of a multiprocessor such that the busiest one has the fewest outputs."""
+def _shapes(outputs: int, inputs: int, beside: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return warps, tasks and blocks of a multiprocessor such that the busiest one has the fewest outputs.
+
+    Parameters
+    ----------
+    beside
+        The numbers of blocks of a multiprocessor.
+    """
     processors = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 0
     processors, segments = processors or _MULTIPROCESSORS, segments_of(inputs)
     found = []
-    for ctas in _CTAS:
+    for ctas in beside:
         for warps in _WARPS:
             for tasks in _TASKS:
                 blocks = -(-outputs // (warps * tasks))
@@ -176,8 +192,3 @@ def _shapes(outputs: int, inputs: int) -> list[tuple[int, int, int]]:
                     waits = blocks > ctas * processors
                     found.append((waits, busiest, abs(ctas * warps - 28), ctas, (warps, tasks, ctas)))
     return [shape for *_, shape in sorted(found)[:_SHAPES]]
-
-
-def _width(tokens: int) -> int:
-    """Return how many tokens a block multiplies."""
-    return next((each for each in _TOKENS if each >= tokens), _TOKENS[-1])

@@ -14,15 +14,14 @@ from typing import ClassVar
 from sparta.specialize.cuda.device import AMPERE, HALF_FORMATS, takes
 from sparta.specialize.cuda.few_tokens import SHARED_BYTES, nvrtc_here
 from sparta.specialize.cuda.text_tile import TextTile
-from sparta.specialize.implement import Cause, Params, Support, TiledImplement
+from sparta.specialize.implement import Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cuda_gather_layout import BANKS, GatherLayout, spread_of
 from sparta.specialize.linear.spec import LinearKernel
-from sparta.specialize.linear.streamed import StreamedKernel, streamed_call
+from sparta.specialize.linear.streamed import StreamedKernel, streamed_call, walking_pays, walking_width
 
 __all__ = ["CudaGather", "GatherTile", "gather_fits", "gather_tiles"]
 
-_TOKENS = (1, 2, 4)
 _MOST_LIVE = {1: 0.4, 2: 0.2, 4: 0.1}  # density by tokens; each of them is one more look into shared memory
 _SHAPES = ((16, 256, 3), (32, 256, 3), (32, 512, 2), (16, 256, 4), (16, 128, 4), (64, 512, 3))  # rows, threads, depth
 _NIBBLE_SHAPES = ((16, 256, 2), (32, 256, 2), (32, 512, 2), (16, 256, 3), (16, 128, 3))
@@ -59,7 +58,7 @@ class GatherTile(TextTile):
     nibbles: int = 0
 
     _choices: ClassVar[dict[str, tuple[int, ...]]] = {
-        "tokens": _TOKENS,
+        "tokens": tuple(_MOST_LIVE),
         "rows": (8, 16, 32, 64),
         "threads": (64, 128, 256, 512),
         "depth": (1, 2, 3, 4, 6),
@@ -120,18 +119,7 @@ def gather_fits(spec: KernelSpec) -> Support:
     >>> gather_fits(linear_spec(TeSA.dense((16, 16)), 1, torch.bfloat16, device="cuda")).reason
     '1.00 of the weight is live; at most 0.4 pays for so many tokens'
     """
-    weight, tokens = spec["weight"], spec["input"].shape[0]
-    if not 0 < weight.numel < 1 << 31:
-        return Support.no(f"the weight has {weight.numel} elements; it counts from 1 to 2^31", Cause.SHAPE)
-    if tokens > _TOKENS[-1]:
-        return Support.no(f"{tokens} tokens; it walks over the weight for at most {_TOKENS[-1]}", Cause.SHAPE)
-    most = _MOST_LIVE[_width(tokens)]
-    if weight.density > most:
-        given = f"{weight.density:.2f} of the weight is live"
-        return Support.no(f"{given}; at most {most} pays for so many tokens", Cause.PATTERN)
-    if not gather_tiles(spec):
-        return Support.no(f"{weight.shape[1]} inputs are more than shared memory holds", Cause.SHAPE)
-    return Support.yes("live values and distances are streamed once")
+    return walking_pays(spec, _MOST_LIVE, gather_tiles)
 
 
 def gather_tiles(spec: KernelSpec, *, narrow: bool = False) -> list[GatherTile]:
@@ -142,14 +130,9 @@ def gather_tiles(spec: KernelSpec, *, narrow: bool = False) -> list[GatherTile]:
     narrow
         Whether values take 8 bits.
     """
-    inputs, width = spec["weight"].shape[1], _width(spec["input"].shape[0])
+    inputs, width = spec["weight"].shape[1], walking_width(spec, _MOST_LIVE)
     shapes = [(*shape, 0) for shape in _SHAPES]
     if narrow and spec["weight"].density >= _NIBBLES_PAY:
         shapes = [*((*shape, 1) for shape in _NIBBLE_SHAPES), *shapes[:2]]
     tiles = [GatherTile(tokens, *shape) for tokens in (width, width // 2) if tokens for shape in shapes]
     return [tile for tile in tiles if tile.shared_bytes(inputs) <= SHARED_BYTES][: len(shapes)]
-
-
-def _width(tokens: int) -> int:
-    """Return how many tokens a block multiplies."""
-    return next((each for each in _TOKENS if each >= tokens), _TOKENS[-1])

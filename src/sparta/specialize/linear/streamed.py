@@ -7,7 +7,7 @@ built, because the host must keep up with kernels of a few microseconds.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -19,10 +19,11 @@ from sparta.specialize.cuda.extension import extension_loaded, launch
 from sparta.specialize.cuda.few_tokens import PIECE, addressable, fitting_residual, load_tile
 from sparta.specialize.cuda.nvrtc import Function
 from sparta.specialize.cuda.text_tile import TextTile
+from sparta.specialize.implement import Cause, Support
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.spec import LinearKernel
 
-__all__ = ["StreamedKernel", "streamed_call"]
+__all__ = ["StreamedKernel", "streamed_call", "walking_pays", "walking_width"]
 
 
 def streamed_call(arrays: int, *more: str) -> type[ctypes.Structure]:
@@ -41,6 +42,37 @@ def streamed_call(arrays: int, *more: str) -> type[ctypes.Structure]:
         *((name, ctypes.c_int) for name in numbers),
     )
     return type("StreamedCall", (ctypes.Structure,), {"_fields_": fields})
+
+
+def walking_width(spec: KernelSpec, most_live: Mapping[int, float]) -> int:
+    """Return how many tokens a block multiplies, of those numbers for which a density is given in ascending order."""
+    return next((each for each in most_live if each >= spec["input"].shape[0]), max(most_live))
+
+
+def walking_pays(
+    spec: KernelSpec, most_live: Mapping[int, float], tiles: Callable[[KernelSpec], Sequence[TextTile]]
+) -> Support:
+    """Say whether a weight and a number of tokens are such that walking over live values may pay.
+
+    Parameters
+    ----------
+    most_live
+        By tokens of a block, in ascending order: the density up to which it does.
+    tiles
+        What fits into shared memory.
+    """
+    weight, tokens, most_tokens = spec["weight"], spec["input"].shape[0], max(most_live)
+    if not 0 < weight.numel < 1 << 31:
+        return Support.no(f"the weight has {weight.numel} elements; it counts from 1 to 2^31", Cause.SHAPE)
+    if tokens > most_tokens:
+        return Support.no(f"{tokens} tokens; it walks over the weight for at most {most_tokens}", Cause.SHAPE)
+    most = most_live[walking_width(spec, most_live)]
+    if weight.density > most:
+        given = f"{weight.density:.2f} of the weight is live"
+        return Support.no(f"{given}; at most {most} pays for so many tokens", Cause.PATTERN)
+    if not tiles(spec):
+        return Support.no(f"{weight.shape[1]} inputs are more than shared memory holds", Cause.SHAPE)
+    return Support.yes("live values and where they are from are streamed once")
 
 
 class _Layout(Protocol):

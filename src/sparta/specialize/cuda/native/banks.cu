@@ -4,16 +4,18 @@
 // warp only ever looks into run b: it multiplies the live values of one output in that run, a strip, and 32 strips of
 // about the same length, one of each run, make a task of a warp. Which outputs they belong to does not matter, so strips
 // are sorted by length and hardly anything is added to make them equal. A position in a run is a byte: it is stored as it
-// is where little is live, else as distances of half a byte, eight of which one multiplication adds up. What a block
+// is where little is live, else as distances of half a byte, eight of which one multiplication adds up. What a warp
 // reads lies in one piece of memory and is asked for before the kernel ahead has ended; only the L2 cache is filled by
-// that, so what that kernel still writes is seen. Sums of strips meet in shared memory and are added in a fixed order.
-// See linear/cuda_banks_layout.py for the layout.
+// that, so what that kernel still writes is seen. From there it comes into registers, or by bulk copies into STAGES places
+// of DEPTH pieces each in shared memory, which keeps more bytes on their way. Sums of strips meet in shared memory and
+// are added in a fixed order; what else a result needs waits there too. See linear/cuda_banks_layout.py for the layout.
 //
-// Compile-time numbers: TOKENS, WARPS, TASKS, DEPTH, NIBBLES, CTAS, SEGMENTS, RUN, IS_HALF, ACTIVATION, FORMAT (0: 16
-// bits, 1: fp8 e4m3, 2: int8).
+// Compile-time numbers: TOKENS, WARPS, TASKS, DEPTH, NIBBLES, CTAS, STAGES, SEGMENTS, RUN, IS_HALF, ACTIVATION, FORMAT
+// (0: 16 bits, 1: fp8 e4m3, 2: int8).
 
 #define CLUSTER 1
 #include "few_tokens.cuh"
+#include "bulk.cuh"
 
 constexpr int THREADS = WARPS * 32;
 constexpr int ROWS = WARPS * TASKS;                     // outputs of a block
@@ -29,6 +31,13 @@ constexpr int PLANE = SEGMENTS * RUN * BANKS;           // bytes
 constexpr int PITCH = 33;                               // of sums of strips: keeps those of a row in different banks
 static_assert(TURNS <= 32, "a lane holds the end of a task");
 constexpr int ADDERS = 8;                               // lanes that add up the strips of an output
+// Shared memory: x, the places for pieces, owners of strips, barriers, what results need, sums of strips.
+constexpr int STAGE = DEPTH * PIECE;
+constexpr int RING_AT = PLANES * PLANE;
+constexpr int OWNERS_AT = RING_AT + WARPS * STAGES * STAGE;
+constexpr int BARRIERS_AT = OWNERS_AT + STRIPS * 32;
+constexpr int OUTPUTS_AT = BARRIERS_AT + WARPS * STAGES * 8;
+constexpr int SUMS_AT = OUTPUTS_AT + ROWS * 12;
 
 struct Call {
     const u16* x;
@@ -68,25 +77,23 @@ struct Piece {
 #endif
     }
 
-    // Values 2 pair and 2 pair + 1.
-    __device__ __forceinline__ float2 two(int pair) const {
-#if FORMAT == 1
-        u32 halves;
-        const u16 codes = (u16)(values[pair / 2] >> (pair % 2 * 16));
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-        float2 value;
-        asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;}"
-            : "=f"(value.x), "=f"(value.y)
-            : "r"(halves));
-        return value;
-#elif FORMAT == 2
-        // The last byte of 2^23 takes the integer plus 128.
-        const u32 shifted = values[pair / 2] ^ 0x80808080;
-        const u32 low = __byte_perm(shifted, 0x4b000000, pair % 2 ? 0x7442 : 0x7440);
-        const u32 high = __byte_perm(shifted, 0x4b000000, pair % 2 ? 0x7443 : 0x7441);
-        return make_float2(__uint_as_float(low) - 8388736.f, __uint_as_float(high) - 8388736.f);
+    // The same from shared memory; `from`: where the piece is.
+    __device__ __forceinline__ void take(u32 from, int lane) {
+#if FORMAT && !NIBBLES
+        asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(positions), "=r"(values[0]) : "r"(from + lane * 8) : "memory");
 #else
-        return make_float2(to_float((u16)values[pair]), to_float((u16)(values[pair] >> 16)));
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(positions) : "r"(from + lane * 4) : "memory");
+#if FORMAT == 0 && NIBBLES
+        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
+                     : "r"(from + 128 + lane * 16)
+                     : "memory");
+#else
+        asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];"
+                     : "=r"(values[0]), "=r"(values[1])
+                     : "r"(from + 128 + lane * 8)
+                     : "memory");
+#endif
 #endif
     }
 };
@@ -124,7 +131,7 @@ __device__ __forceinline__ void add_piece(float (&sums)[2][TOKENS], const Piece&
             asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[plane][i]) : "r"(places[i] + plane * PLANE));
 #pragma unroll
     for (int i = 0; i < STEP; ++i) {
-        const float2 both = piece.two(i / 2);
+        const float2 both = two_values(piece.values, i / 2);
         const float value = i % 2 ? both.y : both.x;
 #if TOKENS == 1
         sums[i % 2][0] = fmaf(value, __uint_as_float(words[0][i]), sums[i % 2][0]);
@@ -167,9 +174,30 @@ __device__ __forceinline__ void fetch(const Call& call, unsigned char* memory, i
     }
 }
 
+// What results need beside their sums: outputs and, of each, scale and bias. All of it is loaded while pieces are on
+// their way, for it comes from memory and nothing else would hide that.
+struct Endings {
+    int* outputs; // (ROWS,); -1: none
+    float *scales, *biases;
+
+    __device__ __forceinline__ explicit Endings(unsigned char* shared)
+        : outputs(reinterpret_cast<int*>(shared + OUTPUTS_AT)), scales(reinterpret_cast<float*>(outputs + ROWS)),
+          biases(scales + ROWS) {}
+
+    __device__ __forceinline__ void fetch(const Call& call, const int* from) const {
+        for (int row = threadIdx.x; row < ROWS; row += THREADS) {
+            const int output = __ldg(from + row);
+            outputs[row] = output;
+#if FORMAT
+            scales[row] = output < 0 ? 0.f : call.scales[output];
+#endif
+            biases[row] = output < 0 || !call.bias ? 0.f : to_float(call.bias[output]);
+        }
+    }
+};
+
 // Adds up the strips of each output, 8 lanes for one of them, and writes the results.
-__device__ __forceinline__ void write(const Call& call, const float* partials, int first_token) {
-    const int* outputs = call.index + call.blocks * (WARPS * TURNS) + 1 + blockIdx.x * ROWS;
+__device__ __forceinline__ void write(const Call& call, const Endings& endings, const float* partials, int first_token) {
     const int part = threadIdx.x % ADDERS;
     for (int i = threadIdx.x / ADDERS; i < (TOKENS * ROWS + 3) / 4 * 4; i += THREADS / ADDERS) {
         const int t = i / ROWS, row = i % ROWS;
@@ -184,12 +212,12 @@ __device__ __forceinline__ void write(const Call& call, const float* partials, i
 #pragma unroll
         for (int far = ADDERS / 2; far; far /= 2) total += __shfl_xor_sync(0xffffffff, total, far);
         if (t >= TOKENS || part) continue;
-        const int token = first_token + t, output = __ldg(outputs + row);
+        const int token = first_token + t, output = endings.outputs[row];
         if (token >= call.tokens || output < 0) continue;
 #if FORMAT
-        total *= call.scales[output];
+        total *= endings.scales[row];
 #endif
-        if (call.bias) total += to_float(call.bias[output]);
+        if (call.bias) total += endings.biases[row];
         total = finish(total);
         const long long here = (long long)token * call.outputs + output;
         if (call.residual) total += to_float(call.residual[here]);
@@ -197,45 +225,108 @@ __device__ __forceinline__ void write(const Call& call, const float* partials, i
     }
 }
 
+// The pieces of one warp in their order, DEPTH at a time.
+struct Pieces {
+    Piece ring[DEPTH];
+#if STAGES
+    const unsigned char* from; // what is copied next
+    u32 places, barriers, stage, parity;
+    int left; // pieces that are not asked for yet
+    int lane;
+
+    __device__ __forceinline__ void ask() {
+        const int some = min(left, DEPTH);
+        if (lane == 0) {
+            expect(barriers + stage * 8, some * PIECE);
+            copy(places + stage * STAGE, from, some * PIECE, barriers + stage * 8);
+        }
+        from += STAGE, left -= some;
+    }
+
+    __device__ __forceinline__ Pieces(const unsigned char* pieces, int count, u32 base, int warp, int lane)
+        : from(pieces), places(base + RING_AT + warp * STAGES * STAGE), barriers(base + BARRIERS_AT + warp * STAGES * 8),
+          stage(0), parity(0), left(count), lane(lane) {
+        if (lane < STAGES) prepare_barrier(barriers + lane * 8);
+        barriers_prepared();
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ void begin() {
+        for (stage = 0; stage < STAGES; ++stage)
+            if (left > 0) ask();
+        stage = 0;
+    }
+
+    // Takes the next pieces into `ring`, and asks for those that come into their place.
+    __device__ __forceinline__ void next() {
+        wait(barriers + stage * 8, parity);
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d) ring[d].take(places + stage * STAGE + d * PIECE, lane);
+        __syncwarp();
+        if (left > 0) ask();
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+#else
+    const unsigned char *at, *values_at; // of this lane
+    int left;
+
+    __device__ __forceinline__ Pieces(const unsigned char* pieces, int count, u32, int, int lane)
+        : at(pieces + lane * (INTERLEAVED ? 8 : 4)), values_at(pieces + 128 + lane * (4 * VALUE_WORDS)), left(count) {}
+
+    __device__ __forceinline__ void load(int d) {
+        if (left > 0) ring[d].load(at, values_at);
+        at += PIECE, values_at += PIECE, --left;
+    }
+
+    __device__ __forceinline__ void begin() {
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d) load(d);
+    }
+
+    __device__ __forceinline__ void next() {}
+#endif
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) banks(const Call call) {
-    extern __shared__ __align__(16) unsigned char shared[];
+    extern __shared__ __align__(128) unsigned char shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_token = blockIdx.y * TOKENS;
     const int turn = (blockIdx.x * WARPS + warp) * TURNS;
     const int* ends = call.index + turn + 1;
-    const unsigned char* owners = call.owners + turn * 32 + lane;
     const int from = __ldg(ends - 1), count = __ldg(ends + TURNS - 1) - from;
-    const unsigned char* next = call.pieces + (long long)from * PIECE;
+    const unsigned char* mine = call.pieces + (long long)from * PIECE;
 #if __CUDA_ARCH__ >= 900
-    if (lane == 0)
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(next), "r"(count * PIECE) : "memory");
+    if (lane == 0) ask_early(mine, count * PIECE);
 #endif
-    const int mine = lane < TURNS ? __ldg(ends + lane) - from : 0; // where task `lane` ends
-    int end = __shfl_sync(0xffffffff, mine, 0), number = 0;
-    int owner = __ldg(owners), owner_next = TURNS > 1 ? __ldg(owners + 32) : 0;
+    const int end_of = lane < TURNS ? __ldg(ends + lane) - from : 0; // where task `lane` ends
+    const u32 base_of_all = (u32)__cvta_generic_to_shared(shared);
+    Pieces pieces(mine, count, base_of_all, warp, lane);
+    const uint4* owned = reinterpret_cast<const uint4*>(call.owners + (long long)blockIdx.x * STRIPS * 32);
+    for (int i = threadIdx.x; i < STRIPS * 2; i += THREADS)
+        reinterpret_cast<uint4*>(shared + OWNERS_AT)[i] = __ldg(owned + i);
 
-    const unsigned char* at = next + lane * (INTERLEAVED ? 8 : 4); // and the values in `values_at`
-    const unsigned char* values_at = next + 128 + lane * (4 * VALUE_WORDS);
-
-    follow(); // where values are is older than the kernel before this one; values and x may not be
-    Piece ring[DEPTH];
-#pragma unroll
-    for (int d = 0; d < DEPTH; ++d)
-        if (d < count) ring[d].load(at + d * PIECE, values_at + d * PIECE);
+    follow(); // where values are is older than the kernel before this one; values, scales and x may not be
+    pieces.begin();
     fetch(call, shared, first_token);
+    const Endings endings(shared);
+    endings.fetch(call, call.index + call.blocks * (WARPS * TURNS) + 1 + blockIdx.x * ROWS);
     __syncthreads();
 
-    u32 run = (u32)__cvta_generic_to_shared(shared) + lane * 4;
+    u32 run = base_of_all + lane * 4;
     asm volatile("" : "+r"(run)::"memory"); // no look into x before it is there
-    float* partials = reinterpret_cast<float*>(shared + PLANES * PLANE) + lane;
+    const unsigned char* owners = shared + OWNERS_AT + warp * TURNS * 32 + lane;
+    float* partials = reinterpret_cast<float*>(shared + SUMS_AT) + lane;
     float sums[2][TOKENS] = {};
+    int end = __shfl_sync(0xffffffff, end_of, 0), number = 0, owner = owners[0];
     u32 last = 0, base = run + owner % SEGMENTS * (RUN * BANKS);
     for (int first = 0; first < count; first += DEPTH) {
-        at += DEPTH * PIECE, values_at += DEPTH * PIECE;
+        pieces.next();
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) {
             if (first + d >= count) break;
-            const Piece piece = ring[d];
-            if (first + d + DEPTH < count) ring[d].load(at + d * PIECE, values_at + d * PIECE);
+            const Piece piece = pieces.ring[d];
+#if !STAGES
+            pieces.load(d);
+#endif
             add_piece(sums, piece, last, base);
             if (first + d + 1 == end) { // the end of a task
 #pragma unroll
@@ -243,12 +334,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) banks(const Call cal
                     partials[(t * STRIPS + owner) * PITCH] = sums[0][t] + sums[1][t];
                     sums[0][t] = sums[1][t] = 0.f;
                 }
-                end = __shfl_sync(0xffffffff, mine, ++number & 31), owner = owner_next;
-                if (number + 1 < TURNS) owner_next = __ldg(owners + (number + 1) * 32);
+                end = __shfl_sync(0xffffffff, end_of, ++number & 31);
+                owner = number < TURNS ? owners[number * 32] : 0;
                 last = 0, base = run + owner % SEGMENTS * (RUN * BANKS);
             }
         }
     }
     __syncthreads();
-    write(call, partials - lane, first_token);
+    write(call, endings, partials - lane, first_token);
 }

@@ -10,6 +10,7 @@
 // Compile-time numbers: TOKENS, GROUP, RUN, SLABS, WARPS, CLUSTER, STAGES, IS_HALF, ACTIVATION.
 
 #include "few_tokens.cuh"
+#include "bulk.cuh"
 
 constexpr int CHUNK = 128;                         // inputs of a record
 constexpr int ROWS = SLABS * 16;                   // outputs of a block
@@ -72,23 +73,6 @@ __device__ __forceinline__ void expand(u32* a, u32 bits, u32 from) {
 #endif
         a[j] = pair;
     }
-}
-
-__device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
-}
-
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-    asm volatile("{.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra AGAIN;}" ::"r"(
-                     barrier),
-                 "r"(parity)
-                 : "memory");
 }
 
 // Where the records of one chunk are, for all slabs of a warp.
@@ -202,8 +186,8 @@ __launch_bounds__(WARPS * 32) bitmap(const Call call) {
 #pragma unroll
     for (int s = 0; s < SLABS; ++s) first[s] = min(tile * SLABS + s, last_slab) * call.chunks;
 
-    if (lane < STAGES) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + lane * 8) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+    if (lane < STAGES) prepare_barrier(barriers + lane * 8);
+    barriers_prepared();
     __syncwarp();
 
     for (int stage = 0; stage < STAGES && begin + stage < end; ++stage)

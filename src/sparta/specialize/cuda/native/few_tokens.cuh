@@ -40,6 +40,31 @@ __device__ __forceinline__ u16 to_bits(float value) {
     return bits;
 }
 
+#if FORMAT < 3
+// Two values in a row of 16 or 8 bits: 2 pair and 2 pair + 1 of those that stand in `words`. The codes of int8 are the
+// integers themselves here, and those of fp8 may be NaN.
+__device__ __forceinline__ float2 two_values(const u32* words, int pair) {
+#if FORMAT == 1
+    u32 halves;
+    const u16 codes = (u16)(words[pair / 2] >> (pair % 2 * 16));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+    float2 value;
+    asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;}"
+        : "=f"(value.x), "=f"(value.y)
+        : "r"(halves));
+    return value;
+#elif FORMAT == 2
+    // The last byte of 2^23 takes the integer plus 128.
+    const u32 shifted = words[pair / 2] ^ 0x80808080;
+    const u32 low = __byte_perm(shifted, 0x4b000000, pair % 2 ? 0x7442 : 0x7440);
+    const u32 high = __byte_perm(shifted, 0x4b000000, pair % 2 ? 0x7443 : 0x7441);
+    return make_float2(__uint_as_float(low) - 8388736.f, __uint_as_float(high) - 8388736.f);
+#else
+    return make_float2(to_float((u16)words[pair]), to_float((u16)(words[pair] >> 16)));
+#endif
+}
+#endif
+
 // 16 bytes of a weight, which is read once and must not push x out of the L1 cache.
 __device__ __forceinline__ uint4 stream16(const void* from) {
     uint4 value;

@@ -63,28 +63,6 @@ struct Piece {
         return distances[number / 4] >> (number % 4 * 8) & 0xff;
 #endif
     }
-
-    // Values 2 pair and 2 pair + 1.
-    __device__ __forceinline__ float2 two(int pair) const {
-#if FORMAT == 1
-        u32 halves;
-        const u16 codes = (u16)(values[pair / 2] >> (pair % 2 * 16));
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-        float2 value;
-        asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;}"
-            : "=f"(value.x), "=f"(value.y)
-            : "r"(halves));
-        return value;
-#elif FORMAT == 2
-        // The last byte of 2^23 takes the integer plus 128.
-        const u32 shifted = values[pair / 2] ^ 0x80808080;
-        const u32 low = __byte_perm(shifted, 0x4b000000, pair % 2 ? 0x7442 : 0x7440);
-        const u32 high = __byte_perm(shifted, 0x4b000000, pair % 2 ? 0x7443 : 0x7441);
-        return make_float2(__uint_as_float(low) - 8388736.f, __uint_as_float(high) - 8388736.f);
-#else
-        return make_float2(to_float((u16)values[pair]), to_float((u16)(values[pair] >> 16)));
-#endif
-    }
 };
 
 // The inputs of all tokens in shared memory. Input k of them all stands at k times 128 bytes, around a ring that is 4
@@ -143,7 +121,7 @@ struct Inputs {
 __device__ __forceinline__ void add_piece(float (&sums)[TOKENS], const Inputs& inputs, const Piece& piece, u32& at) {
 #pragma unroll
     for (int pair = 0; pair < STEP / 2; ++pair) {
-        const float2 value = piece.two(pair);
+        const float2 value = two_values(piece.values, pair);
         inputs.walk(at, piece.distance(2 * pair));
         inputs.add(sums, value.x, at);
         inputs.walk(at, piece.distance(2 * pair + 1));
