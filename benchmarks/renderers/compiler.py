@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from renderers.registry import Record, markdown, renderer, source
+
+_STEPS = ("dense", "propagation", "kernels", "sparta", "full search")  # of the paper's grid
 
 
 @renderer("compiler-models", "compiler_models")
@@ -141,28 +144,52 @@ def quantized(found: Sequence[Record]) -> str:
 
 @renderer("compiler-paper-grid", "compiler_paper_grid")
 def paper_grid(found: Sequence[Record]) -> str:
-    """Return the paper's grid: times faster than each rival, and the steps of the ablation."""
+    """Return the paper's grid: times faster than each rival, what each step brings, and memory."""
     parts = []
     for record in found:
         results = record["results"]["rows"]
-        rivals = list(dict.fromkeys(name for row in results for name in row["median_ms"] if "sparta" not in name))
-        speeds, steps = [], []
-        for row in results:
-            times, size, ours = row["median_ms"], row["mib"], row["median_ms"]["sparta"]
-            ratios = [f"{times[name] / ours:.2f}" if name in times else None for name in rivals]
-            memory = f"{size['dense']:.0f} -> {size['sparta']:.0f}"
-            speeds.append([row["model"], row["pattern"], f"{ours:.1f}", *ratios, memory])
-            measured = {**row["ablation_ms"], "full search": times.get("sparta, full search")}
-            whole = ", ".join(f"{name} {ms:.1f}" for name, ms in measured.items() if ms is not None)
-            steps.append([row["model"], row["pattern"], whole])
+        rivals = list(dict.fromkeys(name for row in results for name in row["median_ms"] if name != "sparta"))
+        ratios = {name: [_over(row, name) for row in results] for name in rivals}
+        means = [statistics.geometric_mean([each for each in ratios[name] if each is not None]) for name in rivals]
+        speeds = [
+            [row["model"], row["pattern"], f"{row['median_ms']['sparta']:.1f}"]
+            + [None if ratios[name][at] is None else f"{ratios[name][at]:.2f}" for name in rivals]
+            for at, row in enumerate(results)
+        ]
+        speeds.append(["geometric mean", "", "", *(f"{mean:.2f}" for mean in means)])
         title = (
-            "Milliseconds, and how many times faster than dense models in other runtimes; MiB of the weights and of "
-            f"the compiled file. {record['results']['threads']} threads. {source(record)}"
+            "Milliseconds, and how many times faster than dense models in other runtimes. "
+            f"{record['results']['threads']} threads. {source(record)}"
         )
-        heads = ["model", "pattern", "ms", *rivals, "MiB"]
-        parts.append(f"{title}\n\n{markdown(heads, speeds)}")
+        parts.append(f"{title}\n\n{markdown(['model', 'pattern', 'ms', *rivals], speeds)}")
+        names = [name for name in _STEPS if any(name in row["ablation_ms"] for row in results)]
+        steps = [[row["model"], row["pattern"], *_in_columns(row["ablation_ms"], names, ".1f")] for row in results]
         parts.append(
-            "What each step brings, in milliseconds as the compiler measured them while it chose:\n\n"
-            + markdown(["model", "pattern", "steps"], steps)
+            "What each step brings, in milliseconds: the dense model, cut by propagation, with sparse kernels in its "
+            "graph, as the compiler hosts it, and after the full search:\n\n"
+            + markdown(["model", "pattern", *names], steps)
+        )
+        held = list(dict.fromkeys(name for row in results for name in row["held_mib"]))
+        sizes = [
+            [
+                *(row["model"], row["pattern"]),
+                *_in_columns(row["mib"], ("dense", "sparta"), ".0f"),
+                *_in_columns(row["held_mib"], held, ".0f"),
+            ]
+            for row in results
+        ]
+        parts.append(
+            "MiB of the dense weights and of the compiled file, and what a process holds at most while it calls the "
+            "model:\n\n" + markdown(["model", "pattern", "weights", "compiled", *held], sizes)
         )
     return "\n\n".join(parts)
+
+
+def _over(row: Record, name: str) -> float | None:
+    """Return how many times faster ours is than a rival, where that was timed."""
+    times = row["median_ms"]
+    return times[name] / times["sparta"] if name in times else None
+
+
+def _in_columns(values: Record, names: Sequence[str], form: str) -> list[str | None]:
+    return [f"{values[name]:{form}}" if name in values else None for name in names]

@@ -1,0 +1,45 @@
+"""The table of the paper's grid on the CPU: means over rows that a rival was timed in, steps in their order, memory."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def tables():
+    folder = str(Path(__file__).parents[1] / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        yield importlib.import_module("renderers.compiler")
+    finally:
+        sys.path.remove(folder)
+
+
+def row(pattern, times, steps, held):
+    files = {"dense": 300.0, "sparta": 30.0}
+    return {
+        "model": "BERT", "pattern": pattern, "median_ms": times, "ablation_ms": steps, "mib": files, "held_mib": held,
+    }  # fmt: skip
+
+
+def test_the_grid_has_means_steps_and_memory(tables):
+    rows = [
+        row("channels", {"eager": 40.0, "sparta": 10.0}, {"dense": 40.0, "kernels": 20.0, "sparta": 10.0}, {}),
+        row(
+            "int8",
+            {"eager": 90.0, "onnxruntime int8": 30.0, "sparta": 10.0},
+            {"dense": 90.0, "propagation": 50.0, "sparta": 10.0, "full search": 9.0},
+            {"eager": 400.0, "sparta": 50.0},
+        ),
+    ]
+    environment = {"torch": "2.11", "torch_threads": 8, "cpu": {"model": "Some CPU"}}
+    results = {"threads": 2, "rows": rows}
+    found = {"device": "cpu", "date": "2026-01-02T03:04:05+00:00", "environment": environment, "results": results}
+    page = tables.paper_grid([found])
+    assert "| BERT | channels | 10.0 | 4.00 |  |" in page
+    assert "| geometric mean |  |  | 6.00 | 3.00 |" in page
+    assert "| model | pattern | dense | propagation | kernels | sparta | full search |" in page
+    assert "| BERT | int8 | 90.0 | 50.0 |  | 10.0 | 9.0 |" in page
+    assert "| BERT | int8 | 300 | 30 | 400 | 50 |" in page
