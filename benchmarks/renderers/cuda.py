@@ -19,7 +19,9 @@ def _dense_us(row: Record) -> float:
 
 
 def _dense_products(rows: Sequence[Record]) -> list[tuple[float, float]]:
-    return [(2.0 * row["tokens"] * row["shape"][0] * row["shape"][1], row["us"]["dense"]) for row in rows]
+    return [
+        (2.0 * row["tokens"] * row["shape"][0] * row["shape"][1], row["us"]["dense"]) for row in rows if "us" in row
+    ]
 
 
 @renderer("block-linear", "block_linear")
@@ -38,20 +40,25 @@ def block_linear(found: Sequence[Record]) -> str:
             line = [cells.get((block, sparsity, count)) for count in tokens]
             means = [None if ratios is None else f"{statistics.geometric_mean(ratios):.2f}" for ratios in line]
             alike = [row for row in results["linear"] if (row["block"], row["sparsity"]) == (block, sparsity)]
-            many = [row for row in alike if row["tokens"] == _MANY]
+            many = [row for row in alike if row["tokens"] == _MANY and "us" in row]
             bounds = [linear_bound(tuple(row["shape"]), _MANY, 1.0 - sparsity, _dense_us(row), limits) for row in many]
             cached = [cache_bound(row, _dense_us(row), limits) for row in many]
             ends = [f"{statistics.geometric_mean(values):.1f}" if values else None for values in (bounds, cached)]
-            rows.append(
-                [f"{block}×{block}", f"{100 * sparsity:g} %", *means, block_target(block, sparsity, _MANY), *ends]
-            )
+            beside = [block_target(block, sparsity, _MANY), *ends] if limits.products else []
+            rows.append([f"{block}×{block}", f"{100 * sparsity:g} %", *means, *beside])
         title = (
             f"Times faster than the best dense in {results['dtype']}, by the number of tokens: geometric means "
-            f"over the shapes measured. Below 1.03, dense is chosen and runs. Target and bounds are those of {_MANY} "
-            f"tokens: what {limits.text} leave room for, and what {limits.cache / 1e6:.1f} TB/s from the L2 cache do, "
-            f"from which every kept block reads its columns of x. {source(record)}"
+            "over the shapes measured. Below 1.03, dense is chosen and runs. "
         )
-        heads = ["block", "sparsity", *map(str, tokens), "target", "bound", "bound by the cache"]
+        heads = ["block", "sparsity", *map(str, tokens)]
+        if limits.products:
+            title += (
+                f"Target and bounds are those of {_MANY} tokens: what {limits.text} leave room for, and what "
+                f"{limits.cache / 1e6:.1f} TB/s from the L2 cache do, from which every kept block reads its columns of "
+                "x. "
+            )
+            heads += ["target", "bound", "bound by the cache"]
+        title += source(record)
         parts.append(f"{title}\n\n{markdown(heads, rows)}")
     return "\n\n".join(parts)
 
@@ -71,15 +78,18 @@ def two_four(found: Sequence[Record]) -> str:
             rows.append(
                 [f"{shape[0]}×{shape[1]}", *(None if c is None else f"{c['ratio']:.2f} {c['best']}" for c in line)]
             )
-            bounds = [
-                c and linear_bound(shape, c["tokens"], 0.5, _dense_us(c), limits, stored=_STORED_24) for c in line
-            ]
-            rows.append([f"{shape[0]}×{shape[1]}, bound", *(bound and f"{bound:.2f}" for bound in bounds)])
-        rows.append(["target", *(1.4 if count < _MANY_24 else 1.6 for count in tokens)])
+            if limits.products:
+                bounds = [
+                    c and linear_bound(shape, c["tokens"], 0.5, _dense_us(c), limits, stored=_STORED_24) for c in line
+                ]
+                rows.append([f"{shape[0]}×{shape[1]}, bound", *(bound and f"{bound:.2f}" for bound in bounds)])
+        if limits.products:
+            rows.append(["target", *(1.4 if count < _MANY_24 else 1.6 for count in tokens)])
         title = (
             f"Times faster than the best dense in {results['dtype']}, by the number of tokens, and the fastest "
-            "implement for 2:4. Below 1.03, dense is chosen and runs. Bounds are what "
-            f"{limits.text} of live products leave room for. {source(record)}"
+            "implement for 2:4. Below 1.03, dense is chosen and runs. "
+            + (f"Bounds are what {limits.text} of live products leave room for. " if limits.products else "")
+            + source(record)
         )
         parts.append(f"{title}\n\n{markdown(['weight', *map(str, tokens)], rows)}")
     return "\n\n".join(parts)

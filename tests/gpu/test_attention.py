@@ -29,9 +29,9 @@ def blocks(m, n, density, block=64, groups=()):
     return coarse.repeat_interleave(block, -2).repeat_interleave(block, -1)[..., :m, :n].contiguous()
 
 
-def compare(mask, inputs, tile=None, *, gradients=True):
+def compare(mask, inputs, tile=None, *, gradients=True, trained=False):
     """Compare the result and the gradients with float64, on memory that held NaN."""
-    spec = attention_spec(mask, *inputs)
+    spec = attention_spec(mask, *inputs, backward=trained)
     assert TritonFlash().supports(spec) or spec["mask"].density == 1.0
     kernel = TritonFlash().build(spec, {"tile": str(tile)} if tile else TritonFlash().default(spec))
     packed = kernel.pack(mask)
@@ -71,6 +71,16 @@ def test_every_candidate_is_right(width):
     mask, inputs = blocks(512, 640, 0.5), inputs_of(4, 2, 512, 640, width, width)
     for tile in TritonFlash().space(attention_spec(mask, *inputs))["tile"].domain.values:
         compare(mask, inputs, tile)
+
+
+@pytest.mark.parametrize(("m", "n"), [(512, 640), (500, 333), (130, 700)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_candidate_for_gradients_is_right(m, n, causal):
+    mask, inputs = blocks(m, n, 0.5), inputs_of(4, 2, m, n, 128, 128)
+    if causal:
+        mask = torch.ones(m, n, dtype=torch.bool, device="cuda").tril()
+    for tile in TritonFlash().space(attention_spec(mask, *inputs, backward=True))["tile"].domain.values:
+        compare(mask, inputs, tile, trained=True)
 
 
 def test_causal_and_windows_with_global_tokens():

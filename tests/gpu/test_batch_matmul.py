@@ -47,9 +47,18 @@ def test_ragged_shapes(sizes, block, sparsity, mode, dtype):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("compressed", "block"), [(True, (64, 64)), (False, (16, 16))])
-def test_every_candidate_is_right(mode, compressed, block):
-    case = ProductCase(mode, compressed=compressed, dtype=torch.bfloat16, sizes=(256, 320, 384), block=block, lead=(2,),
+@pytest.mark.parametrize(
+    ("compressed", "block", "sizes"),
+    [
+        (True, (64, 64), (256, 320, 384)),
+        (True, (128, 128), (200, 328, 392)),
+        (True, (32, 32), (72, 88, 104)),
+        (False, (16, 16), (256, 320, 384)),
+        (False, (64, 64), (200, 328, 136)),
+    ],
+)
+def test_every_candidate_is_right(mode, compressed, block, sizes):
+    case = ProductCase(mode, compressed=compressed, dtype=torch.bfloat16, sizes=sizes, block=block, lead=(2,),
                        sparsity=0.7)  # fmt: skip
     mask, shapes = case.mask(), case.shapes
     op = SparseBatchMatMul(**{f"{'ABC'[MODES.index(mode)]}_mask": mask}, compressed=compressed)
