@@ -44,6 +44,7 @@ from sparta.generation.packed_linear import PackedLinear, dense_products
 from sparta.generation.packing import packed_layers, program_plans, put_program
 from sparta.generation.prompts import PromptGraphs
 from sparta.generation.recording import let_replay
+from sparta.generation.siblings import join_siblings
 from sparta.generation.trials import (
     agreement,
     certified,
@@ -315,6 +316,8 @@ class _Compilation:
         rows = row_counts(fast, tesas, [step, prompt_call(fast, self.example)])
         try:
             put = put_layers(fast, tesas, rows, self.session)
+            if self.session.in_graphs:
+                put |= join_siblings(fast, put, step, self.session)
             if self.fp8:
                 put_back(fast, self.base, [name for name in tesas if name not in put])
             self._note_experts(put_experts(fast, int8=False))

@@ -33,6 +33,7 @@ from sparta.generation.program import DecodeProgram
 from sparta.generation.prompts import PromptGraphs
 from sparta.generation.recording import prompts_agree
 from sparta.generation.registry import architecture, config_fields, config_from, generation_from, transformers_module
+from sparta.generation.siblings import product_fields, put_stored_products
 from sparta.generation.trials import follows_itself
 from sparta.modules import member, replace_module, set_member
 from sparta.signing import PublicKey, signer, verifier
@@ -82,6 +83,7 @@ def save(model: GenerativeModel, path: str | os.PathLike[str], sign: object = No
         "matrices": matrices,
         "layers": layers,
         "fp8": rounded,
+        "products": product_fields(model),
         "ties": ties,
         "experts": {name: m.int8 for name, m in model.named_modules() if isinstance(m, PackedExperts)},
         "program": model.program is not None,
@@ -232,6 +234,7 @@ class _Reader:
             compiled.graph = DecodeGraph(follows=False)  # until it was tried here
         self.put_layers(model)
         self.put_fp8(model)
+        put_stored_products(model, self.payload.get("products", []))
         if self.payload["program"]:
             compiled.program = _program(model, matrices)
             compiled.output = _output_class()

@@ -20,6 +20,7 @@ from sparta.compiler.lower import lowering_of
 from sparta.compiler.plan import LayerPlan
 from sparta.compiler.run.kernel_module import Fused, KernelModule
 from sparta.compiler.session import Session
+from sparta.generation.parts import PartOfProduct
 from sparta.modules import replace_module
 from sparta.specialize.kernel_spec import Epilogue, KernelSpec
 from sparta.specialize.scaled_linear.spec import FP8
@@ -35,6 +36,7 @@ __all__ = [
     "is_transposed",
     "kernel_of",
     "layer_plans",
+    "layer_problem",
     "layer_spec",
     "put_layers",
     "row_counts",
@@ -67,10 +69,10 @@ class SparseLayer(nn.Module):
     layer
         The dense layer, whose parameters it shares.
     kernel
-        The kernels and their packed weights.
+        The kernels and their packed weights, its own or those of a product that it is part of.
     """
 
-    def __init__(self, layer: nn.Module, kernel: KernelModule) -> None:
+    def __init__(self, layer: nn.Module, kernel: KernelModule | PartOfProduct) -> None:
         super().__init__()
         for name, parameter in layer.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
@@ -80,13 +82,13 @@ class SparseLayer(nn.Module):
         # Not a sub-module: the state of this layer is that of the dense one.
         object.__setattr__(self, "kernel", kernel)
 
-    kernel: KernelModule
+    kernel: KernelModule | PartOfProduct
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (..., N) for x (..., K)."""
         live = self.kernel.live
         if x.dtype == live.dtype and x.device == live.device and x.dim() > 1 and x.numel():
-            return self.kernel(x)  # type: ignore[no-any-return]
+            return self.kernel(x)
         weight = cast("Tensor", self.weight)
         return functional.linear(x, weight.t() if self.transposed else weight, cast("Tensor | None", self.bias))
 
@@ -170,11 +172,11 @@ def _measured(
         session.show(f"kind of layer {number + 1}/{len(first)}: {tuple(tesa.shape)}, {count} rows")
         left = sum(cost for other, cost in costs.items() if other not in known)
         share = max(costs[kind] / max(1, left), 0.5 / (len(first) - number))
-        choice_for(layer_spec(layer, tesa, count), partial(_problem, *first[kind]), known, session, share=share)
+        choice_for(layer_spec(layer, tesa, count), partial(layer_problem, *first[kind]), known, session, share=share)
     return known
 
 
-def _problem(layer: nn.Module, tesa: TeSA, count: int) -> Problem:
+def layer_problem(layer: nn.Module, tesa: TeSA, count: int) -> Problem:
     """Return what is measured for a layer and a number of rows."""
     weight, bias = weight_of(layer), cast("Tensor | None", layer.bias)
     x = torch.randn(count, weight.shape[1], generator=torch.Generator().manual_seed(0))
@@ -237,7 +239,15 @@ def layer_plans(layers: Mapping[str, SparseLayer]) -> list[LayerPlan]:
         live = 2 * rows * tesa.count("live")
         plans.append(
             LayerPlan(
-                name, kernel.fused.op, tesa.describe_pattern(), tesa.density, tuple(tesa.shape), choices, flops, live
+                name,
+                kernel.fused.op,
+                tesa.describe_pattern(),
+                tesa.density,
+                tuple(tesa.shape),
+                choices,
+                flops,
+                live,
+                joined=kernel.names if isinstance(kernel, PartOfProduct) else (),
             )
         )
     return plans
