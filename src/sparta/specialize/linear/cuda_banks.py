@@ -8,6 +8,7 @@ memory by bulk copies, several of them ahead.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -31,9 +32,11 @@ _KINDS = ((0.14, ((1, 2), (1, 3))), (0.07, ((1, 4), (0, 3))), (0.0, ((0, 3), (0,
 _PITCH, _WORD, _BARRIER = 33, 4, 8
 _MOST_STRIPS = 256
 _MULTIPROCESSORS = 132
-_WARPS, _TASKS, _CTAS = range(8, 33, 4), range(1, 9), (1, 2, 3, 4)  # registers are given to four warps at once
+_WARPS, _TASKS, _CTAS = range(8, 33, 4), range(1, 13), (1, 2, 3, 4)  # registers are given to four warps at once
 _ALONE = (1,)  # with copies into shared memory, one block keeps enough bytes on their way
-_COPIES = ((4, 4), (4, 6), (2, 6))  # depth, stages
+_COPIED_WARPS = (16,)
+_COPIES = ((4, 4), (4, 6), (4, 3))  # depth, stages
+_NIBBLES_PAY = 0.14  # density from which on most distances fit into half a byte
 _FEWEST_WARPS, _MOST_WARPS = 16, 40  # of a multiprocessor
 _SHAPES = 4
 
@@ -124,6 +127,7 @@ class CudaBanks(TiledImplement):
 
     name = "cuda-banks"
     op = "linear"
+    version = 2
     first_run_compiles = True
 
     def supports(self, spec: KernelSpec) -> Support:
@@ -155,35 +159,40 @@ def banks_tiles(spec: KernelSpec) -> list[BanksTile]:
     (outputs, inputs), width = spec["weight"].shape, walking_width(spec, _MOST_LIVE)
     density, narrow = spec["weight"].density, spec.op != "linear"
     kinds = next(kinds for least, kinds in _KINDS if density >= least)
-    widths = [tokens for tokens in (width, width // 2) if tokens]
-    tiles = [
-        BanksTile(tokens, warps, tasks, depth, kinds[0][0], ctas, stages)
-        for tokens in widths
-        for depth, stages in (_COPIES if bulk_copies() else ())
-        for warps, tasks, ctas in _shapes(outputs, inputs, _ALONE)[:2]
-    ][: _SHAPES + 2]
-    tiles += [
-        BanksTile(tokens, warps, tasks, depth, nibbles, ctas)
-        for tokens in widths
-        for nibbles, depth in kinds
-        for warps, tasks, ctas in _shapes(outputs, inputs, _CTAS)
-    ]
-    return [tile for tile in tiles if tile.shared_bytes(inputs, narrow=narrow) <= SHARED_BYTES][: _SHAPES + 2]
+    found = []
+    for tokens in (width, width // 2) if width > 1 else (width,):
+        direct = [
+            BanksTile(tokens, warps, tasks, depth, nibbles, ctas)
+            for nibbles, depth in kinds
+            for warps, tasks, ctas in _shapes(outputs, inputs, _CTAS, _WARPS)
+        ]
+        copied = [
+            BanksTile(tokens, warps, tasks, depth, int(density >= _NIBBLES_PAY), 2, stages)
+            for depth, stages in (_COPIES if bulk_copies() else ())
+            for warps, tasks, _ in _shapes(outputs, inputs, _ALONE, _COPIED_WARPS)[:1]
+        ]
+        fit = [
+            [t for t in tiles if t.shared_bytes(inputs, narrow=narrow) <= SHARED_BYTES] for tiles in (copied, direct)
+        ]
+        found += [tile for pair in itertools.zip_longest(*fit) for tile in pair if tile is not None]
+    return found[: _SHAPES + 2]
 
 
-def _shapes(outputs: int, inputs: int, beside: Sequence[int]) -> list[tuple[int, int, int]]:
+def _shapes(outputs: int, inputs: int, beside: Sequence[int], warps_of: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return warps, tasks and blocks of a multiprocessor such that the busiest one has the fewest outputs.
 
     Parameters
     ----------
     beside
         The numbers of blocks of a multiprocessor.
+    warps_of
+        The numbers of warps of a block.
     """
     processors = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 0
     processors, segments = processors or _MULTIPROCESSORS, segments_of(inputs)
     found = []
     for ctas in beside:
-        for warps in _WARPS:
+        for warps in warps_of:
             for tasks in _TASKS:
                 blocks = -(-outputs // (warps * tasks))
                 fits = warps * tasks * segments <= _MOST_STRIPS and tasks * segments <= BANKS

@@ -16,7 +16,7 @@ import torch
 from sparta.specialize.cuda.device import HALF_FORMATS, HOPPER, takes
 from sparta.specialize.cuda.few_tokens import SHARED_BYTES, nvrtc_here
 from sparta.specialize.cuda.text_tile import TextTile
-from sparta.specialize.implement import Params, Support, TiledImplement
+from sparta.specialize.implement import Cause, Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cuda_lanes_layout import COPIED, LANES, SLAB, LanesLayout
 from sparta.specialize.linear.spec import LinearKernel
@@ -24,7 +24,10 @@ from sparta.specialize.linear.streamed import StreamedKernel, streamed_call, wal
 
 __all__ = ["CudaLanes", "LanesTile"]
 
-_MOST_LIVE = {8: 0.6, 16: 0.6}  # density by tokens
+_MOST_LIVE = {8: 0.55, 16: 0.4}  # density by tokens
+_LEAST_LIVE = (
+    0.15  # below, what is fixed in its time weighs more than what lanes save, and cuda-bitmap is the faster one
+)
 _SPARSE, _DENSE = 0.16, 0.4  # densities between which neither kind of bits is always the better one
 _MULTIPROCESSORS = 132
 _MOST_WARPS, _SHAPES = 16, 4
@@ -65,7 +68,7 @@ class LanesTile(TextTile):
     along: int = 4
     cluster: int = 1
     stages: int = 12
-    apart: int = 48
+    apart: int = 64
 
     _choices: ClassVar[dict[str, tuple[int, ...]]] = {
         "tokens": tuple(_MOST_LIVE),
@@ -119,7 +122,11 @@ class CudaLanes(TiledImplement):
 
     def supports(self, spec: KernelSpec) -> Support:
         """Bf16 and fp16 on Hopper, few tokens, weights of which not much more than half is live."""
-        return takes(spec, HALF_FORMATS) and walking_pays(spec, _MOST_LIVE, _tiles) and nvrtc_here(HOPPER)
+        answer = takes(spec, HALF_FORMATS) and walking_pays(spec, _MOST_LIVE, _tiles)
+        if answer and spec["weight"].density < _LEAST_LIVE:
+            given = f"{spec['weight'].density:.2f} of the weight is live"
+            return Support.no(f"{given}; it pays from {_LEAST_LIVE} on", Cause.PATTERN)
+        return answer and nvrtc_here(HOPPER)
 
     def tiles(self, spec: KernelSpec) -> Sequence[object]:
         """Return the tiles that are worth timing, the best guess first."""
@@ -154,4 +161,4 @@ def _shapes(outputs: int) -> list[tuple[int, int, int, int, int]]:
 
 def _stages(warps: int) -> int:
     """Return how many copies have a place in shared memory if each of the warps has as many."""
-    return min(16, (SHARED_BYTES - 1024) // warps // (COPIED * LANES * 4) - 1)
+    return min(12, (SHARED_BYTES - 1024) // warps // (COPIED * LANES * 4) - 1)

@@ -43,6 +43,7 @@ class ScaledBanks(TiledImplement):
 
     name = "cuda-banks"
     op = OP
+    version = 2
     first_run_compiles = True
 
     def supports(self, spec: KernelSpec) -> Support:

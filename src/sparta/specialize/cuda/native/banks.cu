@@ -5,10 +5,11 @@
 // about the same length, one of each run, make a task of a warp. Which outputs they belong to does not matter, so strips
 // are sorted by length and hardly anything is added to make them equal. A position in a run is a byte: it is stored as it
 // is where little is live, else as distances of half a byte, eight of which one multiplication adds up. What a warp
-// reads lies in one piece of memory and is asked for before the kernel ahead has ended; only the L2 cache is filled by
-// that, so what that kernel still writes is seen. From there it comes into registers, or by bulk copies into STAGES places
-// of DEPTH pieces each in shared memory, which keeps more bytes on their way. Sums of strips meet in shared memory and
-// are added in a fixed order; what else a result needs waits there too. See linear/cuda_banks_layout.py for the layout.
+// reads lies in one piece of memory. It comes by bulk copies into STAGES places of DEPTH pieces each in shared memory,
+// which keeps many bytes on their way; or, with STAGES of 0, into registers, and is then asked for before the kernel ahead
+// has ended: only the L2 cache is filled by that, so what that kernel still writes is seen. Sums of strips meet in shared
+// memory and are added in a fixed order; what else a result needs waits there too. See linear/cuda_banks_layout.py for
+// the layout.
 //
 // Compile-time numbers: TOKENS, WARPS, TASKS, DEPTH, NIBBLES, CTAS, STAGES, SEGMENTS, RUN, IS_HALF, ACTIVATION, FORMAT
 // (0: 16 bits, 1: fp8 e4m3, 2: int8).
@@ -24,7 +25,6 @@ constexpr int TURNS = TASKS * SEGMENTS;                 // tasks of a warp
 constexpr int STEP = NIBBLES ? 8 : 4;                   // live values of a piece
 constexpr int VALUE_WORDS = STEP / (FORMAT ? 4 : 2);
 constexpr int PIECE = 32 * 4 * (1 + VALUE_WORDS);       // bytes: a word of positions and the values, for each lane
-constexpr bool INTERLEAVED = FORMAT && !NIBBLES;        // positions and values of a lane side by side
 constexpr int PLANES = (TOKENS + 1) / 2;                // words of an input: one token as a float, or two as they are
 constexpr int BANKS = 128;                              // bytes of all banks
 constexpr int PLANE = SEGMENTS * RUN * BANKS;           // bytes
@@ -271,7 +271,7 @@ struct Pieces {
     int left;
 
     __device__ __forceinline__ Pieces(const unsigned char* pieces, int count, u32, int, int lane)
-        : at(pieces + lane * (INTERLEAVED ? 8 : 4)), values_at(pieces + 128 + lane * (4 * VALUE_WORDS)), left(count) {}
+        : at(pieces + lane * (FORMAT && !NIBBLES ? 8 : 4)), values_at(pieces + 128 + lane * (4 * VALUE_WORDS)), left(count) {}
 
     __device__ __forceinline__ void load(int d) {
         if (left > 0) ring[d].load(at, values_at);
@@ -294,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) banks(const Call cal
     const int* ends = call.index + turn + 1;
     const int from = __ldg(ends - 1), count = __ldg(ends + TURNS - 1) - from;
     const unsigned char* mine = call.pieces + (long long)from * PIECE;
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && !STAGES
     if (lane == 0) ask_early(mine, count * PIECE);
 #endif
     const int end_of = lane < TURNS ? __ldg(ends + lane) - from : 0; // where task `lane` ends
