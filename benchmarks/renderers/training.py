@@ -29,7 +29,8 @@ def _accuracies(found: Sequence[Record]) -> str:
                 cells += ["", ""] if row is None else [_sparsity(row), _accuracy(row, dense[network])]
             rows.append([method, "" if asked is None else f"{100 * asked:g} %", *cells])
         heads = [head for n in networks for head in (f"{_NETWORKS[n]}: zeros", f"{_NETWORKS[n]}: accuracy")]
-        images = f", {results['train_images']:,} images to train with" if results["data"] != "digits" else ""
+        many = results.get("train_images")
+        images = f", {many:,} images to train with" if many and results["data"] != "digits" else ""
         seeds = f"mean of {results['seeds']} seeds ± their standard deviation, in percent"
         title = f"{_HEADINGS[results['data']]}{images}, {seeds}"
         parts.append(f"{title}. {source(record)}\n\n{markdown(['method', 'asked', *heads], rows)}")
