@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from sparta.compiler.choose.end_to_end import Contest, Outcome
+from sparta.compiler.choose.end_to_end import Contest
+from sparta.compiler.choose.outcome import Outcome
 from sparta.compiler.choose.partition import partition
 from sparta.compiler.choose.precision import rounding_kernels
 from sparta.compiler.choose.workshop import Workshop

@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 
 from sparta.compiler.certificate import Certificate
 from sparta.compiler.choose.calls import with_operators
-from sparta.compiler.choose.end_to_end import Contest, Outcome
+from sparta.compiler.choose.end_to_end import Contest
 from sparta.compiler.choose.layers import choose_layers, looked_at
+from sparta.compiler.choose.outcome import Outcome
 from sparta.compiler.choose.partition import partition
 from sparta.compiler.choose.precision import Calibration
 from sparta.compiler.choose.siblings import of_layers, with_products

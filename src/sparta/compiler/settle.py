@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from sparta.compiler.certificate import Certificate
 from sparta.compiler.choose.decisions import Decision, model_key, recall, remember
-from sparta.compiler.choose.end_to_end import Contest, Outcome
+from sparta.compiler.choose.end_to_end import Contest
+from sparta.compiler.choose.outcome import Outcome
 from sparta.compiler.choose.precision import rounding_kernels
 from sparta.compiler.choose.trim import made_dense
 from sparta.compiler.choose.workshop import Workshop, sparse_names

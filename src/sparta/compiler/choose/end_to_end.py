@@ -15,6 +15,7 @@ from typing import Any
 from sparta.compiler.choose import judge
 from sparta.compiler.choose.decisions import Decision
 from sparta.compiler.choose.judge import LAYERS
+from sparta.compiler.choose.outcome import Outcome
 from sparta.compiler.choose.siblings import apart, rejoined, running
 from sparta.compiler.choose.timer import ROUNDS, Timer
 from sparta.compiler.choose.trim import Trim, made_dense
@@ -27,41 +28,13 @@ from sparta.compiler.run.panels import panelled
 from sparta.compiler.session import Session, in_words
 from sparta.compiler.variant import GIVEN, ORIGINAL, Base, Variant
 
-__all__ = ["Contest", "Outcome"]
+__all__ = ["Contest"]
 
 _INDUCTOR_SECONDS = 0.1  # for a call of the graph, about, before one was compiled here
 _TRIES, _BRIEF_TRIES = 4, 8  # more, where timing is unstable; the latter where each takes little
 _BRIEF_SECONDS = 0.3
 _MOST_COPIED = 1 << 30  # bytes of weights that are packed once more, for a rival that hardly ever wins
 _AGREES = 2.0  # the factor within which a fresh time of the model as given must agree with the stored one
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a contest decided.
-
-    Parameters
-    ----------
-    variant, plans
-        What runs.
-    whole
-        What was measured.
-    given_milliseconds
-        Of the model as given.
-    lasting
-        Whether it is worth keeping: there was time enough, and timing was stable.
-    """
-
-    variant: Variant
-    plans: tuple[LayerPlan, ...]
-    whole: EndToEnd
-    given_milliseconds: float = 0.0
-    lasting: bool = False
-
-    @staticmethod
-    def untimed(variant: Variant, plans: Plans, reason: str) -> Outcome:
-        """Return what runs without a measurement."""
-        return Outcome(variant, tuple(plans), EndToEnd(variant.base, variant.host, reason=reason))
 
 
 @dataclass(frozen=True)
