@@ -59,6 +59,7 @@ __all__ = ["Job"]
 
 _CALLS_TO_VERIFY = 6  # the original and the compiled model, each on three inputs
 _MANY_CALLS = 32  # between layers: from so many on, compiling them is worth the wait
+_CONVOLUTIONS = frozenset({torch.ops.aten.conv2d.default, torch.ops.aten.conv3d.default})
 _T = TypeVar("_T")
 _Parts = tuple[tuple[SubGraph, ...], tuple[SizeSample, ...]]
 
@@ -162,11 +163,11 @@ class Job:
         Parameters
         ----------
         inductor
-            Whether `torch.compile` competes; None lets it where graphs are replayed and there is much between layers.
+            Whether `torch.compile` competes; None lets it where graphs are replayed and it can gain: there is much
+            between layers, or there are convolutions, for which it also chooses the layout.
         """
         if inductor is None:
-            between = sum(node.op == "call_function" for node in self.reduced.graph.nodes) - len(self.subgraphs)
-            inductor = self.session.in_graphs and self.session.tune != "off" and between >= _MANY_CALLS
+            inductor = self.session.in_graphs and self.session.tune != "off" and self._gains_by_inductor()
         args, kwargs = call_arguments(self.example)
 
         def as_given() -> Any:
@@ -192,6 +193,11 @@ class Job:
         workshop = Workshop(self.original, self.reduced, subgraphs, samples, timed, replays)
         timer = Timer(self.session, self.session.measure, self.session.call_seconds, cuda=self._cuda)
         return Contest(as_given, workshop, tuple(plans), self.inputs, timer, inductor=inductor)
+
+    def _gains_by_inductor(self) -> bool:
+        """Whether it is likely that Inductor makes the model faster than the same calls replayed."""
+        calls = [node for node in self.reduced.graph.nodes if node.op == "call_function"]
+        return len(calls) - len(self.subgraphs) >= _MANY_CALLS or any(node.target in _CONVOLUTIONS for node in calls)
 
     def _time_a_call(self, as_given: Callable[[], Any]) -> None:
         """Tell the session what a call of the model takes, unless it knows of a slow one already."""

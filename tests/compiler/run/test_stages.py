@@ -159,6 +159,16 @@ def test_inductor_competes_where_graphs_are_replayed_and_much_lies_between_layer
     assert started.contest(inductor=True).inductor
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_inductor_competes_for_convolutions_that_are_replayed(graphs):
+    """However little lies between them: it chooses their layout, and no other host does."""
+    session = Session(budget_s=0.01)
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1)).eval()
+    started = job.Job.started(network, torch.randn(1, 3, 8, 8), None, None, (), session)
+    session.in_graphs = graphs
+    assert started.contest(inductor=None).inductor is graphs
+
+
 def test_stages_win_a_contest_as_any_host_does(forced, own_stores, monkeypatch):
     """All but the recording itself, which needs a GPU."""
     compiled = []

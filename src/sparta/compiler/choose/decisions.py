@@ -24,7 +24,7 @@ from sparta.specialize.tuning.store import device_name
 
 __all__ = ["Decision", "forget", "model_key", "recall", "remember"]
 
-_VERSION = 12  # one more whenever hosts or the kernels between them change: what is remembered was measured with them
+_VERSION = 13  # one more whenever hosts or the kernels between them change: what is remembered was measured with them
 
 
 @dataclass(frozen=True)
