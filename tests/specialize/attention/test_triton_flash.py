@@ -95,6 +95,11 @@ def test_gradients_in_pieces_of_large_tiles(queries, back):
     compare(mask, *draw((2,), (1,), queries, 192, 16, 16, dtype=torch.float16), tile)
 
 
+def test_more_heads_than_start_together_and_not_a_multiple_of_them():
+    mask = torch.ones(37, 37, dtype=torch.bool).tril()
+    compare(mask, *draw((2, 6), (2, 3), 37, 37, 16, 16))
+
+
 def test_a_query_that_sees_nothing_is_exactly_0():
     mask = torch.rand(40, 40) < 0.5
     mask[3], mask[16:32] = False, False

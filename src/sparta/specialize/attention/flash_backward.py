@@ -1,12 +1,12 @@
 """The Triton kernels of fused attention, backward: scores are computed again from what the forward pass kept of them.
 
 One kernel walks the lists of queries for the gradient of q, another those of keys for k and v, so that every sum has
-one owner and one order. A program owns a part of a tile and walks the tiles on its list in pieces, wholly live ones
-first and without a mask, since gradients need more room on chip than results. This module imports Triton; import it
-only to run a kernel.
+one owner and one order. A program owns a part of a tile and walks the tiles on its list in pieces, since gradients need
+more room on chip than results: wholly live ones first and without a mask, then the others in a shorter pipeline. This
+module imports Triton; import it only to run a kernel.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, FBT003, N803, N806, PLR0913, PLR0915, PLR0917 - Triton's own conventions
+# ruff: noqa: ANN001, ANN201, ANN202, FBT003, N803, N806, PLR0913, PLR0915, PLR0917, RET505 - Triton's own conventions
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparta.specialize.attention.flash_forward import clean, copy_tile, load_tile, pair, walk_bounds
+from sparta.specialize.attention.flash_forward import clean, copy_tile, load_tile, pair, place_of, walk_bounds
 
 __all__ = ["flash_backward_kv", "flash_backward_q"]
 
@@ -54,13 +54,22 @@ def _facts_of(
     return level, share
 
 
+@triton.jit
+def _walked(begin, whole, end, STEPS: tl.constexpr, MASKED: tl.constexpr):
+    """Return the first piece, and the one after the last, of the wholly or of the partly live tiles on a list."""
+    if MASKED:
+        return whole * STEPS, end * STEPS
+    else:
+        return begin * STEPS, whole * STEPS
+
+
 @triton.jit(do_not_specialize=["scale", "natural"])
 def flash_backward_q(
     q, k, v, o, grad, lse, delta, grad_q, bounds, entries, patterns, groups, lengths, scale, natural, H, KV_H, M, N,
     q_tiles, q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n,
     BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
     F: tl.constexpr, BF: tl.constexpr, LISTED: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of ROWS queries of a tile, and `delta`, the sum of ``o * grad`` of each.
 
@@ -70,8 +79,7 @@ def flash_backward_q(
     STEPS: tl.constexpr = BN // COLS
     program = tl.program_id(0)
     part = program % PARTS
-    rank = (program // PARTS) % q_tiles
-    head = program // (PARTS * q_tiles)
+    rank, head = place_of(program // PARTS, tl.num_programs(0) // PARTS, q_tiles)
     batch = head // H
     kv_head = (head % H) // (H // KV_H)
     tile, begin, whole, end = walk_bounds(bounds, lengths, groups, head, batch, rank, q_tiles, BN, LISTED)
@@ -95,43 +103,35 @@ def flash_backward_q(
         k += batch.to(tl.int64) * k_b + kv_head.to(tl.int64) * k_h
         v += batch.to(tl.int64) * v_b + kv_head.to(tl.int64) * v_h
     total = tl.zeros((ROWS, BE), tl.float32)
+    row_in, column = part * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
     met = begin
     if LISTED:
         met = tl.load(entries + 2 * begin)
-    for walked in range(begin * STEPS, whole * STEPS):
-        following = (walked + 1) // STEPS
-        if LISTED:  # one piece early, so that copies never wait for an index
-            following = tl.load(entries + 2 * following)
-        key = met * BN + (walked % STEPS) * COLS
-        k_tile = copy_tile(k, batch, kv_head, key, key_end, k_n, COLS, E, BE, True, LISTED, TMA)
-        v_tile = copy_tile(v, batch, kv_head, key, key_end, v_n, COLS, F, BF, True, LISTED, TMA)
-        weight = tl.exp2(pair(q_tile, k_tile.T, None, PRECISION, UPCAST) * scale - level[:, None])
-        change = pair(grad_tile, v_tile.T, None, PRECISION, UPCAST)
-        change = weight * (change - share[:, None])
-        total = pair(change.to(k_tile.dtype), k_tile, total, PRECISION, UPCAST)
-        met = following
-    column = tl.arange(0, COLS)
-    for walked in tl.range(whole * STEPS, end * STEPS, num_stages=1):
-        entry, step = walked // STEPS, walked % STEPS
-        met = entry
-        if LISTED:
-            met = tl.load(entries + 2 * entry)
-        key = met * BN + step * COLS
-        k_tile = copy_tile(k, batch, kv_head, key, key_end, k_n, COLS, E, BE, False, LISTED, TMA)
-        v_tile = copy_tile(v, batch, kv_head, key, key_end, v_n, COLS, F, BF, False, LISTED, TMA)
-        kept = _kept(
-            entries, entry, patterns, (part * ROWS + tl.arange(0, ROWS))[:, None], (step * COLS + column)[None, :],
-            row[:, None], (key + column)[None, :], query_end, key_end, BM, BN, LISTED,
-        )  # fmt: skip
-        weight = tl.exp2(pair(q_tile, k_tile.T, None, PRECISION, UPCAST) * scale - level[:, None])
-        change = pair(grad_tile, v_tile.T, None, PRECISION, UPCAST)
-        weight = tl.where(kept, weight, 0.0)
-        if CLEAN:
-            change = tl.where(kept, change, 0.0)
-        if CLEAN & 1:
-            k_tile = clean(k_tile, kept, 0)
-        change = weight * (change - share[:, None])
-        total = pair(change.to(k_tile.dtype), k_tile, total, PRECISION, UPCAST)
+    for MASKED in tl.static_range(2):
+        lower, upper = _walked(begin, whole, end, STEPS, MASKED)
+        for walked in tl.range(lower, upper, num_stages=MASKED_STAGES if MASKED else None):
+            following = (walked + 1) // STEPS
+            if LISTED:  # one piece early, so that copies never wait for an index
+                following = tl.load(entries + 2 * following)
+            step = walked % STEPS
+            key = met * BN + step * COLS
+            k_tile = copy_tile(k, batch, kv_head, key, key_end, k_n, COLS, E, BE, not MASKED, LISTED, TMA)
+            v_tile = copy_tile(v, batch, kv_head, key, key_end, v_n, COLS, F, BF, not MASKED, LISTED, TMA)
+            weight = tl.exp2(pair(q_tile, k_tile.T, None, PRECISION, UPCAST) * scale - level[:, None])
+            change = pair(grad_tile, v_tile.T, None, PRECISION, UPCAST)
+            if MASKED:
+                kept = _kept(
+                    entries, walked // STEPS, patterns, row_in[:, None], (step * COLS + column)[None, :],
+                    row[:, None], (key + column)[None, :], query_end, key_end, BM, BN, LISTED,
+                )  # fmt: skip
+                weight = tl.where(kept, weight, 0.0)
+                if CLEAN:
+                    change = tl.where(kept, change, 0.0)
+                if CLEAN & 1:
+                    k_tile = clean(k_tile, kept, 0)
+            change = weight * (change - share[:, None])
+            total = pair(change.to(k_tile.dtype), k_tile, total, PRECISION, UPCAST)
+            met = following
     channel = tl.arange(0, BE)
     tl.store(
         grad_q + line[:, None] * E + channel[None, :],
@@ -146,7 +146,7 @@ def flash_backward_kv(
     N, k_tiles, q_b, q_h, q_m, k_b, k_h, k_n, v_b, v_h, v_n,
     BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
     F: tl.constexpr, BF: tl.constexpr, LISTED: tl.constexpr, CLEAN: tl.constexpr, TMA: tl.constexpr,
-    SHARED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    SHARED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of COLS keys and values of a tile, summed over the SHARED heads that have them.
 
@@ -156,8 +156,7 @@ def flash_backward_kv(
     STEPS: tl.constexpr = BM // ROWS
     program = tl.program_id(0)
     part = program % PARTS
-    tile = (program // PARTS) % k_tiles
-    kv_head = program // (PARTS * k_tiles)  # of all kv heads of all batches
+    tile, kv_head = place_of(program // PARTS, tl.num_programs(0) // PARTS, k_tiles)  # of all kv heads of all batches
     batch = kv_head // KV_H
     query_end, key_end = M, N
     if not LISTED:
@@ -171,7 +170,7 @@ def flash_backward_kv(
     v_tile = load_tile(v_base, first, key_end, v_n, COLS, F, BF, False)
     total_k = tl.zeros((COLS, BE), tl.float32)
     total_v = tl.zeros((COLS, BF), tl.float32)
-    column = tl.arange(0, ROWS)
+    row_in, column = part * COLS + tl.arange(0, COLS), tl.arange(0, ROWS)
     for shared in range(SHARED):  # known beforehand: a loop that is walked once needs no registers
         head_in = (kv_head % KV_H) * SHARED + shared
         head = batch * H + head_in
@@ -187,45 +186,36 @@ def flash_backward_kv(
         met = begin
         if LISTED:
             met = tl.load(entries + 2 * begin)
-        for walked in range(begin * STEPS, whole * STEPS):
-            following = (walked + 1) // STEPS
-            if LISTED:  # one piece early, so that copies never wait for an index
-                following = tl.load(entries + 2 * following)
-            query = met * BM + (walked % STEPS) * ROWS
-            # Of a wholly live tile on a list, queries may lie beyond the last one: their weights are 0.
-            q_tile = copy_tile(q_from, batch, head_in, query, query_end, q_m, ROWS, E, BE, not LISTED, LISTED, TMA)
-            grad_tile = copy_tile(grad_from, batch, head_in, query, query_end, F, ROWS, F, BF, not LISTED, LISTED, TMA)
-            level, share = _facts_of(lse, delta, head, query, query_end, M, ROWS, LISTED, TMA)
-            weight = tl.exp2(pair(k_tile, q_tile.T, None, PRECISION, UPCAST) * scale - level[None, :])
-            change = pair(v_tile, grad_tile.T, None, PRECISION, UPCAST)
-            total_v = pair(weight.to(grad_tile.dtype), grad_tile, total_v, PRECISION, UPCAST)
-            change = (weight * (change - share[None, :])).to(q_tile.dtype)
-            total_k = pair(change, q_tile, total_k, PRECISION, UPCAST)
-            met = following
-        for walked in tl.range(whole * STEPS, end * STEPS, num_stages=1):
-            entry, step = walked // STEPS, walked % STEPS
-            met = entry
-            if LISTED:
-                met = tl.load(entries + 2 * entry)
-            query = met * BM + step * ROWS
-            q_tile = copy_tile(q_from, batch, head_in, query, query_end, q_m, ROWS, E, BE, False, LISTED, TMA)
-            grad_tile = copy_tile(grad_from, batch, head_in, query, query_end, F, ROWS, F, BF, False, LISTED, TMA)
-            level, share = _facts_of(lse, delta, head, query, query_end, M, ROWS, LISTED, TMA)
-            kept = _kept(
-                entries, entry, patterns, (step * ROWS + column)[None, :], (part * COLS + tl.arange(0, COLS))[:, None],
-                (query + column)[None, :], row[:, None], query_end, key_end, BM, BN, LISTED,
-            )  # fmt: skip
-            weight = tl.exp2(pair(k_tile, q_tile.T, None, PRECISION, UPCAST) * scale - level[None, :])
-            change = pair(v_tile, grad_tile.T, None, PRECISION, UPCAST)
-            weight = tl.where(kept, weight, 0.0)
-            if CLEAN:
-                change = tl.where(kept, change, 0.0)
-            if CLEAN & 2:
-                q_tile = clean(q_tile, kept, 0)
-                grad_tile = clean(grad_tile, kept, 0)
-            total_v = pair(weight.to(grad_tile.dtype), grad_tile, total_v, PRECISION, UPCAST)
-            change = (weight * (change - share[None, :])).to(q_tile.dtype)
-            total_k = pair(change, q_tile, total_k, PRECISION, UPCAST)
+        for MASKED in tl.static_range(2):
+            lower, upper = _walked(begin, whole, end, STEPS, MASKED)
+            for walked in tl.range(lower, upper, num_stages=MASKED_STAGES if MASKED else None):
+                following = (walked + 1) // STEPS
+                if LISTED:  # one piece early, so that copies never wait for an index
+                    following = tl.load(entries + 2 * following)
+                step = walked % STEPS
+                query = met * BM + step * ROWS
+                # Of a wholly live tile on a list, queries may lie beyond the last one: their weights are 0.
+                INSIDE: tl.constexpr = not (LISTED or MASKED)
+                q_tile = copy_tile(q_from, batch, head_in, query, query_end, q_m, ROWS, E, BE, INSIDE, LISTED, TMA)
+                grad_tile = copy_tile(grad_from, batch, head_in, query, query_end, F, ROWS, F, BF, INSIDE, LISTED, TMA)
+                level, share = _facts_of(lse, delta, head, query, query_end, M, ROWS, LISTED, TMA)
+                weight = tl.exp2(pair(k_tile, q_tile.T, None, PRECISION, UPCAST) * scale - level[None, :])
+                change = pair(v_tile, grad_tile.T, None, PRECISION, UPCAST)
+                if MASKED:
+                    kept = _kept(
+                        entries, walked // STEPS, patterns, (step * ROWS + column)[None, :], row_in[:, None],
+                        (query + column)[None, :], row[:, None], query_end, key_end, BM, BN, LISTED,
+                    )  # fmt: skip
+                    weight = tl.where(kept, weight, 0.0)
+                    if CLEAN:
+                        change = tl.where(kept, change, 0.0)
+                    if CLEAN & 2:
+                        q_tile = clean(q_tile, kept, 0)
+                        grad_tile = clean(grad_tile, kept, 0)
+                total_v = pair(weight.to(grad_tile.dtype), grad_tile, total_v, PRECISION, UPCAST)
+                change = (weight * (change - share[None, :])).to(q_tile.dtype)
+                total_k = pair(change, q_tile, total_k, PRECISION, UPCAST)
+                met = following
     line = kv_head.to(tl.int64) * N + row
     tl.store(
         grad_k + line[:, None] * E + tl.arange(0, BE)[None, :],

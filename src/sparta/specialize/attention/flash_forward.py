@@ -13,7 +13,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRETED", "clean", "copy_tile", "flash_forward", "join_splits", "load_tile", "pair", "walk_bounds"]
+__all__ = [
+    "INTERPRETED",
+    "clean",
+    "copy_tile",
+    "flash_forward",
+    "join_splits",
+    "load_tile",
+    "pair",
+    "place_of",
+    "walk_bounds",
+]
+
+_TOGETHER = tl.constexpr(8)  # heads
 
 
 @triton.jit
@@ -41,6 +53,20 @@ def pair(a, b, total, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
         return tl.dot(a, b, input_precision=PRECISION)
     else:
         return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def place_of(program, programs, tiles):
+    """Return the rank and the head, of all heads of all batches, that a program takes.
+
+    Lists of several lengths start longest first, and not head by head: the last head alone would leave most of the
+    device idle while its longest list is walked. Few heads at a time, so that the L2 cache holds their keys and values.
+    """
+    heads = programs // tiles
+    first = program // (tiles * _TOGETHER) * _TOGETHER
+    among = tl.minimum(heads - first, _TOGETHER)
+    within = program - first * tiles
+    return within // among, first + within % among
 
 
 @triton.jit
@@ -107,8 +133,7 @@ def flash_forward(
     """Compute one tile of queries, or one split of it: o (splits, B, H, M, F) and lse (splits, B, H, M), base 2."""
     program = tl.program_id(0)
     split = program % SPLITS
-    rank = (program // SPLITS) % q_tiles
-    head = program // (SPLITS * q_tiles)  # of all heads of all batches
+    rank, head = place_of(program // SPLITS, tl.num_programs(0) // SPLITS, q_tiles)
     batch = head // H
     kv_head = (head % H) // (H // KV_H)
     tile, begin, whole, end = walk_bounds(bounds, lengths, groups, head, batch, rank, q_tiles, BN, LISTED)

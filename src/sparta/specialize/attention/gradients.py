@@ -31,6 +31,7 @@ __all__ = ["Backward", "pieces"]
 
 _NARROW = 128  # heads, for which the gradients of many keys fit on chip
 _WALKED = 64
+_MASKED_STAGES = 2  # a list has few tiles that need a mask
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class Backward:
             flash_backward_q, (programs,), piece,
             self.q, *given, o, self.grad, self.lse, delta, grad_q, bounds, entries, *self._shared(patterns), tiles,
             *self._strides, *cut, piece.queries, piece.keys, *self._rest, tma, precision(self.q), INTERPRETED,
+            min(piece.stages, _MASKED_STAGES),
         )  # fmt: skip
 
     def _keys(self, delta: Tensor, grad_k: Tensor, grad_v: Tensor) -> None:
@@ -128,7 +130,8 @@ class Backward:
         start(
             flash_backward_kv, (programs,), piece,
             given[0], self.k, self.v, given[1], *facts, grad_k, grad_v, bounds, entries, *self._shared(patterns), tiles,
-            *self._strides, *cut, piece.queries, piece.keys, *self._rest, tma, shared, precision(self.q), INTERPRETED,
+            *self._strides, *cut, piece.queries, piece.keys, *self._rest, tma, shared, precision(self.q),
+            INTERPRETED, min(piece.stages, _MASKED_STAGES),
         )  # fmt: skip
 
 
