@@ -3,11 +3,13 @@
 Run with ``python benchmarks/gpu/attention.py``. Each contender is a CUDA graph of a few calls and graphs take turns.
 Dense is PyTorch's attention without a mask, by FlashAttention and by cuDNN, whichever is faster; the limit of a mask is
 one over its density. Decoding is bounded by reading keys and values instead, and is also given in bytes a second.
+``--only`` measures some of the masks again; rows of the others stay as they were stored.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +25,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from record import save
+from record import RESULTS, path_of, save
 from sparta.errors import SpartaError
 from sparta.specialize.attention.spec import attention_spec
 from sparta.specialize.attention.triton_flash import TritonFlash, TritonFlashSeqlen
@@ -43,8 +45,11 @@ are short at a density of 0.1, and the start and the end of a tile weigh more (4
 Gradients compute scores twice, once for queries and once for keys, so that every sum has one order: 7 products instead
 of the 5 of a kernel with atomics. Programs own 64 queries or keys, so that again two fit on a multiprocessor, or 128 in
 8 warps. To store the gradients of scores for the other kernel (5 products again) took longer than to compute them.
+Under a causal mask lists are of all lengths: those of eight heads start together, the longest first. Head by head, the
+longest lists of the last head were walked on a device that was idle otherwise.
 """
 _HEADS = 16
+_MASKS = ("blocks", "causal", "window", "decode", "lengths")
 # (queries, keys, width, pattern, density or window): the targets first.
 PLAN = [
     *((16384, 16384, 128, "blocks", density) for density in (0.5, 0.25, 0.1)),
@@ -236,29 +241,50 @@ def show(records: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def _before(folder: Path | None) -> dict[str, Any]:
+    """Return what a folder has of an earlier run, or the stored results where it has nothing."""
+    paths = [path_of("attention", torch.cuda.get_device_name(), each) for each in (folder, RESULTS) if each is not None]
+    path = next((each for each in paths if each.exists()), None)
+    return {} if path is None else dict(json.loads(path.read_text(encoding="utf-8"))["results"])
+
+
+def _is_of(row: Mapping[str, Any], case: Case, *, backward: bool) -> bool:
+    return row["backward"] == backward and all(row[key] == value for key, value in vars(case).items())
+
+
 def main() -> None:
     """Measure all cases, print the ratios, save the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=None, help="folder of the results")
     parser.add_argument("--seconds", type=float, default=300.0, help="stop after this time with what there is")
+    parser.add_argument("--only", nargs="+", choices=_MASKS, default=list(_MASKS), help="masks to measure")
     options = parser.parse_args()
     begin = time.monotonic()
     torch._dynamo.config.recompile_limit = 64
     compiled = torch.compile(flex_attention, dynamic=False)
-    records = []
     todo = [(Case(*case), False) for case in PLAN]
     todo += [(Case(8192, 8192, 128, "blocks", density), True) for density in (0.5, 0.1)]
     todo.append((Case(8192, 8192, 128, "causal", 0), True))
+    before = _before(options.out) if set(options.only) < set(_MASKS) else {}
+    records = []
     for case, backward in todo:
-        if time.monotonic() - begin > options.seconds:
-            print(f"stopped after {len(records)} cases")
-            break
-        records.append(measure(case, compiled, backward=backward))
-        print(show(records[-1:]), flush=True)
-        torch.cuda.empty_cache()
-    decoded = [decode(32768, density) for density in (0.5, 0.1)]
+        kept = [row for row in before.get("attention", ()) if _is_of(row, case, backward=backward)]
+        if case.pattern not in options.only and kept:
+            records += kept
+        elif time.monotonic() - begin <= options.seconds:
+            records.append(measure(case, compiled, backward=backward))
+            print(show(records[-1:]), flush=True)
+            torch.cuda.empty_cache()
+        else:
+            records += kept
+            print(f"not begun, the time is up: {case}")
+    decoded, lengths = before.get("decode"), before.get("lengths")
+    if decoded is None or "decode" in options.only:
+        decoded = [decode(32768, density) for density in (0.5, 0.1)]
+    if lengths is None or "lengths" in options.only:
+        lengths = lengths_case()
     results: dict[str, Any] = {"dtype": "bf16", "unit": "us a call", "notes": _NOTES, "attention": records}
-    results |= {"decode": decoded, "lengths": lengths_case()}
+    results |= {"decode": decoded, "lengths": lengths}
     print(show(records))
     for record in (*results["decode"], results["lengths"]):
         print({key: round(value, 3) if isinstance(value, float) else value for key, value in record.items()})

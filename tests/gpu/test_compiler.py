@@ -183,7 +183,7 @@ def test_the_back_end_of_torch_compile(rows):
 
 
 @pytest.mark.filterwarnings("ignore")  # Inductor's own
-@pytest.mark.parametrize("host", ["eager", "inductor", "graph", "inductor graph"])
+@pytest.mark.parametrize("host", ["eager", "inductor", "graph", "inductor graph", "max-autotune graph"])
 def test_every_host_gives_the_same(host):
     from sparta.compiler.run.host import Host, hosted
 

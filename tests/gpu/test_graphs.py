@@ -290,6 +290,25 @@ def test_packed_weights_that_a_module_lets_go_are_kept():
             assert torch.equal(run(x)[0], first)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor")
+@pytest.mark.parametrize("host", [Host.INDUCTOR_GRAPH, Host.TUNED_GRAPH])
+def test_what_inductor_compiled_outlives_its_place_in_dynamo(host):
+    """Dynamo forgets what it compiled when someone asks for that, and Triton unloads kernels that no one holds."""
+    model, x = stack(256, 1), draw(2, 32, 256)
+    fast = sparta.compile(model, x, tune="off")
+    run = hosted(fast.graph, host)
+    with torch.no_grad():
+        first = run(x)[0]
+        assert not run.problem
+        close(first, model(x), "recorded")
+        for turn in range(4):
+            torch._dynamo.reset()
+            churn(turn)
+            torch.compile(copy.deepcopy(model), dynamic=False)(draw(1, 16 + turn, 256))  # kernels in their place
+            churn(turn)
+            assert torch.equal(run(x)[0], first), turn
+
+
 # ---------------------------------------------------------------- graphs of others, with our layers
 
 

@@ -83,8 +83,8 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     device
         The device to compile for; None stays where the model is.
     tune
-        ``"quick"`` times a few candidates per layer, ``"full"`` many, and `torch.compile` as a host for the rest;
-        ``"off"`` measures nothing and takes what earlier runs stored, else dense.
+        ``"quick"`` times a few candidates per layer, ``"full"`` many, and `torch.compile` as a host for the rest, on
+        CUDA also as max-autotune; ``"off"`` measures nothing and takes what earlier runs stored, else dense.
     dynamic_shapes
         By default every size may change that the model lets change: batches, lengths, images. Dims as in
         :func:`torch.export.export` narrow that; None compiles for the sizes of the example alone.

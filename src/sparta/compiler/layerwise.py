@@ -33,7 +33,7 @@ __all__ = ["LayerByLayer"]
 _NUDGES = (0, 1, 2)  # seeds of runs that differ by roundings of real numbers
 _NUDGE = 4.0  # units in the last place
 _SPREADS = 2.0  # how often the largest of so few may be exceeded by another
-_WITH_TAPS = {Host.INDUCTOR: Host.EAGER, Host.GRAPH: Host.EAGER, Host.INDUCTOR_GRAPH: Host.EAGER}
+_WITH_TAPS = {host: Host.EAGER for host in Host if host.graphed or host.compiles}
 
 
 class LayerByLayer:

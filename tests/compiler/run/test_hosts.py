@@ -146,7 +146,9 @@ def test_two_that_are_close_compete_once_more_and_others_do_not(forced, own_stor
     assert fast.report.speedup == pytest.approx(10 / 9)
 
 
-@pytest.mark.parametrize("text", ["eager", "chain", "panels", "inductor", "graph", "inductor graph"])
+@pytest.mark.parametrize(
+    "text", ["eager", "chain", "panels", "inductor", "graph", "inductor graph", "max-autotune graph"]
+)
 def test_hosts_of_older_files_are_read(text):
     assert Host.from_text(text).value == text
     fields = {"base": "reduced", "host": text, "milliseconds": {}, "reason": "not timed", "chosen": ""}  # of version 1

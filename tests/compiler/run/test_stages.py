@@ -1,7 +1,9 @@
 """What lies between layers is compiled once for equal stretches, activations are rounded once, and results stay."""
 
+import gc
 import operator
 import warnings
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -19,8 +21,9 @@ from sparta.compiler.lower.scaled_linear import ScaledLinearLowering
 from sparta.compiler.run.host import Host
 from sparta.compiler.run.kernel_module import Fused, KernelModule
 from sparta.compiler.run.rounding import rounded_tokens, traced_rounding, with_shared_rounding
-from sparta.compiler.run.stages import calls_to_compile, staged
+from sparta.compiler.run.stages import calls_to_compile, staged, tuned
 from sparta.compiler.session import Session
+from sparta.compiler.variant import ORIGINAL
 from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.scaled_linear.inputs import InputRounding, RoundsInputs, shared_rounding
 from sparta.specialize.scaled_linear.producers import rounded_gate, rounded_norm
@@ -103,6 +106,51 @@ def test_stretches_of_other_constants_or_sizes_are_others():
     graph = graph_of(Powers().eval(), x)
     assert len(compiled_with(graph, x)) == 2
     assert calls_to_compile(graph.graph) == 2
+
+
+@pytest.mark.parametrize("tune", [False, True])
+def test_what_is_compiled_lives_as_long_as_what_runs_it(tune, monkeypatch):
+    """Dynamo forgets it when someone asks for that, and a CUDA graph goes on to replay kernels that were unloaded."""
+    made = []
+
+    class Compiled:
+        def __init__(self, graph, patches):
+            self.graph, self.patches = graph, patches
+
+        def __call__(self, *inputs):
+            return self.graph(*inputs)
+
+    def compile_fx(graph, inputs, config_patches):
+        compiled = Compiled(graph.forward, config_patches)
+        made.append(weakref.ref(compiled))
+        return compiled
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    x = torch.randn(3, 16)
+    run = staged(graph_of(Block().eval(), x), tuned if tune else None)
+    with torch.no_grad():
+        run(x)
+    torch._dynamo.reset()
+    gc.collect()
+    assert made
+    assert all(compiled() is not None for compiled in made)
+    assert all(("max_autotune" in compiled().patches) == tune for compiled in made)
+    # Templates of PyTorch before 2.13 give wrong results for some convolutions larger than 1x1.
+    assert all(compiled().patches.get("max_autotune_conv_backends", "ATEN") == "ATEN" for compiled in made)
+    del run
+    torch._dynamo.reset()
+    gc.collect()
+    assert all(compiled() is None for compiled in made)
+
+
+@pytest.mark.parametrize(("tune", "competes"), [("full", True), ("quick", False)])
+def test_all_that_inductor_can_try_is_tried_where_everything_is(tune, competes):
+    session = Session(budget_s=0.01, tune=tune)
+    started = job.Job.started(nets.pruned(nets.Mlp()), torch.randn(6, 32), None, None, (), session)
+    session.in_graphs = True
+    assert (Host.TUNED_GRAPH in started.contest(inductor=True)._hosts(ORIGINAL)) is competes
+    session.in_graphs = False
+    assert Host.TUNED_GRAPH not in started.contest(inductor=True)._hosts(ORIGINAL)
 
 
 def test_views_alone_are_not_compiled():

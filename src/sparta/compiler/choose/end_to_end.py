@@ -31,6 +31,7 @@ from sparta.compiler.variant import GIVEN, ORIGINAL, Base, Variant
 __all__ = ["Contest"]
 
 _INDUCTOR_SECONDS = 0.1  # for a call of the graph, about, before one was compiled here
+_TUNED_LONGER = 8.0  # how much longer it takes when it tries all that it can
 _TRIES, _BRIEF_TRIES = 4, 8  # more, where timing is unstable; the latter where each takes little
 _BRIEF_SECONDS = 0.3
 _MOST_COPIED = 1 << 30  # bytes of weights that are packed once more, for a rival that hardly ever wins
@@ -150,7 +151,7 @@ class Contest:
         )
         if decision.host is Host.PANELS:
             plans = self.workshop.aligned(plans)
-        if decision.host is Host.INDUCTOR and self.session.in_graphs:
+        if decision.host.compiles and self.session.in_graphs and not decision.host.graphed:
             return None  # which does not compete here
         kernels = sparse_names(plans) if decision.base is Base.REDUCED else frozenset()
         variant = Variant(decision.base, kernels, decision.host)
@@ -375,14 +376,16 @@ class Contest:
         """
         compiled = self.inductor and (base.base is Base.ORIGINAL or bool(base.kernels))
         if self.session.in_graphs:
-            return [Host.EAGER, Host.GRAPH, *([Host.INDUCTOR_GRAPH] if compiled else [])]
+            tuned = [Host.TUNED_GRAPH] if self.session.tune == "full" else []
+            return [Host.EAGER, Host.GRAPH, *([Host.INDUCTOR_GRAPH, *tuned] if compiled else [])]
         return [Host.EAGER, Host.INDUCTOR] if compiled else [Host.EAGER]
 
     def _affords_preparing(self, variant: Variant, plans: Plans) -> bool:
         """Whether a host can be made ready in what is left of the budget: compiling cannot be cut short."""
         seconds = 0.0
-        if variant.host.plain is Host.INDUCTOR:
+        if variant.host.compiles:
             seconds = self.inductor_seconds * self.workshop.calls_to_compile(variant, plans)
+            seconds *= _TUNED_LONGER if variant.host.plain is Host.TUNED else 1.0
         if self.session.affords(seconds):
             return True
         if seconds and not self.session.interrupted:

@@ -172,9 +172,8 @@ class CompiledModel(nn.Module):
             )
             self._hosted = hosted(self.graph, Host.EAGER)
             result = self._hosted(*leaves)
-        if (
-            self._fast_path is None and self.report.plan.whole.host is not Host.INDUCTOR
-        ):  # which may have to compile again
+        host = self.report.plan.whole.host
+        if self._fast_path is None and (host.graphed or not host.compiles):  # which may have to compile again
             self._fast_path = self._fast_path_of(self._hosted)
         return result
 

@@ -1,4 +1,4 @@
-"""Hosts: what runs a graph between its kernels. Eager, a chain, panels, Inductor, or eager and Inductor in CUDA graphs.
+"""Hosts: what runs a graph between its kernels. Eager, a chain, panels, Inductor, or one of them in a CUDA graph.
 
 A host changes how a graph is called and never what it computes; which one pays is measured end to end, not
 here.
@@ -19,7 +19,7 @@ from sparta.compiler.run.cuda_graph import Graphed, on_cuda
 from sparta.compiler.run.eager import with_fast_paths
 from sparta.compiler.run.panels import panelled
 from sparta.compiler.run.rounding import with_shared_rounding
-from sparta.compiler.run.stages import staged
+from sparta.compiler.run.stages import staged, tuned
 from sparta.errors import FileFormatError, did_you_mean
 
 __all__ = ["Host", "hosted"]
@@ -38,6 +38,8 @@ class Host(StrEnum):
     INDUCTOR = "inductor"
     GRAPH = "graph"  # eager, replayed from a CUDA graph
     INDUCTOR_GRAPH = "inductor graph"
+    TUNED = "max-autotune"  # Inductor with all that it can try, which takes minutes
+    TUNED_GRAPH = "max-autotune graph"
 
     @classmethod
     def from_text(cls, text: object) -> Host:
@@ -50,12 +52,18 @@ class Host(StrEnum):
     @property
     def graphed(self) -> bool:
         """Whether all of it is replayed from a CUDA graph."""
-        return self in (Host.GRAPH, Host.INDUCTOR_GRAPH)
+        return self is not self.plain
 
     @property
     def plain(self) -> Host:
         """The host whose calls are replayed; any other is itself."""
-        return {Host.GRAPH: Host.EAGER, Host.INDUCTOR_GRAPH: Host.INDUCTOR}.get(self, self)
+        replayed = {Host.GRAPH: Host.EAGER, Host.INDUCTOR_GRAPH: Host.INDUCTOR, Host.TUNED_GRAPH: Host.TUNED}
+        return replayed.get(self, self)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether Inductor compiles, which takes long."""
+        return self.plain in (Host.INDUCTOR, Host.TUNED)
 
 
 def hosted(
@@ -73,15 +81,15 @@ def hosted(
     plain = host.plain
     if on_cuda(module) and not any_size:
         stages = host.graphed if stages is None else stages
-        rounded = with_shared_rounding(module, traced=stages and plain is Host.INDUCTOR)
+        rounded = with_shared_rounding(module, traced=stages and host.compiles)
     else:
         stages, rounded = False, module
-    if plain is Host.INDUCTOR and stages:
-        run: Callable[..., Any] = staged(rounded)
-    elif plain is Host.INDUCTOR:
+    if host.compiles and stages:
+        run: Callable[..., Any] = staged(rounded, tuned if plain is Host.TUNED else None)
+    elif host.compiles:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            run = torch.compile(module)
+            run = tuned(module) if plain is Host.TUNED else torch.compile(module)
     elif plain is Host.CHAIN:
         run = Chained(module, any_size=any_size)
     else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,12 @@ from sparta.compiler.graph.program import copied
 from sparta.compiler.run.eager import with_fast_paths
 from sparta.compiler.run.rounding import ROUNDING_CALLS
 
-__all__ = ["calls_to_compile", "staged"]
+__all__ = ["calls_to_compile", "staged", "tuned"]
 
 _aten = torch.ops.aten
+# Convolutions come from libraries: Inductor's own template for kernels larger than 1x1 gives wrong results with 8 warps
+# for some shapes (pytorch/pytorch#173068, mended in PyTorch 2.13), and to time it on depthwise ones takes minutes.
+_TUNED = {"max_autotune": True, "coordinate_descent_tuning": True, "max_autotune_conv_backends": "ATEN"}
 Compiler = Callable[[fx.GraphModule], Callable[..., Any]]
 
 
@@ -61,6 +64,15 @@ def staged(module: fx.GraphModule, compiler: Compiler | None = None) -> Callable
     graph.output(fx.map_arg(next(iter(reversed(module.graph.nodes))).args[0], copies.__getitem__))
     graph.lint()
     return with_fast_paths(fx.GraphModule(module, graph, "Staged"))
+
+
+def tuned(module: fx.GraphModule) -> Callable[..., Any]:
+    """Return a graph as Inductor compiles it when it tries all that it can, for inputs of one size.
+
+    >>> tuned(fx.symbolic_trace(torch.nn.ReLU())).__class__.__name__
+    'OptimizedModule'
+    """
+    return _inductor(module, _TUNED)
 
 
 def calls_to_compile(graph: fx.Graph) -> int:
@@ -131,8 +143,21 @@ class _Compiled:
         return made(*inputs)
 
 
-def _inductor(module: fx.GraphModule) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(module, dynamic=False)
+def _inductor(module: fx.GraphModule, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """Return a graph as Inductor compiles it, for inputs of one size.
+
+    What is compiled lives as long as what is returned. It would be Dynamo's otherwise, which forgets it whenever it is
+    told to, and Triton then unloads kernels that a CUDA graph still replays.
+    """
+    made: list[Callable[..., Any]] = []
+
+    def compiled_by(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        made.append(compile_fx(graph, inputs, config_patches=dict(options or {})))
+        return made[-1]
+
+    compiled: Callable[..., Any] = torch.compile(module, dynamic=False, backend=compiled_by)
     return compiled
 
 

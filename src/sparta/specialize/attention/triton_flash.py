@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -46,7 +47,6 @@ _MANY_FLOAT32 = {
 }
 # Tiles of gradients: a side of 128 is owned by one program of 8 warps, one of 64 by one of 4, and two of those fit.
 _BACK = {(64, 64): 1.0, (128, 64): 0.98, (64, 128): 0.97, (128, 128): 0.95, (32, 32): 0.35, (16, 16): 0.12}
-_BACKS = 4
 _NARROW = 256  # bytes of a row; wider heads have tiles for gradients that are made of smaller pieces anyway
 _FEW_QUERIES = ((64, 3, 4), (128, 2, 4), (32, 4, 2), (16, 4, 2))
 
@@ -224,8 +224,10 @@ def _tiles(spec: KernelSpec) -> list[AttentionTile]:
     backs = _backs(spec)
     if not backs:
         return tiles[:_TRIED]
-    pairs = [*((tiles[0], back) for back in backs[:_BACKS]), *((tile, backs[0]) for tile in tiles[1:])]
-    return [replace(tile, back_queries=back[0], back_keys=back[1]) for tile, back in pairs][:_TRIED]
+    # Results and gradients have nothing to do with each other: both first guesses, then those next to them.
+    ranks = sorted(product(range(len(tiles)), range(len(backs))), key=sum)
+    pairs = [(tiles[own], backs[back]) for own, back in ranks[:_TRIED]]
+    return [replace(tile, back_queries=back[0], back_keys=back[1]) for tile, back in pairs]
 
 
 def _backs(spec: KernelSpec) -> list[tuple[int, int]]:
