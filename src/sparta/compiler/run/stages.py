@@ -25,7 +25,7 @@ __all__ = ["calls_to_compile", "staged", "tuned"]
 
 _aten = torch.ops.aten
 # Convolutions come from libraries: Inductor's own template for kernels larger than 1x1 gives wrong results with 8 warps
-# for some shapes (pytorch/pytorch#173068, mended in PyTorch 2.13), and to time it on depthwise ones takes minutes.
+# for some shapes (pytorch/pytorch#173068, mended in PyTorch 2.13), and to time it on depthwise ones takes long.
 _TUNED = {"max_autotune": True, "coordinate_descent_tuning": True, "max_autotune_conv_backends": "ATEN"}
 Compiler = Callable[[fx.GraphModule], Callable[..., Any]]
 
