@@ -5,9 +5,9 @@ some); ``--quick`` takes tiny models on any device. Models are BERT-base, Mobile
 batch of 32. Rivals are the dense model, eager and by `torch.compile` (default and max-autotune), and with linear layers
 in fp8, all replayed from CUDA graphs. The steps are: what was pruned is cut out, kernels for what is left, fewer bits.
 Where the paper has int8, a GPU of today has fp8. max-autotune takes convolutions from cuDNN: with Inductor's templates
-among them, the process ended in an illegal memory access on MobileNet after BERT's rows. The cause is not known: each
-of them alone, in a process without sparta, is right (before PyTorch 2.13 they are not for some other shapes, see
-pytorch/pytorch#173068). They lose to cuDNN everywhere but in the first layer, so that rival misses little.
+among them, the process ended in an illegal memory access on MobileNet after BERT's rows. The cause is not known:
+one at a time, in processes without sparta, they gave right results (before PyTorch 2.13 they do not for some other
+shapes, see pytorch/pytorch#173068).
 
 Results are saved after every row. Rows that are there already stay, ``--again`` measures them anew; no row is begun
 after ``--limit`` seconds, and the status is 3 until all are measured.
