@@ -64,7 +64,8 @@ class Case:
     group: int | None = None
 
 
-_TWO_FOUR, _BLOCKS = ("cuda-24-resident", "cuda-24", "cuda-24-matrix-fp8"), ("triton-block-fp8", "triton-block")
+_TWO_FOUR = ("cuda-24-resident", "cuda-24", "cuda-24-matrix-fp8")
+_BLOCKS = ("cuda-block-fp8", "triton-block-fp8", "triton-block")
 CASES = (
     Case("2:4", FP8, (WIDE, SQUARE), (1, 16, 64, 256, 2048, 16384), _TWO_FOUR, 1.4),
     Case("2:4", "int4", (WIDE,), (1,), _TWO_FOUR, 1.3, 128),

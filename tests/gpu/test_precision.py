@@ -64,7 +64,7 @@ def test_large_layers_run_sparse_in_fp8_within_a_budget():
     model = model.bfloat16().eval()
     sparta.Spec.from_pattern(model, sparta.Block(64, 64), 0.9).apply(model)
     fast = sparta.compile(model, x, precision="fp8", calibration=[x], budget_s=30, dynamic_shapes=None)
-    assert {layer.first.implement for layer in fast.report.plan.layers} == {"triton-block-fp8"}
+    assert {layer.first.implement for layer in fast.report.plan.layers} <= {"cuda-block-fp8", "triton-block-fp8"}
 
 
 class Gated(nn.Module):

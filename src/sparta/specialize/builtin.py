@@ -35,6 +35,7 @@ from sparta.specialize.linear.cuda_24_matrix import TwoFourMatrix
 from sparta.specialize.linear.cuda_24_resident import TwoFourResident
 from sparta.specialize.linear.cuda_banks import CudaBanks
 from sparta.specialize.linear.cuda_bitmap import CudaBitmap
+from sparta.specialize.linear.cuda_block import CudaBlock
 from sparta.specialize.linear.cuda_gather import CudaGather
 from sparta.specialize.linear.cuda_lanes import CudaLanes
 from sparta.specialize.linear.cusparselt import CuSparseLt
@@ -52,6 +53,7 @@ from sparta.specialize.moe.triton_ragged import TritonRagged
 from sparta.specialize.scaled_linear.cuda_24 import ScaledResident, ScaledTwoFour
 from sparta.specialize.scaled_linear.cuda_24_matrix import Fp8Matrix
 from sparta.specialize.scaled_linear.cuda_banks import ScaledBanks
+from sparta.specialize.scaled_linear.cuda_block import Fp8CudaBlock
 from sparta.specialize.scaled_linear.cuda_gather import ScaledGather
 from sparta.specialize.scaled_linear.dense import DenseFp8, DenseScaled
 from sparta.specialize.scaled_linear.triton_block import Fp8Block, ScaledBlock
@@ -69,6 +71,7 @@ _LINEAR: tuple[type[Implement], ...] = (
     CpuBf16Panel,
     CuSparseLt,
     TwoFourMatrix,
+    CudaBlock,
     TritonBlock,
     TwoFour,
     TwoFourResident,
@@ -113,6 +116,7 @@ _SCALED_LINEAR: tuple[type[Implement], ...] = (
     DenseScaled,
     DenseFp8,
     Fp8Matrix,
+    Fp8CudaBlock,
     Fp8Block,
     ScaledBlock,
     ScaledTwoFour,

@@ -44,6 +44,27 @@ def test_norms(inputs, rms, keep, scale):
     torch.testing.assert_close(plain, alone, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's own, in the interpreter
+@pytest.mark.parametrize("rms", [True, False])
+@pytest.mark.parametrize("inputs", [7, 64, 1000])
+def test_norms_that_are_not_rounded(inputs, rms):
+    torch.manual_seed(0)
+    x = 3 * torch.randn(5, 2 * inputs).half()[:, :inputs]
+    x[1, 2], x[2, 3], x[3] = torch.nan, torch.inf, 0
+    weight, bias = torch.rand(inputs).half(), None if rms else torch.randn(inputs).half()
+    sizes = (inputs,)
+    for each, shift in ((weight, bias), (None, None)):
+        made = kernels.plain_norm_on_gpu(x, each, shift, 1e-3, rms=rms)
+        expected = (
+            functional.rms_norm(x.double(), sizes, None if each is None else each.double(), 1e-3)
+            if rms
+            else functional.layer_norm(
+                x.double(), sizes, *(None if t is None else t.double() for t in (each, shift)), 1e-3
+            )
+        )
+        torch.testing.assert_close(made.double(), expected, rtol=2e-3, atol=2e-3, equal_nan=True)
+
+
 @pytest.mark.parametrize("scale", [None, 2**-5])
 @pytest.mark.parametrize("activate", [True, False])
 def test_gates_of_one_product(activate, scale):

@@ -18,7 +18,7 @@ from sparta.compiler.run.chain.chained import Chained
 from sparta.compiler.run.cuda_graph import Graphed, on_cuda
 from sparta.compiler.run.eager import with_fast_paths
 from sparta.compiler.run.panels import panelled
-from sparta.compiler.run.rounding import with_shared_rounding
+from sparta.compiler.run.rounding import with_own_norms, with_shared_rounding
 from sparta.compiler.run.stages import staged, tuned
 from sparta.errors import FileFormatError, did_you_mean
 
@@ -82,6 +82,7 @@ def hosted(
     if on_cuda(module) and not any_size:
         stages = host.graphed if stages is None else stages
         rounded = with_shared_rounding(module, traced=stages and host.compiles)
+        rounded = with_own_norms(rounded) if plain is Host.EAGER else rounded
     else:
         stages, rounded = False, module
     if host.compiles and stages:

@@ -1,4 +1,4 @@
-"""Rounding once: layers that read the same activation in fp8 share its codes and scales.
+"""Rounding once: layers that read the same activation in fp8 share its codes and scales. Norms by kernels of ours.
 
 Without this each layer rounds x in a pass of its own, so the queries, keys and values of an attention round one tensor
 three times. Rounding becomes a call of the graph. Where x comes from a norm or a gated product, one kernel of ours
@@ -20,12 +20,13 @@ from sparta.aten import arguments_of
 from sparta.compiler.graph.program import copied
 from sparta.compiler.run.kernel_module import KernelModule
 from sparta.specialize.scaled_linear.inputs import InputRounding
-from sparta.specialize.scaled_linear.producers import rounded_gate, rounded_norm
+from sparta.specialize.scaled_linear.producers import norm, rounded_gate, rounded_norm
 from sparta.specialize.scaled_linear.spec import fp8_rows
 
-__all__ = ["ROUNDING_CALLS", "rounded_tokens", "traced_rounding", "with_shared_rounding"]
+__all__ = ["ROUNDING_CALLS", "rounded_tokens", "traced_rounding", "with_own_norms", "with_shared_rounding"]
 
 _aten = torch.ops.aten
+_NORMS = (_aten.rms_norm.default, _aten.layer_norm.default)
 
 
 def rounded_tokens(x: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -89,14 +90,12 @@ def _made_rounded(
     graph: fx.Graph, x: fx.Node, scale: float | None, like: Tensor, *, keep: bool
 ) -> tuple[fx.Node, ...] | None:
     """Return codes, scales, and x if it is kept, by one call in place of x's own; None where there is none."""
-    if x.target in (_aten.rms_norm.default, _aten.layer_norm.default):
-        call, rms = arguments_of(x), x.target is _aten.rms_norm.default
-        if len(call["normalized_shape"]) != 1:
+    if x.target in _NORMS:
+        found = _norm_arguments(x, like)
+        if found is None:
             return None
-        eps = call["eps"] if call["eps"] is not None else _epsilon(like.dtype, like.device)
         target: Callable[..., Any] = rounded_norm
-        arguments: tuple[Any, ...] = call["input"], call["weight"], call.get("bias"), eps
-        more = {"rms": rms}
+        arguments, more = found
     elif x.target is _aten.mul.Tensor and (gated := _gated(x)) is not None:
         target, arguments, more = rounded_gate, gated[:2], {"activate": gated[2]}
     else:
@@ -104,6 +103,37 @@ def _made_rounded(
     with graph.inserting_before(x):
         whole = graph.call_function(target, arguments, {**more, "scale": scale, "keep": keep})
         return tuple(graph.call_function(operator.getitem, (whole, place)) for place in range(3 if keep else 2))
+
+
+def with_own_norms(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a graph whose norms are one kernel of ours each, for where no compiler fuses them with others.
+
+    It shares tensors and layers with the module, and is the same one where it has no norm.
+    """
+    if not any(node.target in _NORMS for node in module.graph.nodes):
+        return module
+    graph, _ = copied(module.graph)
+    for node in list(graph.nodes):
+        found = _norm_arguments(node, None) if node.target in _NORMS else None
+        if found is None:
+            continue
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(graph.call_function(norm, *found))
+        graph.erase_node(node)
+    graph.lint()
+    return fx.GraphModule(module, graph, "Normed")
+
+
+def _norm_arguments(node: fx.Node, like: Tensor | None) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return what our norms take in place of a call of PyTorch's; None where it is not of the last dim alone.
+
+    `like` is of the dtype and the device of what is normed, from which an epsilon follows that is not given.
+    """
+    call = arguments_of(node)
+    if len(call["normalized_shape"]) != 1 or (like is None and call["eps"] is None):
+        return None
+    eps = call["eps"] if like is None or call["eps"] is not None else _epsilon(like.dtype, like.device)
+    return (call["input"], call["weight"], call.get("bias"), eps), {"rms": node.target is _aten.rms_norm.default}
 
 
 def _rounded(graph: fx.Graph, layer: fx.Node, x: fx.Node, scale: float | None, *, traced: bool) -> tuple[fx.Node, ...]:

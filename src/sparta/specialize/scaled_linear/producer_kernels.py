@@ -14,7 +14,7 @@ from sparta.specialize.cuda.device import HOPPER, capability
 from sparta.specialize.cuda.launcher import Launcher
 from sparta.specialize.scaled_linear.input_kernels import INTERPRETED, TINY, bits_of, codes_in, scale_of, warps_for
 
-__all__ = ["gate_on_gpu", "norm_on_gpu"]
+__all__ = ["gate_on_gpu", "norm_on_gpu", "plain_norm_on_gpu"]
 
 
 @triton.jit
@@ -27,13 +27,17 @@ def _inverse(x, FAST: tl.constexpr):
 
 @triton.jit
 def _store_rounded(y, made, codes, scales, row, column, K, given, tiny, STATIC: tl.constexpr, KEEP: tl.constexpr):
-    """Write a token's codes and scale, and the token itself where others read it; y is 0 beyond K."""
+    """Write a token's codes and scale, if there is room for them, and the token itself where others read it.
+
+    y is 0 beyond K.
+    """
     if KEEP:
         tl.store(made + row * K + column, y, mask=column < K)
-    part = y.to(tl.float32)
-    scale = given * 1.0 if STATIC else scale_of(tl.max(bits_of(part), 0), tiny)
-    tl.store(scales + row, scale)
-    tl.store(codes + row * K + column, codes_in(part, scale, STATIC), mask=column < K)
+    if codes is not None:
+        part = y.to(tl.float32)
+        scale = given * 1.0 if STATIC else scale_of(tl.max(bits_of(part), 0), tiny)
+        tl.store(scales + row, scale)
+        tl.store(codes + row * K + column, codes_in(part, scale, STATIC), mask=column < K)
 
 
 @triton.jit
@@ -55,7 +59,7 @@ def round_norm(
     KEEP: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Make one token of a norm, and round it."""
+    """Make one token of a norm, and round it if codes are asked for."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < K
@@ -129,6 +133,16 @@ def norm_on_gpu(
     return codes, scales, made
 
 
+def plain_norm_on_gpu(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, rms: bool) -> Tensor:
+    """Return the norm (M, K) of x (M, K) in its own dtype."""
+    made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block, options = _started(x)
+    constants = (block, rms, False, True, bool(options["launch_pdl"]))
+    arguments = (x, weight, bias, made, None, None, x.shape[1], x.stride(0), eps, 1.0, TINY, *constants)
+    _norm(x.shape[0], arguments, x.device, options)
+    return made
+
+
 def gate_on_gpu(
     gate: Tensor, up: Tensor, scale: float | None, *, activate: bool, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,6 +161,11 @@ def _room(x: Tensor, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, int, dict[s
     codes = torch.empty((rows, inputs), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     made = torch.empty((rows, inputs), dtype=x.dtype, device=x.device) if keep else x
-    block = triton.next_power_of_2(inputs)
+    return made, codes, scales, *_started(x)
+
+
+def _started(x: Tensor) -> tuple[int, dict[str, int | bool]]:
+    """Return the elements of a token that a program holds, and how it is compiled and started."""
+    block = triton.next_power_of_2(x.shape[1])
     early = not INTERPRETED and capability(x.device) >= HOPPER  # set up while the kernel before ends
-    return made, codes, scales, block, {"num_warps": warps_for(block), "launch_pdl": early}
+    return block, {"num_warps": warps_for(block), "launch_pdl": early}

@@ -1,4 +1,4 @@
-"""What makes tokens for layers in fp8, with the rounding in the same pass: norms, and the product of a gated layer.
+"""What makes tokens for layers: norms, and the product of a gated layer, with rounding to fp8 in the same pass.
 
 A norm has all of a token at hand, and so its largest element: where it writes codes and scale itself, rounding costs a
 byte per element and no pass of its own. Away from a GPU with Triton the two steps run one after the other; what both
@@ -14,7 +14,7 @@ from torch.nn import functional
 from sparta.specialize.cuda.device import triton_here
 from sparta.specialize.scaled_linear.inputs import InputRounding
 
-__all__ = ["rounded_gate", "rounded_norm"]
+__all__ = ["norm", "rounded_gate", "rounded_norm"]
 
 _WIDEST = 16384
 
@@ -53,10 +53,27 @@ def rounded_norm(
 
         codes, scales, made = norm_on_gpu(_rows(x), weight, bias, eps, scale, rms=rms, keep=keep)
         return codes.view(x.shape), scales, made.view(x.shape) if keep else x
-    sizes = (x.shape[-1],)
-    made = functional.rms_norm(x, sizes, weight, eps) if rms else functional.layer_norm(x, sizes, weight, bias, eps)
+    made = norm(x, weight, bias, eps, rms=rms)
     codes, scales = InputRounding(scale)(made.reshape(-1, x.shape[-1]))
     return codes.view(x.shape), scales, made
+
+
+def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, rms: bool) -> Tensor:
+    """Return the LayerNorm, or RMSNorm, of the last dim of x (..., K).
+
+    It is for inference: PyTorch's own runs where gradients are asked for, and away from a GPU with Triton.
+
+    >>> norm(torch.tensor([[3.0, -3.0]]), None, None, 0.0, rms=False).tolist()
+    [[1.0, -1.0]]
+    """
+    given = [each for each in (weight, bias) if each is not None]
+    fits = _takes(x) and all(each.dtype == x.dtype and each.is_contiguous() for each in given)
+    if fits and not (torch.is_grad_enabled() and any(each.requires_grad for each in (x, *given))):
+        from sparta.specialize.scaled_linear.producer_kernels import plain_norm_on_gpu
+
+        return plain_norm_on_gpu(_rows(x), weight, bias, eps, rms=rms).view(x.shape)
+    sizes = (x.shape[-1],)
+    return functional.rms_norm(x, sizes, weight, eps) if rms else functional.layer_norm(x, sizes, weight, bias, eps)
 
 
 def rounded_gate(

@@ -38,7 +38,7 @@ OP: Final = "scaled_linear"
 FP8: Final = "fp8_e4m3"
 LARGEST: Final = {FP8: 448.0, "int8": 127.0, "int4": 7.0}
 """What the largest weight of a group is rounded to, by format."""
-FP8_IMPLEMENTS: Final = frozenset({"cuda-24-matrix-fp8", "dense-fp8", "triton-block-fp8"})
+FP8_IMPLEMENTS: Final = frozenset({"cuda-24-matrix-fp8", "cuda-block-fp8", "dense-fp8", "triton-block-fp8"})
 """The implements of :data:`OP` that round x to fp8; the others read few bits and multiply in bf16 or fp16."""
 _LOWEST = {"int8": -127, "int4": -8}
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)

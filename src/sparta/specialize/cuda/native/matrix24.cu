@@ -9,6 +9,7 @@
 // Compile-time numbers: IS_HALF, ACTIVATION, FORMAT (0: 16 bits, 1: fp8 with scales of tokens and outputs), RESIDUAL
 // (whether there is one), TOKENS, GROUPS, CLUSTER, STAGES, CTAS (blocks on a multiprocessor).
 #include "few_tokens.cuh"
+#include "warpgroup.cuh"
 #include "warpgroup24.cuh"
 
 constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;

@@ -14,34 +14,33 @@ from sparta.specialize.linear.triton_block.candidates import candidates, coverag
 from sparta.specialize.linear.triton_block.layout import BlockLayout
 from sparta.specialize.linear.triton_block.tile import BlockTile
 
-__all__ = ["TritonBlock"]
+__all__ = ["BlockKernel", "TritonBlock"]
 
 _MOST_COVERED = 0.7  # above it no tile was ever faster than dense
 _MOST_OF_A_GRADIENT = 0.5  # above it the dense product is as fast
 
 
-class _BlockKernel(LinearKernel):
-    """Sums in float32 over the kept blocks of a row in one fixed order: equal inputs give equal bits."""
+class BlockKernel(LinearKernel):
+    """What kernels on the layout of kept blocks share: packing, and the gradient of the weight."""
 
-    def __init__(self, spec: KernelSpec, tile: BlockTile) -> None:
+    def __init__(self, layout: BlockLayout) -> None:
         need_triton()
-        from sparta.specialize.linear.triton_block.launch import BlockLinearLauncher
         from sparta.specialize.linear.triton_block.training import BlockGradient, BlockPacker
 
-        n, k = spec["weight"].shape
-        self._layout = BlockLayout(spec["weight"], tile)
-        self._pack = BlockPacker(self._layout)
-        self._gradient = BlockGradient(self._layout)
-        self._launch = BlockLinearLauncher((n, k), tile, spec.epilogue.activation, whole=self._layout.whole)
+        self._layout = layout
+        self._pack = BlockPacker(layout)
+        self._gradient = BlockGradient(layout)
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
+        """Return kept blocks, their columns, the schedule."""
         index = self._layout.index(operand.device)
         return self._pack(operand), index.columns, index.schedule
 
     def pack_with_transpose(
         self, other: LinearKernel, operand: Tensor
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
-        if not isinstance(other, _BlockKernel):
+        """Return both by one kernel, where the other has kept blocks too."""
+        if not isinstance(other, BlockKernel):
             return None
         device = operand.device
         indices = self._layout.index(device), other._layout.index(device)
@@ -49,15 +48,27 @@ class _BlockKernel(LinearKernel):
         first, second = ((v, each.columns, each.schedule) for v, each in zip(both, indices, strict=True))
         return first, second
 
+    def weight_gradient(
+        self, grad: Tensor, x: Tensor, mask: Tensor, *, bias: bool = False
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Return the gradient in kept blocks and zeros elsewhere, unless most blocks are kept."""
+        return self._gradient(grad, x, mask, bias=bias) if self._gradient.density <= _MOST_OF_A_GRADIENT else None
+
+
+class _TritonKernel(BlockKernel):
+    """Sums in float32 over the kept blocks of a row in one fixed order: equal inputs give equal bits."""
+
+    def __init__(self, spec: KernelSpec, tile: BlockTile) -> None:
+        super().__init__(BlockLayout(spec["weight"], tile))
+        from sparta.specialize.linear.triton_block.launch import BlockLinearLauncher
+
+        n, k = spec["weight"].shape
+        self._launch = BlockLinearLauncher((n, k), tile, spec.epilogue.activation, whole=self._layout.whole)
+
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         x, bias, residual = inputs
         assert x is not None  # noqa: S101 - the operation's convention
         return self._launch(packed, x, bias, residual)
-
-    def weight_gradient(
-        self, grad: Tensor, x: Tensor, mask: Tensor, *, bias: bool = False
-    ) -> tuple[Tensor, Tensor | None] | None:
-        return self._gradient(grad, x, mask, bias=bias) if self._gradient.density <= _MOST_OF_A_GRADIENT else None
 
 
 class TritonBlock(TiledImplement):
@@ -86,7 +97,7 @@ class TritonBlock(TiledImplement):
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
         """Lay out the kept blocks; the kernel is compiled at its first run."""
-        return _BlockKernel(spec, BlockTile.parse(params["tile"]))
+        return _TritonKernel(spec, BlockTile.parse(params["tile"]))
 
 
 def _tiles(spec: KernelSpec) -> list[BlockTile]:
