@@ -12,6 +12,7 @@ import sparta
 from compiler import nets
 from compiler.clocks import Clock, compiled, plain_cost
 from sparta.common.result import TuningResult
+from sparta.common.tuning import includes
 from sparta.compiler.choose.partition import partition
 from sparta.compiler.job import Job
 from sparta.compiler.lower import lowering_of
@@ -273,3 +274,24 @@ def test_a_relu6_is_part_of_a_layer_on_the_cpu_alone(activation):
     (here,), (there,) = partition(program, shapes), partition(elsewhere, shapes)
     assert here.epilogue.activation == "relu6"
     assert there.epilogue.activation is None  # no sparse kernel there knows it
+
+
+def test_layers_of_one_kind_whose_masks_have_other_gaps_take_tiles_of_their_own(own_stores, monkeypatch):
+    torch.manual_seed(0)
+    model = nets.pruned(nn.Sequential(nn.Conv2d(64, 64, 1), nn.ReLU(), nn.Conv2d(64, 64, 1)), sparta.Block(4, 1))
+    with torch.no_grad():
+        live = model[0].weight.flatten()
+        live[live.nonzero()[5]] = 0  # a live weight that happens to be 0
+
+    def tune(problem, **_options):
+        spaces = implement_named("cpu", problem.spec.op).space(problem.spec)
+        params = {name: space._value[-1] for name, space in spaces.items()}
+        return Choice("cpu", params, "the last of all tiles", Entry("cpu", params, 1.0, 2.0))
+
+    monkeypatch.setattr("sparta.compiler.choose.layers.tune_kernel", tune)
+    job = Job.started(model, torch.randn(1, 64, 8, 8), None, None, (), Session())
+    plans = {plan.name: plan.first for plan in job.contest(inductor=False).plans}
+    assert [plan.implement for plan in plans.values()] == ["cpu", "cpu"]
+    for subgraph in job.subgraphs:
+        spec = subgraph.spec(torch.empty(1, 64, 8, 8))
+        assert includes(dict(implement_named("cpu", spec.op).space(spec)), dict(plans[subgraph.name].params))

@@ -268,3 +268,44 @@ def test_layers_of_single_pixels_run_band_by_band_where_their_result_is_large():
         for given in (x, x[:1], torch.randn(1, 8, 64, 64)):
             for one, two in zip(Chained(graph)(given), with_fast_paths(graph)(given), strict=True):
                 assert torch.equal(one, two)
+
+
+class Expanded(nn.Module):
+    """Layers of single pixels whose results depthwise layers alone read, and one whose result is returned too."""
+
+    def __init__(self, kernel, stride):
+        super().__init__()
+        geometry = {"stride": stride, "padding": kernel // 2, "groups": 44}
+        self.up, self.each = nn.Conv2d(8, 44, 1), nn.Conv2d(44, 44, kernel, **geometry)
+        self.again, self.other = nn.Conv2d(44, 44, 1), nn.Conv2d(44, 44, kernel, **geometry)
+
+    def forward(self, x):
+        y = functional.relu6(self.each(functional.relu6(self.up(x))))
+        z = functional.relu(self.again(y))
+        return functional.relu(self.other(z)), z
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (5, 1)])
+def test_depthwise_layers_read_what_is_computed_for_them_band_by_band(kernel, stride, threads):
+    torch.manual_seed(0)
+    model = Expanded(kernel, stride).eval()
+    spec = sparta.Spec.from_pattern(model, sparta.Block(4, 1), 0.5, include=["up.weight", "again.weight"])
+    spec.apply(model)
+    x, before = torch.randn(2, 8, 71, 67), torch.get_num_threads()
+    with forcing("cpu"):
+        graph = sparta.compile(model, x, spec, tune="off").graph
+    torch.set_num_threads(threads)
+    try:
+        with torch.no_grad():
+            for given in (x, x[:1], torch.randn(1, 8, 24, 40), torch.randn(1, 8, 113, 121)):
+                chain = Chained(graph)
+                (run, *_rest) = chain.program(given)._runs
+                first, _second = chain.program(given).timed([given])[:2]
+                assert first[0] == "conv"
+                assert run.passing == {0, 1}  # the second layer of single pixels is returned
+                for one, two, truth in zip(chain(given), with_fast_paths(graph)(given), model(given), strict=True):
+                    assert torch.equal(one, two)
+                    near(one, truth)
+    finally:
+        torch.set_num_threads(before)

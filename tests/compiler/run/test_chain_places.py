@@ -66,7 +66,7 @@ class TwoResults(nn.Module):
 
 
 class Inverted(nn.Module):
-    """Depthwise layers, which compute in real numbers, between int8 ones; the first result is returned too."""
+    """Depthwise layers between others, the second of which has no kernel of integers; one result is returned too."""
 
     def __init__(self):
         super().__init__()
@@ -194,10 +194,12 @@ def test_grids_that_are_given_are_kept_and_residuals_are_not_rounded_then():
     assert not any("residual_scale" in each for each in attributes[1])
 
 
-def test_depthwise_layers_round_their_results_for_those_that_read_them():
+def test_depthwise_layers_take_and_hand_on_bytes():
     graph = compiled(Inverted().eval()).graph
-    planes = [item for item in items_of(graph) if isinstance(item, ImageItem) and item.product.rounding is None]
-    assert [item.product.step.kind for item in planes] == [StepKind.DEPTHWISE] * 2
+    kinds = (StepKind.INT8_DEPTHWISE, StepKind.DEPTHWISE)
+    planes = [item for item in items_of(graph) if isinstance(item, ImageItem) and item.product.step.kind in kinds]
+    assert [item.product.step.kind for item in planes] == list(kinds)
+    assert [item.from_bytes is None for item in planes] == [False, True]
     assert [item.in_bytes is item.result.source for item in planes] == [False, True]  # the first is written twice
     with torch.no_grad():
         for batch in (*BATCHES, 30 * BATCHES[0]):

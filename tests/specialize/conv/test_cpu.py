@@ -266,6 +266,23 @@ def test_bad_layers_are_named(layer):
         layer.pack(torch.zeros(3))
 
 
+@pytest.mark.parametrize(("gaps", "block"), [(0.0, 4), (0.005, 4), (0.2, 4), (0.6, 1)])
+@pytest.mark.parametrize("shape", [(32, 60, 1, 1), (30, 20, 3, 3)])
+def test_blocks_with_a_few_gaps_stay_blocks(shape, gaps, block):
+    height = -(-shape[0] // 4)
+    mask = (torch.rand(height, *shape[1:]) < 0.3).repeat_interleave(4, 0)[: shape[0]]
+    mask &= torch.rand(shape) >= gaps
+    geometry, weight = ConvGeometry.make(2, padding=shape[2] // 2), torch.randn(shape)
+    x = torch.randn(1, shape[1], 9, 9)
+    spec = conv_spec(TeSA.from_mask(mask), x.shape, x.dtype, geometry)
+    offered = list(itertools.product(offered_tiles(spec), conv_images(spec)))
+    assert offered[0][0].block == block
+    assert len(set(offered)) == len(offered) <= 27
+    for tile, image in offered:
+        packed = PackedConv(weight, mask, geometry, image=image, **tile.to_dict())
+        check(packed(x), expected(x, weight, mask, geometry), reduction=weight[0].numel(), what=repr(packed))
+
+
 @pytest.mark.parametrize("isa", runnable_isas())
 @pytest.mark.parametrize("height", [1, 4, 8])
 @pytest.mark.parametrize(("shape", "size"), [((32, 48, 1, 1), 7), ((32, 600, 1, 1), 4), ((32, 70, 3, 3), 9)])

@@ -117,9 +117,24 @@ def _chosen(
     for subgraph in subgraphs:
         for at, sample in enumerate(samples):
             size = subgraph.lowering.size(sample.values[subgraph][0])
-            choice = known[kinds[subgraph, at]] if (subgraph, at) in kinds else _not_measured(subgraph)
+            place = (subgraph, at)
+            choice = _fitting(known[kinds[place]], subgraph, sample) if place in kinds else _not_measured(subgraph)
             chosen[subgraph].setdefault(size, choice)
     return chosen
+
+
+def _fitting(choice: Choice, subgraph: SubGraph, sample: SizeSample) -> Choice:
+    """Return what was measured for a layer of the same kind with parameters that this one has.
+
+    Masks of one kind may differ in small gaps, and with them the tiles that are offered.
+    """
+    if choice.implement == DENSE or not choice.params:
+        return choice
+    spec = subgraph.spec(sample.values[subgraph][0])
+    implement = implement_named(choice.implement, spec.op)
+    if includes(dict(implement.space(spec)), dict(choice.params)):
+        return choice
+    return replace(choice, params=implement.default(spec))
 
 
 def _hurried(choice: Choice) -> bool:

@@ -17,15 +17,19 @@ from sparta.specialize.conv.spec import ConvGeometry, ConvKernel
 from sparta.specialize.cpu.candidates import candidates
 from sparta.specialize.cpu.device import runs_here
 from sparta.specialize.cpu.kernel import PackedKernel
+from sparta.specialize.cpu.packing import columns_of
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.implement import Implement, Params, Support
 from sparta.specialize.kernel_spec import KernelSpec
+from sparta.tesa.attribute import TeSA
 
-__all__ = ["CpuConv1d", "CpuConv2d", "conv_images", "conv_tiles"]
+__all__ = ["CpuConv1d", "CpuConv2d", "block_height", "conv_images", "conv_tiles"]
 
 _VECTOR_BYTES = 64
 _NEAR_BYTES = 32 * 1024  # of the first level of caches, for the input
 _ENTRIES_AHEAD = 4
+_ROWS = 4  # of the blocks that kernels like best
+_FILLED = 0.7  # the share of live weights from which blocks with gaps are faster than single rows
 
 
 class _CpuConvKernel(PackedKernel, ConvKernel):
@@ -80,15 +84,39 @@ def conv_tiles(spec: KernelSpec) -> list[Tile]:
     weight = spec["weight"]
     geometry = ConvGeometry.from_dict(spec.attributes)
     pixels = math.prod(geometry.output_size(spec["input"].shape[2:], weight.shape[2:]))
-    outputs, reduction = weight.shape[0], math.prod(weight.shape[1:])
-    height = math.gcd(weight.state.block[0], outputs // geometry.groups)
-    found = candidates(max(pixels, 2), outputs, reduction, weight.density, (max(height, 1), 1))
+    exact = max(math.gcd(weight.state.block[0], weight.shape[0] // geometry.groups), 1)
+    tiles = _tiles_of(weight, pixels, exact)
+    if block_height(spec) == exact:
+        return tiles
+    # Where blocks have gaps, single rows store less, and may win.
+    return [*_tiles_of(weight, pixels, block_height(spec)), tiles[0], tiles[-1]]
+
+
+def _tiles_of(weight: TeSA, pixels: int, height: int) -> list[Tile]:
+    """Return the tiles for a mask that is seen as blocks of so many rows."""
+    found = candidates(max(pixels, 2), weight.shape[0], math.prod(weight.shape[1:]), weight.density, (height, 1))
     panels = [replace(tile, k_chunk=0, prefetch=0) for tile in (Tile(**each) for each in found) if tile.form == "panel"]
     # A tile with fewer than half the sums of the largest loads too much for what it multiplies.
     most = max(tile.block * tile.mv for tile in panels)
     wide = [tile for tile in dict.fromkeys(panels) if 2 * tile.block * tile.mv >= most]
     tiles = _unstructured_tiles(wide, weight.shape) if wide[0].block == 1 else _block_tiles(wide, weight.shape)
     return list(dict.fromkeys(tiles))
+
+
+def block_height(spec: KernelSpec) -> int:
+    """Return the rows of the blocks that a mask is made of; 4 where such blocks hold few pruned weights.
+
+    Dead channels leave gaps in blocks, and so does a live weight that happens to be 0; blocks of 4 multiply so much
+    faster than single rows that some gaps do not matter.
+    """
+    weight, groups = spec["weight"], int(spec.attributes["groups"])
+    each = weight.shape[0] // groups
+    height = max(math.gcd(weight.state.block[0], each), 1)
+    if height % _ROWS == 0 or (groups > 1 and each % _ROWS) or not weight.numel:
+        return height
+    counts, _ = columns_of(weight.mask("cpu").flatten(1).numpy(), _ROWS)
+    stored = _ROWS * int(counts.sum())
+    return _ROWS if stored and weight.count("live") >= _FILLED * stored else height
 
 
 def _unstructured_tiles(wide: Sequence[Tile], shape: Sequence[int]) -> list[Tile]:
@@ -126,7 +154,6 @@ def conv_images(spec: KernelSpec) -> tuple[str, ...]:
     An unstructured weight loads a vector for every multiplication and gains by aligned ones; blocks use what they load
     several times, and gain by rows without gaps. With one tap, rows need no other alignment than pixels.
     """
-    weight = spec["weight"]
-    if math.prod(weight.shape[2:]) == 1:
+    if math.prod(spec["weight"].shape[2:]) == 1:
         return ("flat", "taps")
-    return ("rows", "taps", "flat") if weight.state.block[0] % 4 else ("columns", "flat", "taps")
+    return ("rows", "taps", "flat") if block_height(spec) % _ROWS else ("columns", "flat", "taps")

@@ -24,7 +24,7 @@ from sparta.specialize.cpu.device import DTYPES
 from sparta.specialize.cpu.library import DENSE_CONV_CALL, DEPTHWISE_CALL, activation_code, load, raise_for
 from sparta.specialize.cpu.packing import is_float
 
-__all__ = ["DenseConv", "DepthwiseConv", "PackedImages", "dense_images"]
+__all__ = ["DenseConv", "DepthwiseConv", "ImagesPlan", "PackedImages", "dense_images"]
 
 _KEPT = 8  # sizes of images whose plans are kept
 _PADDING = 16  # values that a kernel may load beyond the last one
@@ -36,7 +36,7 @@ _CHUNK_BYTES = 24 * 1024
 
 
 @dataclass(frozen=True)
-class _Plan:
+class ImagesPlan:
     """What calls for contiguous images of one shape share: the result's shape, and a call without its first fields."""
 
     shape: tuple[int, ...]
@@ -72,19 +72,19 @@ class PackedImages(ABC):
         self._stride = (1, *geometry.stride) if one else geometry.stride
         self._padding = ((0, 0), *geometry.padding) if one else geometry.padding
         self._dilation = (1, *geometry.dilation) if one else geometry.dilation
-        self._plans: dict[tuple[Any, ...], _Plan] = {}
+        self._plans: dict[tuple[Any, ...], ImagesPlan] = {}
 
     @abstractmethod
     def pack(self, weight: Tensor) -> Tensor:
         """Return the values of a weight in the order the kernel reads."""
 
     @abstractmethod
-    def _planned(self, shape: tuple[int, ...], threads: int) -> _Plan:
+    def _planned(self, shape: tuple[int, ...], threads: int) -> ImagesPlan:
         """Return the plan for images of this shape."""
 
     @abstractmethod
     def _filled(
-        self, ends: tuple[int, int, int, int], plan: _Plan, values: int, activation: int, threads: int
+        self, ends: tuple[int, int, int, int], plan: ImagesPlan, values: int, activation: int, threads: int
     ) -> bytes:
         """Return a call; ends are the addresses of x, y, bias and residual."""
 
@@ -116,7 +116,7 @@ class PackedImages(ABC):
         count = torch.get_num_threads() if threads is None else threads
         if count < 1:
             raise ValueRangeError(message(f"threads is {threads}", "1 or more"))
-        plan = self._plan(tuple(images.shape), count)
+        plan = self.plan(tuple(images.shape), count)
         y = torch.empty(plan.shape)
         shift = None if bias is None else self._checked(bias, "bias", self.shape[:1])
         added = None if residual is None else self._checked(residual, "residual", plan.shape)
@@ -140,7 +140,7 @@ class PackedImages(ABC):
             if not is_float(x) or (residual is not None and not is_float(residual)):
                 return None
             threads = torch.get_num_threads()
-            plan = self._plan(tuple(x.shape), threads)
+            plan = self.plan(tuple(x.shape), threads)
             if residual is not None and tuple(residual.shape) != plan.shape:
                 return None
             y = torch.empty(plan.shape)
@@ -165,7 +165,7 @@ class PackedImages(ABC):
         def made(shape: tuple[int, ...], threads: int) -> ImageProduct | None:
             if len(shape) != self._dims + 2 or shape[1] != self.channels or 0 in shape:
                 return None
-            plan = self._plan(shape, threads)
+            plan = self.plan(shape, threads)
             call = self._filled((0, 0, shift, 0), plan, values.data_ptr(), code, threads)
             step = Step(self.kind, call, alive=(plan, values, bias))
             activated = None
@@ -184,7 +184,8 @@ class PackedImages(ABC):
         del step
         return None
 
-    def _plan(self, shape: tuple[int, ...], threads: int) -> _Plan:
+    def plan(self, shape: tuple[int, ...], threads: int) -> ImagesPlan:
+        """Return what calls for contiguous images of this shape share."""
         key = (*shape, threads)
         found = self._plans.get(key)
         if found is None:
@@ -259,7 +260,7 @@ class DenseConv(PackedImages):
         chunks = [blocks[:, :, begin:end].reshape(groups, -1) for begin, end in pairwise(bounds)]
         return torch.cat([torch.cat(chunks, 1).reshape(-1), torch.zeros(_PADDING)])
 
-    def _planned(self, shape: tuple[int, ...], threads: int) -> _Plan:
+    def _planned(self, shape: tuple[int, ...], threads: int) -> ImagesPlan:
         del threads  # which cut up what is to be done by themselves
         size, groups, each = self._size(shape), self.geometry.groups, self.shape[1]
         geometry = ConvGeometry(self._stride, self._padding, self._dilation)
@@ -285,7 +286,7 @@ class DenseConv(PackedImages):
         numbers += (image.band_tokens, image.reach, image.plane)
         addresses, tile = tuple(a.data_ptr() for a in arrays), (tiles, together, self._block, self._vectors)
         rest = (addresses, (shape[0] * groups, *strides, *numbers, int(image.direct)), tile)
-        return _Plan((shape[0], self.shape[0], *out_size[2 - self._dims :]), rest, arrays)
+        return ImagesPlan((shape[0], self.shape[0], *out_size[2 - self._dims :]), rest, arrays)
 
     def _image(self, geometry: ConvGeometry, size: tuple[int, int], channels: int) -> tuple[ImagePlan, int, int]:
         """Return the layout of the copy, the tiles that tokens are cut into, and how many caches like to hold at once.
@@ -307,7 +308,7 @@ class DenseConv(PackedImages):
         return replace(plan, band_tokens=together * most, plane=plane), tiles, together
 
     def _filled(
-        self, ends: tuple[int, int, int, int], plan: _Plan, values: int, activation: int, threads: int
+        self, ends: tuple[int, int, int, int], plan: ImagesPlan, values: int, activation: int, threads: int
     ) -> bytes:
         (rows, columns, used, offsets), numbers, tile = plan.rest
         groups = self.geometry.groups
@@ -341,7 +342,7 @@ class DepthwiseConv(PackedImages):
             raise ShapeError(message(f"a weight of shape {tuple(weight.shape)}", f"{self.shape}"))
         return weight.detach().to("cpu", torch.float32).reshape(-1).clone()
 
-    def _planned(self, shape: tuple[int, ...], threads: int) -> _Plan:
+    def _planned(self, shape: tuple[int, ...], threads: int) -> ImagesPlan:
         del threads
         size, outputs = self._size(shape), self.shape[0]
         out_size = ConvGeometry(self._stride, self._padding, self._dilation).output_size(size, self._kernel)
@@ -351,10 +352,10 @@ class DepthwiseConv(PackedImages):
         sizes = (*flat, *flat) if plain else (*size, *out_size)
         numbers = (shape[0] * outputs, outputs, outputs // self.geometry.groups, *sizes)
         rest = (*numbers, *self._kernel, *self._stride, *before, *self._dilation)
-        return _Plan((shape[0], outputs, *out_size[2 - self._dims :]), rest)
+        return ImagesPlan((shape[0], outputs, *out_size[2 - self._dims :]), rest)
 
     def _filled(
-        self, ends: tuple[int, int, int, int], plan: _Plan, values: int, activation: int, threads: int
+        self, ends: tuple[int, int, int, int], plan: ImagesPlan, values: int, activation: int, threads: int
     ) -> bytes:
         return DEPTHWISE_CALL.pack(*ends, values, *plan.rest, activation, threads, *_REAL_RESULT)
 

@@ -26,7 +26,7 @@ from sparta.specialize.cpu.library import CONV_CALL, PanelMatrix, activation_cod
 from sparta.specialize.cpu.packing import is_float, offset_table, pack_entries
 from sparta.specialize.cpu.tile import Tile
 
-__all__ = ["FixedPlan", "PackedConv"]
+__all__ = ["FixedPlan", "PackedConv", "checked_real"]
 
 _KEPT_PLANS = 8
 _FIXED = (
@@ -191,8 +191,8 @@ class PackedConv:
         plan = self._plan(size, count, contiguous=images.is_contiguous())
         shape = (images.shape[0], self.shape[0], *self._out_size(x, plan))
         y = torch.empty(shape)
-        added = None if residual is None else self._checked(residual, "residual", shape).contiguous()
-        shift = None if bias is None else self._checked(bias, "bias", (self.shape[0],)).contiguous()
+        added = None if residual is None else checked_real(residual, "residual", shape).contiguous()
+        shift = None if bias is None else checked_real(bias, "bias", (self.shape[0],)).contiguous()
         matrix = plan.matrix_for(self._checked_values(values))
         call = CONV_CALL.pack(
             images.data_ptr(),
@@ -309,7 +309,7 @@ class PackedConv:
         """Return the input, and its rows, columns and strides; one row where pixels need not know their neighbours."""
         size = x.shape
         fits = len(size) == self._dims + 2 and size[1] == self._channels
-        images = self._checked(x, "x", size if fits else (None, self._channels, *[None] * self._dims))
+        images = checked_real(x, "x", size if fits else (None, self._channels, *[None] * self._dims))
         size, strides = size[2:], images.stride()
         if self._dims == 1:
             return images, (1, size[0]), (*strides[:2], 0, strides[2])
@@ -366,18 +366,6 @@ class PackedConv:
         sizes |= {"bn": tile.block, "mv": tile.mv, "interleave": tile.interleave, "prefetch": tile.prefetch}
         return PanelMatrix(**fields, **sizes, offsets=offsets.data_ptr())
 
-    def _checked(self, tensor: Tensor, name: str, shape: tuple[int | None, ...]) -> Tensor:
-        """Return a tensor as float32 with plain strides, without a copy where that can be."""
-        if tensor.shape != shape:
-            wanted = tuple("any" if size is None else size for size in shape)
-            raise ShapeError(message(f"{name} of shape {tuple(tensor.shape)}", f"{wanted}"))
-        if not tensor.is_cpu or tensor.dtype not in DTYPES:
-            given = f"{name} of {tensor.dtype} on {tensor.device}"
-            raise ValueRangeError(message(given, f"{', '.join(map(str, DTYPES))} on cpu"))
-        if tensor.dtype is torch.float32 and not tensor.requires_grad and not tensor.is_neg():
-            return tensor  # the common case: nothing to do, and a call may take only a few microseconds
-        return tensor.detach().resolve_neg().to(torch.float32)
-
     def _checked_values(self, values: Tensor | None) -> Tensor:
         if values is None and self.values is not None:
             return self.values
@@ -388,6 +376,19 @@ class PackedConv:
             given = f"values of shape {tuple(found.shape)} and {found.dtype}"
             raise ShapeError(message(given, f"contiguous float32 ({self.layout.length},)", "take what pack() returned"))
         return found
+
+
+def checked_real(tensor: Tensor, name: str, shape: tuple[int | None, ...]) -> Tensor:
+    """Return a tensor as float32 with plain strides, without a copy where that can be."""
+    if tensor.shape != shape:
+        wanted = tuple("any" if size is None else size for size in shape)
+        raise ShapeError(message(f"{name} of shape {tuple(tensor.shape)}", f"{wanted}"))
+    if not tensor.is_cpu or tensor.dtype not in DTYPES:
+        given = f"{name} of {tensor.dtype} on {tensor.device}"
+        raise ValueRangeError(message(given, f"{', '.join(map(str, DTYPES))} on cpu"))
+    if tensor.dtype is torch.float32 and not tensor.requires_grad and not tensor.is_neg():
+        return tensor  # the common case: nothing to do, and a call may take only a few microseconds
+    return tensor.detach().resolve_neg().to(torch.float32)
 
 
 def _with_one_row(geometry: ConvGeometry) -> ConvGeometry:

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import ValueRangeError, message
-from sparta.specialize.conv.cpu import CpuConv1d, CpuConv2d, conv_images
+from sparta.specialize.conv.cpu import CpuConv1d, CpuConv2d, block_height, conv_images
 from sparta.specialize.conv.cpu_whole import CpuDenseConv1d, CpuDenseConv2d
 from sparta.specialize.conv.dense import DenseConv1d, DenseConv2d
-from sparta.specialize.conv.int8_packed import UNIT, PackedInt8Conv
+from sparta.specialize.conv.int8_depthwise import Int8Depthwise, is_depthwise
+from sparta.specialize.conv.int8_images import UNIT, Int8Images
+from sparta.specialize.conv.int8_packed import PackedInt8Conv
 from sparta.specialize.conv.spec import ConvGeometry, ConvKernel, conv_spec, dense_conv
 from sparta.specialize.cpu.device import layout_of, library_here
 from sparta.specialize.cpu.library import fused_activation, load
@@ -125,9 +127,8 @@ class Int8ConvKernel(ConvKernel):
 
 
 class _CpuInt8ConvKernel(Int8ConvKernel):
-    def __init__(self, spec: KernelSpec, tile: Tile, image: str) -> None:
-        geometry = ConvGeometry.from_dict(spec.attributes)
-        self._packed = PackedInt8Conv(spec["weight"].mask("cpu"), geometry, image=image, **tile.to_dict())
+    def __init__(self, spec: KernelSpec, packed: Int8Images) -> None:
+        self._packed = packed
         self._grid, self._scales = Quantization.from_dict(spec.attributes), row_scales(spec["weight"])
         self._multiplier, _ = requantization(self._scales, self._grid.scale)
         self._activation, self._adding = fused_activation(spec.epilogue), residual_grid(spec.attributes)
@@ -153,29 +154,32 @@ class _CpuInt8ConvKernel(Int8ConvKernel):
         scales = (self._multiplier, bias)
         return self._packed.product_for(packed, scales, self._grid, self._activation, self._adding)
 
-    def layout(self) -> KernelLayout:
-        return layout_of(self._packed.layout, self._packed.tile, self._packed.library)
+    def layout(self) -> KernelLayout | None:
+        packed = self._packed
+        return layout_of(packed.layout, packed.tile, packed.library) if isinstance(packed, PackedInt8Conv) else None
 
 
 class _CpuInt8Conv(Implement):
     """Hand-written C++ kernels on places of four channels, with VNNI where the processor has it."""
 
     name = "cpu-int8"
-    version = 2
+    version = 3
     every_epilogue = True
     any_mask = True
 
     def supports(self, spec: KernelSpec) -> Support:
-        """Any mask on the CPU for fp32 models, where groups have whole places and there is a compiler."""
+        """Any mask on the CPU for fp32 models, where groups have whole places or one channel; and with a compiler."""
         weight, groups = spec["weight"], spec.attributes["groups"]
-        if groups > 1 and weight.shape[1] % UNIT:
+        if groups > 1 and weight.shape[1] % UNIT and not is_depthwise(weight.shape, groups):
             reason = f"four channels are multiplied together, and a group has {weight.shape[1]}"
             return Support.no(reason, Cause.SHAPE)
         answer = integers_here(spec)
         return library_here(spec) if answer else answer
 
     def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
-        """Return the tiles and image layouts that are worth timing."""
+        """Return the tiles and image layouts that are worth timing; depthwise layers have neither."""
+        if is_depthwise(spec["weight"].shape, spec.attributes["groups"]):
+            return {}
         return {
             "tile": TunableItemCfg("choice", _value=[str(tile) for tile in _tiles(spec)]),
             "image": TunableItemCfg("choice", _value=list(conv_images(spec))),
@@ -183,11 +187,17 @@ class _CpuInt8Conv(Implement):
 
     def default(self, spec: KernelSpec) -> dict[str, Any]:
         """Return the best guess."""
+        if is_depthwise(spec["weight"].shape, spec.attributes["groups"]):
+            return {}
         return {"tile": str(_tiles(spec)[0]), "image": conv_images(spec)[0]}
 
     def build(self, spec: KernelSpec, params: Params) -> ConvKernel:
         """Compile the library if it is not there yet, and pack the mask."""
-        return _CpuInt8ConvKernel(spec, Tile.parse(params["tile"]), params["image"])
+        mask, geometry = spec["weight"].mask("cpu"), ConvGeometry.from_dict(spec.attributes)
+        if is_depthwise(mask.shape, geometry.groups):
+            return _CpuInt8ConvKernel(spec, Int8Depthwise(mask, geometry))
+        tile = Tile.parse(params["tile"])
+        return _CpuInt8ConvKernel(spec, PackedInt8Conv(mask, geometry, image=params["image"], **tile.to_dict()))
 
 
 def _tiles(spec: KernelSpec) -> list[Tile]:
@@ -195,7 +205,7 @@ def _tiles(spec: KernelSpec) -> list[Tile]:
     weight, isa = spec["weight"], load().isa
     each = weight.shape[0] // spec.attributes["groups"]
     fits = spec.attributes["groups"] == 1 or each % 4 == 0
-    whole = weight.state.block[0] % 4 == 0 or weight.density > 0.5
+    whole = block_height(spec) % 4 == 0 or weight.density > 0.5
     heights = [height for height in ((4, 1) if whole else (1, 4)) if height == 1 or fits]
     return [Tile(block=height, mv=mv) for height in heights for mv in (_VECTORS[isa] if height == 4 else (4, 3, 2))]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -68,6 +68,7 @@ class StepKind(IntEnum):
     DEPTHWISE = 21
     MEAN = 22
     INT8_POOL = 24
+    INT8_DEPTHWISE = 25
 
 
 NOWHERE = -1
@@ -237,15 +238,25 @@ def place(memory: int, offset: int) -> int:
     return (memory << _PLACE_BITS) + offset
 
 
-def step_table(steps: Sequence[tuple[Step, Sequence[int]]]) -> tuple[ctypes.Array[ctypes.c_char], tuple[Any, ...]]:
-    """Return steps and their places as one table for the library, and what must live as long as it."""
+def step_table(
+    steps: Sequence[tuple[Step, Sequence[int]]], passing: Container[int] = ()
+) -> tuple[ctypes.Array[ctypes.c_char], tuple[Any, ...]]:
+    """Return steps and their places as one table for the library, and what must live as long as it.
+
+    Parameters
+    ----------
+    passing
+        The numbers of steps whose results only the next one reads, so that they need not be stored.
+    """
     table = ctypes.create_string_buffer(max(1, _STEP.size * len(steps)))
     calls = []
     for number, (step, places) in enumerate(steps):
         call = ctypes.create_string_buffer(step.call, len(step.call))
         calls.append((call, step.alive))
         full = (*places, *[NOWHERE] * (PLACES - len(places)))
-        _STEP.pack_into(table, number * _STEP.size, step.kind, 0, step.matrix, ctypes.addressof(call), *full)
+        _STEP.pack_into(
+            table, number * _STEP.size, step.kind, number in passing, step.matrix, ctypes.addressof(call), *full
+        )
     return table, tuple(calls)
 
 

@@ -161,12 +161,6 @@ class Library:
         if code:
             raise_for(code)
 
-    def multiply_int8_conv(self, matrix: int, call: bytes) -> None:
-        """Run the kernel for images of 8-bit integers: the address of a matrix of places, and an ``INT8_CONV_CALL``."""
-        code = self.handle.sparta_multiply_int8_conv(matrix, call)
-        if code:
-            raise_for(code)
-
     def multiply_bf16(self, matrix: int, call: bytes) -> None:
         """Run the kernel for bf16: a :class:`PanelMatrix` as ``native/bf16.h`` has it, and a ``PANEL_CALL``."""
         code = self.handle.sparta_multiply_bf16(matrix, call)
@@ -249,6 +243,7 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.sparta_multiply_conv.argtypes = (c_void_p, c_char_p)
     handle.sparta_dense_conv.argtypes = (c_char_p,)
     handle.sparta_depthwise.argtypes = (c_char_p,)
+    handle.sparta_int8_depthwise.argtypes = (c_char_p,)
     handle.sparta_multiply_int8.argtypes = (c_void_p, c_char_p)
     handle.sparta_multiply_int8_conv.argtypes = (c_void_p, c_char_p)
     handle.sparta_multiply_bf16.argtypes = (c_void_p, c_char_p)

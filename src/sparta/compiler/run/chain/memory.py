@@ -23,10 +23,12 @@ def _of_images(item: ImageItem) -> list[Source]:
 
 
 def _is_paired(item: Item, after: Sequence[Item]) -> bool:
-    """Whether the next convolution may begin before this one has read all of its input; see ``native/conv.h``."""
-    both = [item, *after]
-    convolutions = all(isinstance(each, ImageItem) and each.product.step.kind is StepKind.CONV for each in both)
-    return bool(after) and convolutions and any(value.source is item.result.source for value in reads(after[0]))  # type: ignore[union-attr]
+    """Whether the next layer may begin before this one has read all of its input; see ``native/conv.h``."""
+    if not after or not isinstance(item, ImageItem) or not isinstance(after[0], ImageItem):
+        return False
+    kinds = (item.product.step.kind, after[0].product.step.kind)
+    convolutions = kinds[0] is StepKind.CONV and kinds[1] in (StepKind.CONV, StepKind.DEPTHWISE)
+    return convolutions and any(value.source is item.result.source for value in reads(after[0]))
 
 
 def planned(items: Sequence[Item]) -> int:

@@ -11,12 +11,13 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparta.compiler.run.chain.layouts import fuse, hand_over_panels, reads, round_early, share_packed
+from sparta.compiler.run.chain.layouts import fuse, hand_over_panels, readers_of, reads, round_early, share_packed
 from sparta.compiler.run.chain.memory import LINE, planned
 from sparta.compiler.run.chain.native import constant_of
 from sparta.compiler.run.chain.places import hand_over_bytes
@@ -38,6 +39,7 @@ class _Segment:
 
     steps: list[tuple[Step, list[int]]] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)  # after the arena
+    passing: set[int] = field(default_factory=set)  # steps whose results only the next one reads
 
     def place_of(self, source: Source | None, offset: int) -> int:
         """Return a place in the memory of a source."""
@@ -140,6 +142,7 @@ class Program:
             for each in reads(item)
             if isinstance(each.source, Slot)
         }
+        passing = _passing(trace)
         for item in trace.items:
             if isinstance(item, PythonCall):
                 if segment.steps:
@@ -149,6 +152,8 @@ class Program:
                 continue
             segment.steps += _steps_of(item, segment)
             source = item.result.source
+            if id(item) in passing:
+                segment.passing.add(len(segment.steps) - 1)
             if isinstance(source, Made) and source.slot is not None:
                 fresh.append(source.slot)
         if segment.steps:
@@ -177,6 +182,19 @@ def _steps_of(item: Native | Linear | ImageItem, segment: _Segment) -> list[tupl
     return [*steps, (step, [x, at(item.result), at(item.residual)])]
 
 
+def _passing(trace: Trace) -> set[int]:
+    """Return the layers of images, by identity, whose results nothing but the next layer reads, all of it as its x."""
+    found, readers = set(), readers_of(trace)
+    for item, after in pairwise(trace.items):
+        if not isinstance(item, ImageItem) or not isinstance(after, ImageItem):
+            continue
+        source, uses = item.result.source, readers[id(item.result.source)]
+        whole = after.x.meta.shape == item.result.meta.shape and after.x.offset == item.result.offset
+        if isinstance(source, Made) and source.slot is None and len(uses) == 1 and uses[0][1] is after.x and whole:
+            found.add(id(item))
+    return found
+
+
 def _image_step(item: ImageItem, segment: _Segment) -> tuple[Step, list[int]]:
     """Return a layer of images, with what is handed to it and by it in bytes."""
 
@@ -199,8 +217,8 @@ class _SegmentRun:
     def __init__(
         self, segment: _Segment, new: Mapping[int, tuple[torch.Size, tuple[int, ...], torch.dtype]], library: Library
     ) -> None:
-        self._table, self._alive = step_table(segment.steps)
-        self.names = [step.kind.name.lower() for step, _ in segment.steps]
+        self._table, self._alive = step_table(segment.steps, segment.passing)
+        self.names, self.passing = [step.kind.name.lower() for step, _ in segment.steps], segment.passing
         # Fixed tensors have fixed addresses; the others are asked in every call.
         self._fixed = [each.tensor.data_ptr() if isinstance(each, Constant) else 0 for each in segment.sources]
         self._asked = [(n + 1, each.number) for n, each in enumerate(segment.sources) if isinstance(each, Slot)]

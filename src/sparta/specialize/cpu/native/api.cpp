@@ -10,6 +10,7 @@
 #include "generated.h"
 #include "int8.h"
 #include "int8_conv.h"
+#include "int8_depthwise.h"
 #include "pool.h"
 #include "short_stream.h"
 #include "spmm.h"
@@ -76,6 +77,11 @@ SPARTA_EXPORT int sparta_multiply_int8_conv(const sparta::PanelMatrix* matrix, c
   if (matrix->mv < 1) return kUnknownTile;
   if (call->conv.images <= 0 || matrix->channels <= 0) return kDone;
   return sparta::multiply_int8_conv(*matrix, *call) ? kDone : kNoMemory;
+}
+
+SPARTA_EXPORT int sparta_int8_depthwise(const sparta::Int8DepthwiseCall* call) {
+  if (call->conv.conv.images <= 0) return kDone;
+  return sparta::int8_depthwise(*call) ? kDone : kNoMemory;
 }
 
 SPARTA_EXPORT int sparta_multiply_bf16(const sparta::PanelMatrix* matrix, const sparta::PanelCall* call) {

@@ -9,9 +9,11 @@
 #include "conv.h"
 #include "dense_conv.h"
 #include "depthwise.h"
+#include "expanded.h"
 #include "gemv.h"
 #include "int8.h"
 #include "int8_conv.h"
+#include "int8_depthwise.h"
 #include "int8_pool.h"
 #include "pool.h"
 #include "rows.h"
@@ -42,13 +44,14 @@ enum StepKind : int32_t {
   kStepDepthwise = 21,
   kStepMean = 22,
   kStepInt8Pool = 24,
+  kStepInt8Depthwise = 25,
 };
 
 enum ChainResult : int { kChainDone = 0, kChainNoMemory = 2, kChainNoRow = 3 };
 
 struct ChainStep {
   int32_t kind;
-  int32_t unused;
+  int32_t passing;     // whether only the next step reads what this one writes
   const void* matrix;  // of a product, or null
   const void* call;    // of the kind's type; what the places below say is not in it
   int64_t places[5];   // of x, y and up to three more: memory * 2^48 + bytes, or -1
@@ -97,6 +100,7 @@ class ChainRun {
       case kStepAttention: return code(attend_all(attention(step)));
       case kStepAttentionBf16: return code(attend_in_bf16(attention(step)));
       case kStepInt8Conv: return int8_conv(step);
+      case kStepInt8Depthwise: return int8_depthwise_planes(step);
       case kStepPack: return pack(step);
       case kStepPackInt8: return pack_int8(step);
       case kStepPackBf16: return pack_bf16(step);
@@ -109,6 +113,18 @@ class ChainRun {
     return first.kind == kStepConv && second.kind == kStepConv && second.places[0] == first.places[1] &&
            is_pair(*matrix<PanelMatrix>(first), product<ConvCall>(first), *matrix<PanelMatrix>(second),
                    product<ConvCall>(second));
+  }
+
+  // Whether a depthwise layer is all that reads a convolution, and both can run band by band.
+  bool expands(const ChainStep& first, const ChainStep& second) const {
+    return first.kind == kStepConv && second.kind == kStepDepthwise && first.passing &&
+           second.places[0] == first.places[1] && second.places[4] < 0 &&
+           is_expanded(*matrix<PanelMatrix>(first), product<ConvCall>(first), product<DepthwiseCall>(second));
+  }
+
+  int run_expanded(const ChainStep& first, const ChainStep& second) const {
+    return code(multiply_expanded(*matrix<PanelMatrix>(first), product<ConvCall>(first),
+                                  product<DepthwiseCall>(second)));
   }
 
   int run_pair(const ChainStep& first, const ChainStep& second) const {
@@ -189,15 +205,26 @@ class ChainRun {
     return code(depthwise(call));
   }
 
-  int int8_conv(const ChainStep& step) const {
-    Int8ConvCall call = *static_cast<const Int8ConvCall*>(step.call);
+  // An int8 convolution with its images, in bytes or not, and what becomes of them.
+  Int8ConvCall in_bytes(Int8ConvCall call, const ChainStep& step) const {
     call.image = at<std::remove_pointer_t<decltype(call.image)>>(step.places[0]);
     call.conv.y = at<float>(step.places[1]);
     call.conv.residual = at<float>(step.places[2]);
     call.conv.x = at<float>(step.places[call.x_is_places ? 0 : 3]);  // the image in bytes, or room for it
     call.real = at<float>(step.places[4]);
     call.conv.threads = threads_;
+    return call;
+  }
+
+  int int8_conv(const ChainStep& step) const {
+    const Int8ConvCall call = in_bytes(*static_cast<const Int8ConvCall*>(step.call), step);
     return code(multiply_int8_conv(*matrix<PanelMatrix>(step), call));
+  }
+
+  int int8_depthwise_planes(const ChainStep& step) const {
+    Int8DepthwiseCall call = *static_cast<const Int8DepthwiseCall*>(step.call);
+    call.conv = in_bytes(call.conv, step);
+    return code(int8_depthwise(call));
   }
 
   int pack(const ChainStep& step) const {
@@ -232,8 +259,12 @@ inline int run_chain(const ChainStep* steps, int64_t count, char* const* memorie
   const ChainRun run(memories, threads);
   for (int64_t i = 0; i < count; ++i) {
     const bool paired = i + 1 < count && run.pairs(steps[i], steps[i + 1]);
-    if (const int result = paired ? run.run_pair(steps[i], steps[i + 1]) : run.run(steps[i])) return result;
-    i += paired;
+    const bool expanded = i + 1 < count && run.expands(steps[i], steps[i + 1]);
+    const int result = paired     ? run.run_pair(steps[i], steps[i + 1])
+                       : expanded ? run.run_expanded(steps[i], steps[i + 1])
+                                  : run.run(steps[i]);
+    if (result) return result;
+    i += paired || expanded;
   }
   return kChainDone;
 }

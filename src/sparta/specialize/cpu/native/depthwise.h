@@ -60,27 +60,28 @@ inline int64_t tap_start(const DepthwiseCall& call, const DepthwiseCopy& copy, i
   return distance % call.stride_columns * copy.height * copy.width + distance / call.stride_columns;
 }
 
-// Copies neighbouring values in whole vectors; what is behind the last one is set to 0, and there is room for it.
-SPARTA_INLINE void copy_line(const float* from, int64_t count, const LaneMask& tail, float* to) {
+// Copies neighbouring values in whole vectors; what is behind the last one is filled, and there is room for it.
+SPARTA_INLINE void copy_line(const float* from, int64_t count, const LaneMask& tail, Vec fill, float* to) {
   int64_t j = 0;
   for (; j + kLanes <= count; j += kLanes) store(to + j, load(from + j));
-  if (j < count) store(to + j, load_lanes(from + j, tail));
+  if (j < count) store(to + j, load_lanes(from + j, tail, fill));
 }
 
 // The same for every second value.
-SPARTA_INLINE void copy_line_by_two(const float* from, int64_t count, const LaneMask& tail, float* to) {
+SPARTA_INLINE void copy_line_by_two(const float* from, int64_t count, const LaneMask& tail, Vec fill, float* to) {
   int64_t j = 0;
   if constexpr (kPacksByTwo) {
     const LaneMask all = lane_mask(0, kLanes);
     for (; j + kLanes <= count; j += kLanes) store(to + j, load_lanes_by_two(from + 2 * j, all));
-    if (j < count) store(to + j, load_lanes_by_two(from + 2 * j, tail));
+    if (j < count) store(to + j, load_lanes_by_two(from + 2 * j, tail, fill));
   } else {
     for (; j < count; ++j) to[j] = from[2 * j];
   }
 }
 
-// Copies a plane to a padded one whose padding is 0 already.
-inline void copy_plane(const DepthwiseCall& call, const DepthwiseCopy& copy, const float* x, float* to) {
+// Copies a plane to a padded one whose padding is there already; `fill` is the same.
+inline void copy_plane(const DepthwiseCall& call, const DepthwiseCopy& copy, const float* x, float* to,
+                       Vec fill = Vec{}) {
   const int64_t most = copy.width - kLanes;
   const int64_t last = std::min(copy.height, call.rows + call.top);
   for (int64_t phase = 0; phase < copy.phases; ++phase) {
@@ -92,9 +93,9 @@ inline void copy_plane(const DepthwiseCall& call, const DepthwiseCopy& copy, con
       const float* from = x + (row - call.top) * call.columns + ahead;
       float* line = to + (phase * copy.height + row) * copy.width;
       if (call.stride_columns == 1) {
-        copy_line(from + begin, end - begin, tail, line + begin);
+        copy_line(from + begin, end - begin, tail, fill, line + begin);
       } else if (call.stride_columns == 2) {
-        copy_line_by_two(from + 2 * begin, end - begin, tail, line + begin);
+        copy_line_by_two(from + 2 * begin, end - begin, tail, fill, line + begin);
       } else {
         for (int64_t j = begin; j < end; ++j) line[j] = from[j * call.stride_columns];
       }
@@ -117,13 +118,15 @@ struct DepthwisePlane {
   Vec shift;
   const float* residual;
   float* y;
+  int64_t begin;  // rows of the output
+  int64_t end;
 };
 
 // Rows [row, row + Rows) of a kernel of Side x Side taps that lie next to each other, with this stride along rows.
 template <Activation Act, int Side, int Stride, int Rows>
 SPARTA_INLINE void square_rows(const DepthwiseCall& call, const DepthwiseCopy& copy, const DepthwisePlane& plane,
                                const int64_t (&taps)[Side], int64_t row) {
-  const int64_t pixels = call.out_rows * call.out_columns;
+  const int64_t pixels = plane.end * call.out_columns;
   // From the last vector of a row to the first: what it writes beyond its row is written over by the next row.
   for (int64_t column = (call.out_columns - 1) / kLanes * kLanes; column >= 0; column -= kLanes) {
     const float* from = plane.copy + row * Stride * copy.width + column;
@@ -154,11 +157,11 @@ template <Activation Act, int Side, int Stride>
 void square_plane(const DepthwiseCall& call, const DepthwiseCopy& copy, const DepthwisePlane& plane) {
   int64_t taps[Side];
   for (int j = 0; j < Side; ++j) taps[j] = tap_start(call, copy, j);
-  int64_t row = 0;
-  for (; row + kRowsTogether <= call.out_rows; row += kRowsTogether) {
+  int64_t row = plane.begin;
+  for (; row + kRowsTogether <= plane.end; row += kRowsTogether) {
     square_rows<Act, Side, Stride, kRowsTogether>(call, copy, plane, taps, row);
   }
-  const int64_t left = call.out_rows - row;
+  const int64_t left = plane.end - row;
   if (left == 3) square_rows<Act, Side, Stride, 3>(call, copy, plane, taps, row);
   if (left == 2) square_rows<Act, Side, Stride, 2>(call, copy, plane, taps, row);
   if (left == 1) square_rows<Act, Side, Stride, 1>(call, copy, plane, taps, row);
@@ -167,8 +170,8 @@ void square_plane(const DepthwiseCall& call, const DepthwiseCopy& copy, const De
 // Any kernel, stride and dilation.
 template <Activation Act>
 void any_plane(const DepthwiseCall& call, const DepthwiseCopy& copy, const DepthwisePlane& plane) {
-  const int64_t pixels = call.out_rows * call.out_columns;
-  for (int64_t row = 0; row < call.out_rows; ++row) {
+  const int64_t pixels = plane.end * call.out_columns;
+  for (int64_t row = plane.begin; row < plane.end; ++row) {
     for (int64_t column = 0; column < call.out_columns; column += kLanes) {
       Vec sum = {};
       for (int64_t i = 0; i < call.kernel_rows; ++i) {
@@ -201,18 +204,18 @@ struct PlaneTaps {
       lanes[i] = lane_mask(begin, std::min<int64_t>(std::max(call.columns - first, begin), kLanes));
     }
   }
-  SPARTA_INLINE static void load(const float* from, const LaneMask* lanes, Vec (&taps)[Side]) {
+  SPARTA_INLINE static void load(const float* from, const LaneMask* lanes, Vec (&taps)[Side], Vec fill = Vec{}) {
     if constexpr (Stride == 1) {
 #pragma GCC unroll 8
-      for (int j = 0; j < Side; ++j) taps[j] = load_lanes(from + j, lanes[j]);
+      for (int j = 0; j < Side; ++j) taps[j] = load_lanes(from + j, lanes[j], fill);
     } else {
 #if defined(SPARTA_AVX512)
       const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
       const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 #pragma GCC unroll 8
       for (int i = 0; i < kLoads; i += 2) {
-        const __m512 low = (__m512)load_lanes(from + start(i), lanes[i]);
-        const __m512 high = (__m512)load_lanes(from + start(i + 1), lanes[i + 1]);
+        const __m512 low = (__m512)load_lanes(from + start(i), lanes[i], fill);
+        const __m512 high = (__m512)load_lanes(from + start(i + 1), lanes[i + 1], fill);
         taps[i == 0 ? 0 : i - 1] = (Vec)_mm512_permutex2var_ps(low, even, high);
         if (i > 0) taps[i] = (Vec)_mm512_permutex2var_ps(low, odd, high);
       }
@@ -227,7 +230,7 @@ constexpr int64_t kMostVectors = 16;  // of a row of the output, whose masks are
 // Rows [row, row + Rows), from the plane as it is.
 template <Activation Act, int Side, int Stride, int Rows>
 SPARTA_INLINE void rows_in_place(const DepthwiseCall& call, const DepthwisePlane& plane, int64_t row) {
-  const int64_t pixels = call.out_rows * call.out_columns;
+  const int64_t pixels = plane.end * call.out_columns;
   for (int64_t column = (call.out_columns - 1) / kLanes * kLanes; column >= 0; column -= kLanes) {
     const LaneMask* lanes = plane.lanes + column / kLanes * kMostLoads;
     Vec sums[Rows] = {};
@@ -256,11 +259,11 @@ SPARTA_INLINE void rows_in_place(const DepthwiseCall& call, const DepthwisePlane
 
 template <Activation Act, int Side, int Stride>
 void plane_in_place(const DepthwiseCall& call, const DepthwiseCopy&, const DepthwisePlane& plane) {
-  int64_t row = 0;
-  for (; row + kRowsTogether <= call.out_rows; row += kRowsTogether) {
+  int64_t row = plane.begin;
+  for (; row + kRowsTogether <= plane.end; row += kRowsTogether) {
     rows_in_place<Act, Side, Stride, kRowsTogether>(call, plane, row);
   }
-  const int64_t left = call.out_rows - row;
+  const int64_t left = plane.end - row;
   if (left == 3) rows_in_place<Act, Side, Stride, 3>(call, plane, row);
   if (left == 2) rows_in_place<Act, Side, Stride, 2>(call, plane, row);
   if (left == 1) rows_in_place<Act, Side, Stride, 1>(call, plane, row);
@@ -328,7 +331,7 @@ class DepthwiseRun {
     if (ahead_ && plane + 1 < end_) copied((plane + 1) / call_.multiplier);
     kernel_(call_, copy_,
             DepthwisePlane{copy, lanes_, call_.values + channel * taps, splat(call_.bias ? call_.bias[channel] : -0.0f),
-                           call_.residual ? call_.residual + plane * pixels : nullptr, y});
+                           call_.residual ? call_.residual + plane * pixels : nullptr, y, 0, call_.out_rows});
   }
 
  private:

@@ -123,7 +123,7 @@ inline void multiply_int8_tokens(const Int8BandTask& task, int64_t begin, int64_
 }
 
 // Where the results of an image go, and what is added to them.
-inline PlacesEnds ends_of(const PanelMatrix& matrix, const Int8ConvCall& given, int64_t image) {
+inline PlacesEnds ends_of(int64_t channels, const Int8ConvCall& given, int64_t image) {
   const ConvCall& call = given.conv;
   const int64_t plane = call.out_rows * call.out_columns;
   const bool in_bytes = call.residual && given.residual_kind == kPlacesResidual;
@@ -131,7 +131,7 @@ inline PlacesEnds ends_of(const PanelMatrix& matrix, const Int8ConvCall& given, 
                          given.y_is_places ? given.real : call.y,
                          in_bytes ? reinterpret_cast<const int32_t*>(call.residual) : nullptr,
                          in_bytes ? nullptr : call.residual, plane};
-  return moved(first, image * ceil_div(matrix.channels, 4) * plane, image * matrix.channels * plane);
+  return moved(first, image * ceil_div(channels, 4) * plane, image * channels * plane);
 }
 
 // The blocks of rows [first, last) of one band; false when memory ran out.
@@ -151,7 +151,7 @@ inline bool multiply_int8_band(const PanelMatrix& matrix, const Int8ConvCall& gi
   }
   const float* x = image ? image - band.first : call.x + band.image * call.x_strides[0];
   const Int8BandTask task{&matrix, &given, &finish, reinterpret_cast<const int32_t*>(x),
-                          ends_of(matrix, given, band.image), results};
+                          ends_of(matrix.channels, given, band.image), results};
   for (int64_t start = band.first; start < band_end;) {
     const int64_t left = band_end - start;
     int64_t vectors = std::min<int64_t>(matrix.mv, ceil_div(left, kLanes));
@@ -189,22 +189,32 @@ inline PlacesFinish places_finish(const Int8ConvCall& call, const int32_t* start
           floor};
 }
 
+// Rounds the images of a call, unless they come in places.
+inline void quantise_images(const Int8ConvCall& call) {
+  if (call.x_is_places) return;
+  const Bytes bytes = image_bytes(call.x_zero, call.x_is_unsigned != 0);
+  const int64_t places = call.conv.images * call.conv.in_channels;
+  parallel(call.conv.threads, [&](int64_t index, int64_t count) {
+    for (int64_t i = places * index / count; i < places * (index + 1) / count; ++i) {
+      quantise_place(call, i / call.conv.in_channels, i % call.conv.in_channels, bytes);
+    }
+  });
+}
+
+// What takes the zero point of the images off, for each row.
+inline void find_starts(const Int8ConvCall& call, int64_t rows, int32_t* starts) {
+  const int32_t moved = has_vnni() == (call.x_is_unsigned != 0) ? 0 : has_vnni() ? 128 : -128;
+  for (int64_t i = 0; i < rows; ++i) starts[i] = -(call.x_zero + moved) * call.row_sums[i];
+}
+
 inline bool multiply_int8_conv(const PanelMatrix& matrix, const Int8ConvCall& call) {
   static thread_local Scratch scratch;
   int32_t* starts = reinterpret_cast<int32_t*>(scratch.get(matrix.channels));
   if (!starts) return false;
   const ConvCall& conv = call.conv;
-  const Bytes bytes = image_bytes(call.x_zero, call.x_is_unsigned != 0);
-  const int32_t zero = zero_place(bytes);
-  parallel(call.x_is_places ? 1 : conv.threads, [&](int64_t index, int64_t count) {
-    if (call.x_is_places) return;
-    const int64_t places = conv.images * conv.in_channels;
-    for (int64_t i = places * index / count; i < places * (index + 1) / count; ++i) {
-      quantise_place(call, i / conv.in_channels, i % conv.in_channels, bytes);
-    }
-  });
-  const int32_t moved = has_vnni() == (call.x_is_unsigned != 0) ? 0 : has_vnni() ? 128 : -128;
-  for (int64_t i = 0; i < matrix.channels; ++i) starts[i] = -(call.x_zero + moved) * call.row_sums[i];
+  const int32_t zero = zero_place(image_bytes(call.x_zero, call.x_is_unsigned != 0));
+  quantise_images(call);
+  find_starts(call, matrix.channels, starts);
   const PlacesFinish finish = places_finish(call, starts);
   return share_tiles(matrix, conv.images * bands_of(conv), conv.threads,
                      [&](int64_t band, int64_t begin, int64_t end) {

@@ -1,6 +1,7 @@
 // Products of four bytes a lane with four bytes that are the same in all lanes, exact in every build: one instruction
 // where the processor has VNNI (AVX-512 or AVX-VNNI), three or four elsewhere. A unit says whether the bytes of x are
-// stored with or without a sign, and how x and a weight are prepared before they are multiplied many times.
+// stored with or without a sign, and how x and a weight are prepared before they are multiplied many times; weights that
+// differ from lane to lane come as a vector.
 #pragma once
 
 #include "bytes.h"
@@ -39,6 +40,7 @@ struct SignedUnit {
   }
   using Weight = Inputs;
   static SPARTA_INLINE Weight spread(const int32_t* weight) { return split((IntVec)_mm512_set1_epi32(*weight)); }
+  static SPARTA_INLINE Weight weights(IntVec v) { return split(v); }
   static SPARTA_INLINE void add(IntVec& sum, const Inputs& x, const Weight& w) {
     sum += (IntVec)_mm512_madd_epi16(x.even, w.even) + (IntVec)_mm512_madd_epi16(x.odd, w.odd);
   }
@@ -50,6 +52,7 @@ struct SignedUnit {
   }
   using Weight = Inputs;
   static SPARTA_INLINE Weight spread(const int32_t* weight) { return split((IntVec)_mm256_set1_epi32(*weight)); }
+  static SPARTA_INLINE Weight weights(IntVec v) { return split(v); }
   static SPARTA_INLINE void add(IntVec& sum, const Inputs& x, const Weight& w) {
     sum += (IntVec)_mm256_madd_epi16(x.even, w.even) + (IntVec)_mm256_madd_epi16(x.odd, w.odd);
   }
@@ -66,7 +69,9 @@ struct SignedUnit {
     std::memcpy(w, weight, sizeof w);
     return {{w[0], w[1], w[2], w[3]}};
   }
-  static SPARTA_INLINE void add(IntVec& sum, const Inputs& x, const Weight& w) {
+  static SPARTA_INLINE Inputs weights(IntVec v) { return split(v); }
+  template <class W>
+  static SPARTA_INLINE void add(IntVec& sum, const Inputs& x, const W& w) {
     for (int i = 0; i < 4; ++i) sum += x.bytes[i] * w.bytes[i];
   }
 #endif
@@ -80,6 +85,7 @@ struct AbsoluteUnit {
   using Weight = __m256i;
   static SPARTA_INLINE Inputs split(IntVec v) { return {(__m256i)v, _mm256_abs_epi8((__m256i)v)}; }
   static SPARTA_INLINE Weight spread(const int32_t* weight) { return _mm256_set1_epi32(*weight); }
+  static SPARTA_INLINE Weight weights(IntVec v) { return (__m256i)v; }
   static SPARTA_INLINE void add(IntVec& sum, const Inputs& x, const Weight& w) {
     const __m256i pairs = _mm256_maddubs_epi16(x.absolute, _mm256_sign_epi8(w, x.signs));
     sum += (IntVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
@@ -102,6 +108,7 @@ struct VnniUnit {
     return (IntVec)_mm256_set1_epi32(*weight);
 #endif
   }
+  static SPARTA_INLINE Weight weights(IntVec v) { return v; }
   static SPARTA_INLINE void add(IntVec& sum, const Inputs& x, const Weight& weight) {
     IntVec result = sum;  // a value of its own, or compilers keep the sums in memory
 #if defined(SPARTA_AVX512)
