@@ -12,7 +12,7 @@ import operator
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -154,7 +154,7 @@ def _inductor(module: fx.GraphModule, options: Mapping[str, Any] | None = None) 
     def compiled_by(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
-        made.append(compile_fx(graph, inputs, config_patches=dict(options or {})))
+        made.append(cast("Callable[..., Any]", compile_fx(graph, inputs, config_patches=dict(options or {}))))
         return made[-1]
 
     compiled: Callable[..., Any] = torch.compile(module, dynamic=False, backend=compiled_by)
