@@ -34,12 +34,14 @@ def test_the_grid_has_means_steps_and_memory(tables):
             {"eager": 400.0, "sparta": 50.0},
         ),
     ]
+    rows[1]["left_out"] = "TVM is left out: it does not build"
     environment = {"torch": "2.11", "torch_threads": 8, "cpu": {"model": "Some CPU"}}
     results = {"threads": 2, "rows": rows}
     found = {"device": "cpu", "date": "2026-01-02T03:04:05+00:00", "environment": environment, "results": results}
     page = tables.paper_grid([found])
     assert "| BERT | channels | 10.0 | 4.00 |  |" in page
     assert "| geometric mean |  |  | 6.00 | 3.00 |" in page
+    assert "\nBERT: TVM is left out: it does not build.\n" in page
     assert "| model | pattern | dense | propagation | kernels | sparta | full search |" in page
     assert "| BERT | int8 | 90.0 | 50.0 |  | 10.0 | 9.0 |" in page
     assert "| BERT | int8 | 300 | 30 | 400 | 50 |" in page

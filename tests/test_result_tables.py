@@ -102,9 +102,18 @@ CPU = {
             }
         ]
     },
+    "cpu_bounds": {
+        "roof": {"multiply_adds": 5e10, "byte_multiply_adds": None, "bytes_read": {"32768": 1e11}},
+        "rows": [
+            {"kind": "fp32", "tokens": 16, "block": [4, 1], "sparsity": 0.9, "shape": [768, 768], "target": 7.5}
+            | {"ms": {"dense": 8.0, "ours": 2.0, "empty": 0.5, "least": 0.5}}
+        ],
+    },
     "cpu_few_bits": {
-        "rivals": ["dense fp32", "onnxruntime"],
-        "summary": [{"name": "3x3", "block": [4, 4], "sparsity": 0.8, "dense": 2.5, "ours fp32": 1.5}],
+        "rows": [
+            {"name": "3x3", "block": [4, 4], "sparsity": 0.8}
+            | {"median_ms": {"int8": 2.0, "ours fp32": 3.0, "dense fp32": 7.0, "onnxruntime": 5.0}}
+        ],
     },
     "cpu_chains": {
         "chains": [
@@ -147,6 +156,10 @@ CPU = {
                 "| repeated | 7.5 (9.0) | 10 | 60",
                 "| fp32 | repeated | 5.0 (12.0) |  |",
             ],
+        ),
+        (
+            "cpu_bounds",
+            ["| 16 | fp32, block 4×1 | 90 % | 7.5 | 4.0 | 8.0 | 25 % | 25 % |", "100 GFLOP/s in fp32, and GB/s"],
         ),
         ("cpu_few_bits", ["| 3x3 | block 4×4 | 80 % | 2.5 | 1.5 |", "the best of dense fp32, onnxruntime"]),
         (

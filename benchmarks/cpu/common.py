@@ -1,17 +1,27 @@
-"""What the CPU benchmarks share: a call without arguments, and medians of calls that are interleaved in one run."""
+"""What the CPU benchmarks share: medians of calls that are interleaved in one run, and runs that are made in pieces."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from sparta.testing import compare
 
-__all__ = ["TARGETS", "Call", "calls_for", "median_ms", "repeated", "without"]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "oneshot"))
+from rows import keep, stored
+
+__all__ = ["TARGETS", "UNFINISHED", "Call", "Row", "calls_for", "in_pieces", "median_ms", "repeated", "without"]
 
 Call = Callable[[], Any]
+Row = dict[str, Any]
+UNFINISHED = 3
+"""The status of a script that has not measured all of its rows yet."""
 # What a linear layer is to reach, packed at both ends or cold, by tokens and block height, for the three sparsities: a
 # geometric mean over the shapes. A whole chain is to reach the same.
 TARGETS = {
@@ -51,6 +61,44 @@ def without(rows: Iterable[Mapping[str, Any]], *names: str) -> list[dict[str, An
     [{'speedup': 2.0}]
     """
     return [{name: value for name, value in row.items() if name not in names} for row in rows]
+
+
+def in_pieces(
+    wanted: Sequence[tuple[Row, Callable[[], Row]]], path: Path, machine: str, about: Row, limit: float
+) -> int:
+    """Measure the rows that a file of results does not have yet and store each at once.
+
+    Parameters
+    ----------
+    wanted
+        What tells each row from the others, with values as JSON has them, and what measures the rest of it.
+    about
+        Further results, which all rows share.
+    limit
+        Seconds after which no other row is begun.
+
+    Returns
+    -------
+    int
+        0 when all rows are there, :data:`UNFINISHED` before.
+    """
+    begin, names = time.perf_counter(), tuple(wanted[0][0])
+    order = [which for which, _ in wanted]
+
+    def place(row: Row) -> int:
+        which = {name: row[name] for name in names}
+        return order.index(which) if which in order else len(order)
+
+    done = [place(row) for row in stored(path)]
+    for at, (which, measured) in enumerate(wanted):
+        if at in done:
+            continue
+        if time.perf_counter() - begin > limit:
+            return UNFINISHED
+        row = {**which, **measured()}
+        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        keep(row, names, place, path, machine, about)
+    return 0
 
 
 def _repeat(function: Call, calls: int) -> Any:

@@ -1,19 +1,19 @@
 """Sparse layers in few bits beside dense ones: int8 convolutions, and weights of 8 bits for a few tokens, one thread.
 
 Run with ``python benchmarks/cpu/few_bits.py`` (about 6 minutes on a quiet machine); ``--quick`` takes one layer of each
-kind. Convolutions are ResNet's on one image, fp32 at both ends: ours of integers, ours in fp32, PyTorch in fp32, and
-ONNX Runtime and OpenVINO (where it is installed) with int8 weights. One to four tokens: ours with weights of 8 bits and
-in fp32, PyTorch in fp32, and ONNX Runtime's dynamic int8. Results are checked first. Rivals are interleaved call by
-call, so each finds its weight where the others have left it.
+kind. Every layer is stored as soon as it is measured: ``--limit`` ends a run after so many seconds, the same command
+goes on from there, and its status is 3 until all layers are there. Convolutions are ResNet's on one image, fp32 at both
+ends: ours of integers, ours in fp32, PyTorch in fp32, and ONNX Runtime and OpenVINO (where it is installed) with int8
+weights. One to four tokens: ours with weights of 8 bits and in fp32, PyTorch in fp32, and ONNX Runtime's dynamic int8.
+Results are checked first. Rivals are interleaved call by call, so each finds its weight where the others have left it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
-import os
 import platform
-import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -27,8 +27,8 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from int8_rivals import dynamic_layer_call, quantized_conv_calls
 
-from common import Call, median_ms
-from record import save
+from common import Call, Row, in_pieces, median_ms
+from record import RESULTS, path_of
 from sparta.specialize.conv.int8 import conv_reference, int8_conv_spec
 from sparta.specialize.conv.spec import ConvGeometry
 from sparta.specialize.implement import implement_named
@@ -36,7 +36,6 @@ from sparta.specialize.int8_linear.quantization import Quantization
 from sparta.specialize.int8_linear.spec import int8_linear_spec
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.tuning.select import build
-from sparta.tables import table
 from sparta.tesa.attribute import TeSA
 from sparta.testing import block_mask, compare
 
@@ -57,6 +56,7 @@ PATTERNS = {"conv": ((4, 4), (1, 4)), "tokens": ((1, 1), (16, 1))}
 SPARSITIES = {"conv": (0.8, 0.9), "tokens": (0.5, 0.8, 0.9)}
 GRID, WEIGHT_SCALE = Quantization(0.02, 128, "uint8"), 5e-3
 OURS = ("int8", "ours fp32")
+QUESTION, DEVICE = "cpu_few_bits", f"{platform.machine()} cpu"
 
 
 @dataclass(frozen=True)
@@ -151,55 +151,30 @@ def calls_of(layer: Layer) -> dict[str, Call]:
     return {**own, **dense, **rivals}
 
 
-def measure(layer: Layer) -> dict[str, Any]:
-    """Time one layer; returns medians in ms and speedups over the best dense, and over ours in fp32."""
-    medians = median_ms(calls_of(layer), 1, 1.5)
-    dense = min(value for name, value in medians.items() if name not in OURS)
-    speedup = {"dense": dense / medians["int8"], "ours fp32": medians["ours fp32"] / medians["int8"]}
-    return {**asdict(layer), "name": layer.name, "median_ms": medians, "speedup": speedup}
+def named(layer: Layer) -> Row:
+    """Return what tells a layer from the others, as it is stored."""
+    return {**asdict(layer), "block": list(layer.block), "name": layer.name}
 
 
-def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return geometric means over the layers of a kind."""
-    rows = []
-    for key in dict.fromkeys((cell["name"], tuple(cell["block"]), cell["sparsity"]) for cell in results):
-        cells = [c for c in results if (c["name"], tuple(c["block"]), c["sparsity"]) == key]
-        means = {name: statistics.geometric_mean(c["speedup"][name] for c in cells) for name in cells[0]["speedup"]}
-        rows.append({"name": key[0], "block": list(key[1]), "sparsity": key[2], **means})
-    return rows
+def measured(layer: Layer) -> Row:
+    """Time one layer; returns medians in ms."""
+    return {"median_ms": median_ms(calls_of(layer), 1, 1.5)}
 
 
-def main() -> None:
-    """Time every layer and save the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> int:
+    """Time every layer that is not stored yet, or as many as there is time for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one layer of each kind")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for this run")
+    parser.add_argument("--machine", default=DEVICE, help="a name, for results that stand beside those of other ones")
     parser.add_argument("--out", type=Path, help="folder for the JSON instead of benchmarks/results")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    load_before, results = os.getloadavg()[0], []
-    for layer in layers(quick=options.quick):
-        results.append(measure(layer))
-        times = ", ".join(f"{name} {took:.3f}" for name, took in results[-1]["median_ms"].items())
-        print(f"{layer}: {times} ms", flush=True)
-    rows = summary(results)
-    rivals = sorted({name for cell in results for name in cell["median_ms"]} - set(OURS))
-    found = {"summary": rows, "rivals": rivals, "load": [load_before, os.getloadavg()[0]]}
-    path = save("cpu_few_bits", f"{platform.machine()} cpu", found, folder=options.out)
-    lines = [
-        [
-            row["name"],
-            "x".join(map(str, row["block"])),
-            row["sparsity"],
-            f"{row['dense']:.2f}",
-            f"{row['ours fp32']:.2f}",
-        ]
-        for row in rows
-    ]
-    heads = ["layer", "pattern", "sparsity", "over the best dense", "over ours in fp32"]
-    print(table(heads, lines, title="times faster, geometric mean"))
-    print(f"saved {path}")
+    wanted = [(named(layer), functools.partial(measured, layer)) for layer in layers(quick=options.quick)]
+    path = path_of(QUESTION, options.machine, options.out or RESULTS)
+    return in_pieces(wanted, path, options.machine, {}, options.limit)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

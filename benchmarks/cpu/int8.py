@@ -137,9 +137,9 @@ def dense_calls(layer: Layer, data: Data, output: str) -> dict[str, Call]:
     return calls
 
 
-def own_calls(tile: Tile, layer: Layer, data: Data) -> dict[str, Call]:
+def own_calls(tile: Tile, mask: Tensor, data: Data) -> dict[str, Call]:
     """Return the ways to call a sparse layer with this tile."""
-    packed = PackedInt8Linear(layer.mask(), block=tile.block, mv=tile.mv)
+    packed = PackedInt8Linear(mask, block=tile.block, mv=tile.mv)
     values, scales = packed.pack(data.weight), (data.multiplier, data.offset)
     bytes_ = Int8Options(ZERO, "relu", output=(torch.int8, 0))
     real = Int8Options(ZERO, "relu", rounded_to=(torch.uint8, SCALE))
@@ -155,7 +155,7 @@ def own_calls(tile: Tile, layer: Layer, data: Data) -> dict[str, Call]:
 def fastest(layer: Layer, data: Data, truths: dict[str, Tensor]) -> dict[str, tuple[str, Call]]:
     """Return the best tile and its call for every way, after checking that all compute the integer product."""
     tiles = implement_named("cpu-int8", OP).space(layer.spec("int8"))["tile"]._value
-    calls = {str(tile): own_calls(Tile.parse(str(tile)), layer, data) for tile in tiles}
+    calls = {str(tile): own_calls(Tile.parse(str(tile)), layer.mask(), data) for tile in tiles}
     for tile, ways in calls.items():
         for way, truth in (("drop-in", "int8"), ("unpacked", "int8"), ("real", "fp32")):
             if not torch.equal(ways[way](), truths[truth]):

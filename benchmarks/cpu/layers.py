@@ -83,11 +83,12 @@ def shapes(tokens: Sequence[int], without: Sequence[str], *, quick: bool) -> Ite
             if count >= 1024 and inputs >= 4096:
                 continue
             weight, x = torch.randn(outputs, inputs), torch.randn(count, inputs)
-            rivals = _cold_rivals(weight, x, without) if count == 1 else dense_calls(_dense(weight), x, without)
+            rivals = cold_rivals(weight, x, without) if count == 1 else dense_calls(dense_layer(weight), x, without)
             yield Shape(count, weight, x, rivals)
 
 
-def _dense(weight: torch.Tensor) -> nn.Sequential:
+def dense_layer(weight: torch.Tensor) -> nn.Sequential:
+    """Return the dense layer."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     with torch.no_grad():
         layer.weight.copy_(weight)
@@ -163,21 +164,22 @@ def _reached(
     return roof.reached(layer.tokens * live, moved, milliseconds, used=copies * moved)
 
 
-def _copies(weight: torch.Tensor) -> int:
+def copies_of(weight: torch.Tensor) -> int:
+    """Return how many copies of a weight no cache holds."""
     return max(2, math.ceil(COLD_BYTES / (4 * weight.numel())))
 
 
-def _cold_rivals(weight: torch.Tensor, x: torch.Tensor, without: Sequence[str]) -> dict[str, Call]:
+def cold_rivals(weight: torch.Tensor, x: torch.Tensor, without: Sequence[str]) -> dict[str, Call]:
     """Return passes over so many copies of the layer that no cache holds them."""
-    copies = [weight.clone() for _ in range(_copies(weight))]
-    rivals = {"eager": _passes([functools.partial(functional.linear, x, each) for each in copies])}
+    copies = [weight.clone() for _ in range(copies_of(weight))]
+    rivals = {"eager": passes([functools.partial(functional.linear, x, each) for each in copies])}
     if "compile" not in without:
         torch.compiler.reset()
         fast = torch.compile(functional.linear, dynamic=False)
-        rivals["compile"] = _passes([functools.partial(fast, x, each) for each in copies])
+        rivals["compile"] = passes([functools.partial(fast, x, each) for each in copies])
     if "onnxruntime" not in without:
-        model = onnx_chain(_dense(weight), x)
-        rivals["onnxruntime"] = _passes([onnxruntime_call(model, x) for _ in copies])
+        model = onnx_chain(dense_layer(weight), x)
+        rivals["onnxruntime"] = passes([onnxruntime_call(model, x) for _ in copies])
     return rivals
 
 
@@ -187,7 +189,7 @@ def _measure_cold(layer: Layer, shape: Shape, mask: torch.Tensor, roof: Roof) ->
     Each call makes several passes, as a model that decodes one token after the other does: where the packed copies
     together fit a cache they may stay there, which is part of what sparsity gives.
     """
-    copies, x = _copies(shape.weight), shape.x
+    copies, x = copies_of(shape.weight), shape.x
     functions = dict(shape.rivals)
     found = candidates(1, layer.outputs, layer.inputs, 1 - layer.sparsity, (layer.height, 1))
     found = [tile for tile in found if tile["prefetch"]]  # from memory, prefetching always pays
@@ -198,7 +200,7 @@ def _measure_cold(layer: Layer, shape: Shape, mask: torch.Tensor, roof: Roof) ->
         check(packed(x), truth, reduction=layer.inputs, what=str(tile))
         sizes.append(packed.nbytes)
         many = [packed, *(copy.deepcopy(packed) for _ in range(copies - 1))]
-        functions[str(index)] = _passes([token_call(each, x) for each in many])
+        functions[str(index)] = passes([token_call(each, x) for each in many])
     timings = compare(functions, warmup=1, iters=5, max_seconds=3.0)
     medians = {name: timing.median / copies / PASSES for name, timing in timings.timings.items()}
     dense = best(medians)
@@ -214,7 +216,7 @@ def _measure_cold(layer: Layer, shape: Shape, mask: torch.Tensor, roof: Roof) ->
     }
 
 
-def _passes(calls: list[Call]) -> Call:
+def passes(calls: list[Call]) -> Call:
     """Return a function that makes every call in turn, several times over."""
 
     def run() -> Any:

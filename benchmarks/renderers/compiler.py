@@ -162,6 +162,8 @@ def paper_grid(found: Sequence[Record]) -> str:
             f"{record['results']['threads']} threads. {source(record)}"
         )
         parts.append(f"{title}\n\n{markdown(['model', 'pattern', 'ms', *rivals], speeds)}")
+        left_out = dict.fromkeys(f"{row['model']}: {row['left_out']}." for row in results if row.get("left_out"))
+        parts += [" ".join(left_out)] if left_out else []
         names = [name for name in _STEPS if any(name in row["ablation_ms"] for row in results)]
         steps = [[row["model"], row["pattern"], *_in_columns(row["ablation_ms"], names, ".1f")] for row in results]
         parts.append(

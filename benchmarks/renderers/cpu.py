@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -171,24 +172,58 @@ def _int8_regimes(row: Record) -> list[Record]:
     return [*found, {**row, "ends": "fp32", "how": "repeated", "cell": cell, "roof_share": None, "target": None}]
 
 
+@renderer("cpu-bounds", "cpu_bounds")
+def cpu_bounds(found: Sequence[Record]) -> str:
+    """Return targets beside what is possible: a row for each kind of layer and sparsity."""
+    parts = []
+    for record in found:
+        kinds: dict[tuple[Any, ...], list[Record]] = {}
+        for row in record["results"]["rows"]:
+            key = (row["kind"], row["tokens"], tuple(row["block"]), row["sparsity"], row["target"])
+            kinds.setdefault(key, []).append(row["ms"])
+        rows = []
+        for (kind, tokens, (height, width), sparsity, target), times in kinds.items():
+            gains = [each["dense"] / each["ours"] for each in times]
+            most = [each["dense"] / (each["empty"] + each["least"]) for each in times]
+            means = [statistics.geometric_mean(each) for each in (gains, most)]
+            fixed = statistics.mean(each["empty"] / each["ours"] for each in times)
+            least = statistics.mean(each["least"] / each["ours"] for each in times)
+            line = [tokens, f"{kind}, block {height}×{width}", f"{100 * sparsity:g} %", f"{target:g}"]
+            rows.append([*line, *(f"{mean:.1f}" for mean in means), f"{100 * fixed:.0f} %", f"{100 * least:.0f} %"])
+        roof = record["results"]["roof"]
+        read = ", ".join(f"{1e-9 * rate:.0f} of {int(size) // 1024} KiB" for size, rate in roof["bytes_read"].items())
+        bytewise = roof["byte_multiply_adds"]
+        integers = "" if bytewise is None else f", {2e-9 * bytewise:.0f} GOP/s in int8"
+        title = (
+            "Times faster than the best dense kernel (PyTorch and ONNX Runtime), and at most possible: the time of a "
+            "call without any live weight and, after it, the least time that the live ones take at the rates of one "
+            f"core, {2e-9 * roof['multiply_adds']:.0f} GFLOP/s in fp32{integers}, and GB/s by what is read over and "
+            f"over: {read}. The last columns are the shares of these two in what a call takes. Geometric means over "
+            f"three shapes, layouts kept at both ends, weights of one token from memory. {source(record)}"
+        )
+        heads = ["tokens", "layer", "sparsity", "target", "reached", "at most", "without weights", "live weights"]
+        parts.append(f"{title}\n\n{markdown(heads, rows)}")
+    return "\n\n".join(parts)
+
+
 @renderer("cpu-few-bits", "cpu_few_bits")
 def cpu_few_bits(found: Sequence[Record]) -> str:
     """Return int8 convolutions and weights of 8 bits for a few tokens: a row for each kind and pattern."""
     parts = []
     for record in found:
-        results = record["results"]
-        rows = [
-            [
-                row["name"],
-                "unstructured" if row["block"] == [1, 1] else f"block {row['block'][0]}×{row['block'][1]}",
-                f"{100 * row['sparsity']:g} %",
-                f"{row['dense']:.1f}",
-                f"{row['ours fp32']:.1f}",
-            ]
-            for row in results["summary"]
-        ]
+        kinds: dict[tuple[Any, ...], list[Record]] = {}
+        for row in record["results"]["rows"]:
+            kinds.setdefault((row["name"], tuple(row["block"]), row["sparsity"]), []).append(row["median_ms"])
+        rivals = sorted({name for each in kinds.values() for times in each for name in times} - {"int8", "ours fp32"})
+        rows = []
+        for (name, (height, width), sparsity), times in kinds.items():
+            dense = [min(each[rival] for rival in rivals if rival in each) / each["int8"] for each in times]
+            own = [each["ours fp32"] / each["int8"] for each in times]
+            pattern = "unstructured" if (height, width) == (1, 1) else f"block {height}×{width}"
+            gains = [f"{statistics.geometric_mean(each):.1f}" for each in (dense, own)]
+            rows.append([name, pattern, f"{100 * sparsity:g} %", *gains])
         title = (
-            f"Times faster than the best of {', '.join(results['rivals'])}, and than our own kernels in fp32, "
+            f"Times faster than the best of {', '.join(rivals)}, and than our own kernels in fp32, "
             f"geometric means over the layers. {source(record)}"
         )
         heads = ["layer", "pattern", "sparsity", "over dense", "over ours in fp32"]

@@ -123,19 +123,17 @@ inline int64_t whole_vectors(int64_t count) { return ceil_div(count, kLanes) * k
 
 // Turns scores into weights that are not yet divided by their sum, in place; returns what they are to be divided by, as
 // a factor. The places after `keys`, up to a whole vector, become 0. A row that sees nothing gets zeros.
-inline float soften(float* scores, int64_t keys, int64_t seen, float scale, const float* added) {
+inline float soften(float* scores, int64_t keys, int64_t seen, const float* added) {
   constexpr float kHidden = -std::numeric_limits<float>::infinity();
   const int64_t padded = whole_vectors(keys);
   std::fill(scores + seen, scores + padded, kHidden);
   Vec most = splat(kHidden);
   for (int64_t s = 0; s < padded; s += kLanes) {
-    Vec score = load(scores + s) * splat(scale);
-    if (added) score += load(added + s);
-    store(scores + s, score);
+    Vec score = load(scores + s);
+    if (added) store(scores + s, score += load(added + s));
     most = score > most ? score : most;
   }
-  float top = kHidden;
-  for (int lane = 0; lane < kLanes; ++lane) top = std::max(top, most[lane]);
+  const float top = greatest_lane(most);
   if (top == kHidden) {  // nothing is seen, or a score is no number
     float total = 0.0f;
     for (int64_t s = 0; s < padded; ++s) total += scores[s] == kHidden ? 0.0f : scores[s];
@@ -217,12 +215,12 @@ class AttentionThread {
   void attend_block(int64_t sequence, int64_t head, int64_t first) {
     const int64_t rows = std::min(kQueriesTogether, call_.queries - first);
     const float* q = call_.q + sequence * call_.q_strides[0] + head * call_.q_strides[1] + first * call_.q_strides[2];
-    multiply_dense({q, call_.q_strides[2], turned_, padded_keys_, call_.width, nullptr, scores_, padded_keys_}, rows,
+    std::fill(factors_, factors_ + rows, call_.scale);
+    multiply_dense({q, call_.q_strides[2], turned_, padded_keys_, call_.width, factors_, scores_, padded_keys_}, rows,
                    padded_keys_ / kLanes);
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t seen = call_.causal ? std::min(call_.keys, first + row + 1) : call_.keys;
-      factors_[row] =
-          soften(scores_ + row * padded_keys_, call_.keys, seen, call_.scale, added(sequence, head, first + row));
+      factors_[row] = soften(scores_ + row * padded_keys_, call_.keys, seen, added(sequence, head, first + row));
     }
     float* y = call_.y + sequence * call_.y_strides[0] + head * call_.y_strides[1] + first * call_.y_strides[2];
     const bool whole = padded_values_ == call_.value_width;

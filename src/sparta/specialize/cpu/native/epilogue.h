@@ -3,7 +3,7 @@
 // rows, so inner loops have no branches for it; where it stands is part of it: kReluLast comes after the residual.
 #pragma once
 
-#include "simd.h"
+#include "gelu.h"
 
 namespace sparta {
 
@@ -15,23 +15,6 @@ struct Epilogue {
   int64_t residual_stride;
   int32_t activation;
 };
-
-// x * Phi(x), with Phi(x) = 0.5 + x * polynomial(x * x) up to 5.5, and 0 or 1 beyond: within 1e-6 of the true value.
-// There is no division and no exp(), whose denormal results are slow.
-SPARTA_INLINE Vec gelu(Vec x) {
-  const Vec end = splat(5.5f);
-  const Vec near = x > end ? end : (x < -end ? -end : x);
-  const Vec u = near * near * splat(0.0661157025f) - splat(1.0f);  // from [0, 5.5 * 5.5] to [-1, 1]
-  constexpr float kCoefficients[] = {0.000538164866f, -0.00136890204f, 0.00102358905f, -0.00122919399f,
-                                     0.00423666742f,  -0.00767489476f, 0.0104684643f,  -0.0146712502f,
-                                     0.0202880241f,   -0.0261124969f,  0.0320817344f,  -0.0387872644f,
-                                     0.0477369912f,   -0.0641724765f,  0.12855193f};
-  Vec series = splat(kCoefficients[0]);
-#pragma GCC unroll 14
-  for (int i = 1; i < 15; ++i) series = series * u + splat(kCoefficients[i]);
-  const Vec phi = near * series + splat(0.5f);
-  return x * (x < -end ? Vec{} : phi);
-}
 
 SPARTA_INLINE Vec relu(Vec x) { return x < Vec{} ? Vec{} : x; }  // NaN is not below 0 and stays
 

@@ -33,20 +33,31 @@ struct NormCall {
   int32_t threads;
 };
 
+// The sum of f(i) over whole vectors i of `width` elements: four sums at once, so that none waits for itself.
+template <class F>
+SPARTA_INLINE float sum_over(int64_t width, F f) {
+  Vec sums[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= width; i += 4 * kLanes) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) sums[j] += f(i + j * kLanes);
+  }
+  for (; i + kLanes <= width; i += kLanes) sums[0] += f(i);
+  return sum_of_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
 inline void norm_row(const NormCall& call, const float* x, float* y) {
   const int64_t width = call.width, whole = width / kLanes * kLanes;
-  Vec sums = {};
-  for (int64_t i = 0; i < whole; i += kLanes) sums += load(x + i);
-  if (whole < width) sums += load_some(x + whole, width - whole);
-  const float mean = sum_of_lanes(sums) / static_cast<float>(width);
-  Vec squares = {};
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    const Vec apart = load(x + i) - splat(mean);
-    squares += apart * apart;
-  }
-  float total = sum_of_lanes(squares);
-  for (int64_t i = whole; i < width; ++i) total += (x[i] - mean) * (x[i] - mean);
-  const Vec factor = splat(1.0f / std::sqrt(total / static_cast<float>(width) + call.epsilon)), middle = splat(mean);
+  float total = sum_over(width, [&](int64_t i) SPARTA_LAMBDA { return load(x + i); });
+  for (int64_t i = whole; i < width; ++i) total += x[i];
+  const float mean = total / static_cast<float>(width);
+  const Vec middle = splat(mean);
+  float squares = sum_over(width, [&](int64_t i) SPARTA_LAMBDA {
+    const Vec apart = load(x + i) - middle;
+    return apart * apart;
+  });
+  for (int64_t i = whole; i < width; ++i) squares += (x[i] - mean) * (x[i] - mean);
+  const Vec factor = splat(1.0f / std::sqrt(squares / static_cast<float>(width) + call.epsilon));
   for (int64_t i = 0; i < width; i += kLanes) {
     const int64_t count = width - i;
     Vec out = (load_some(x + i, count) - middle) * factor;

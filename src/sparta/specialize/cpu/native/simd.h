@@ -122,11 +122,25 @@ SPARTA_INLINE Vec pick(Vec four, int which) {
   }
 }
 
+// One number of all lanes: halves are put together until one lane is left, so few steps wait for the one before.
+template <int Span, class F, int... Lane>
+SPARTA_INLINE Vec folded(Vec v, F f, std::integer_sequence<int, Lane...> lanes) {
+  if constexpr (Span == 0) {
+    return v;
+  } else {
+    return folded<Span / 2>(f(v, SPARTA_SHUFFLE(v, v, (Lane ^ Span)...)), f, lanes);
+  }
+}
+
 SPARTA_INLINE float sum_of_lanes(Vec v) {
-  float total = 0;
-#pragma GCC unroll 16
-  for (int lane = 0; lane < kLanes; ++lane) total += v[lane];
-  return total;
+  const auto sum = [](Vec a, Vec b) SPARTA_LAMBDA { return a + b; };
+  return folded<kLanes / 2>(v, sum, std::make_integer_sequence<int, kLanes>())[0];
+}
+
+// The largest number, which no lane that is NaN must be.
+SPARTA_INLINE float greatest_lane(Vec v) {
+  const auto most = [](Vec a, Vec b) SPARTA_LAMBDA { return a > b ? a : b; };
+  return folded<kLanes / 2>(v, most, std::make_integer_sequence<int, kLanes>())[0];
 }
 
 #if defined(SPARTA_AVX512) || defined(SPARTA_AVX2)
@@ -145,7 +159,12 @@ SPARTA_INLINE __m256 eight_bytes(const int8_t* from) {
 // e^x to 2 ulp; 0 and inf beyond the range of float, NaN for NaN.
 SPARTA_INLINE Vec exp(Vec x) {
   const Vec kTooLarge = splat(88.8f), kTooSmall = splat(-104.0f);
+#if defined(SPARTA_AVX512)
+  // NaN is returned where it is the second of the two.
+  const Vec clamped = (Vec)_mm512_max_ps((__m512)kTooSmall, _mm512_min_ps((__m512)kTooLarge, (__m512)x));
+#else
   const Vec clamped = x > kTooLarge ? kTooLarge : (x < kTooSmall ? kTooSmall : x);
+#endif
   const Vec kRound = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number in the low bits
   const Vec shifted = clamped * splat(1.44269504f) + kRound;
   const Vec whole = shifted - kRound;
@@ -159,12 +178,16 @@ SPARTA_INLINE Vec exp(Vec x) {
   power = power * fraction + splat(0.24022646f);
   power = power * fraction + splat(0.6931472f);
   power = power * fraction + splat(1.0f);
+#if defined(SPARTA_AVX512)
+  return (Vec)_mm512_scalef_ps((__m512)power, (__m512)whole);
+#else
   // Two factors 2^(n/2), because 2^n itself may be a denormal number.
   const IntVec exponent = (IntVec)shifted - (IntVec)kRound;
   const IntVec half = exponent >> 1;
   const Vec first = (Vec)((half + 127) << 23);
   const Vec second = (Vec)((exponent - half + 127) << 23);
   return power * first * second;
+#endif
 }
 
 // Exchanges the off-diagonal halves of every 2*Span x 2*Span square that rows `a` and `b`, Span apart, run through.
