@@ -27,7 +27,10 @@ TILES = [
     MatrixTile(256, 2, 2, 4), MatrixTile(256, 2, 1, 4), MatrixTile(256, 1, 1, 5), MatrixTile(128, 2, 2, 6),
     MatrixTile(128, 1, 2, 8), MatrixTile(128, 2, 1, 6, group=1), MatrixTile(64, 1, 1, 14), MatrixTile(64, 2, 1, 10),
     MatrixTile(64, 1, 2, 2), MatrixTile(64, 1, 1, 7, 2), MatrixTile(32, 1, 1, 10, 2), MatrixTile(32, 2, 1, 13),
-    MatrixTile(16, 1, 1, 14, 2), MatrixTile(16, 2, 1, 16),
+    MatrixTile(16, 1, 1, 14, 2), MatrixTile(16, 2, 1, 16), MatrixTile(192, 2, 1, 4, each=2),
+    MatrixTile(176, 2, 1, 4, each=2), MatrixTile(160, 2, 1, 5, each=2), MatrixTile(128, 2, 1, 5, each=2, split=3),
+    MatrixTile(256, 2, 1, 4, split=2), MatrixTile(128, 2, 1, 6, split=4), MatrixTile(64, 1, 1, 7, 2, split=2),
+    MatrixTile(64, 1, 1, 10, each=2, split=3), MatrixTile(32, 2, 1, 13, split=8), MatrixTile(16, 1, 1, 14, 2, split=2),
 ]  # fmt: skip
 SHAPES = [(128, 256, 512), (17, 8, 16), (300, 136, 80), (1000, 520, 1040), (77, 1000, 2064), (4096, 1024, 1024)]
 
@@ -141,6 +144,18 @@ def test_packing_by_a_kernel_is_what_the_layout_says(dtype):
     weight = torch.randn(k, n).t()
     for given in (weight, weight.contiguous()):
         assert torch.equal(layout.pack(given.cuda().to(dtype)).cpu(), layout.pack(given.to(dtype)))
+
+
+@pytest.mark.parametrize(("n", "k"), [(72, 200), (300, 136), (512, 1024)])
+def test_a_weight_and_its_transpose_are_packed_together(n, k):
+    pairs = torch.eye(2, dtype=torch.bool).repeat_interleave(2, 0).repeat_interleave(2, 1)
+    mask = pairs.repeat(n // 4, k // 4) & (torch.rand(n, k) < 0.9)
+    layouts = [MatrixLayout(TeSA.from_mask(side), 2) for side in (mask, mask.t())]
+    weight = torch.randn(n, k).bfloat16()
+    found = layouts[0].pack_with_transpose(layouts[1], weight.cuda())
+    assert found is not None
+    for layout, packed, side in zip(layouts, found, (weight, weight.t()), strict=True):
+        assert torch.equal(packed.cpu(), layout.pack(side))
 
 
 def test_a_layer_trains_and_compiles_with_it():

@@ -95,6 +95,22 @@ def test_the_kernel_packs_as_the_layout_does(dtype, n, k):
         assert torch.equal(found, layout.pack(given))
 
 
+@pytest.mark.parametrize(("n", "k"), [(72, 200), (64, 64), (4, 8), (300, 136), (320, 64)])
+def test_a_weight_and_its_transpose_are_packed_together(n, k):
+    pytest.importorskip("triton")
+    from sparta.specialize.linear.cuda_24_pack import INTERPRETED, pack_both_on_gpu
+
+    if not INTERPRETED:
+        pytest.skip("tests/gpu has this on CUDA")
+    pairs = torch.eye(2, dtype=torch.bool).repeat_interleave(2, 0).repeat_interleave(2, 1)
+    mask = pairs.repeat(n // 4, k // 4) & (torch.rand(n, k) < 0.9)
+    weight = torch.randn(n, k).bfloat16()
+    layouts = [MatrixLayout(TeSA.from_mask(side), 2) for side in (mask, mask.t())]
+    found = pack_both_on_gpu(weight.view(torch.int16), *(each._index(weight.device) for each in layouts))
+    for layout, packed, side in zip(layouts, found, (weight, weight.t()), strict=True):
+        assert torch.equal(packed, layout.pack(side))
+
+
 def test_what_does_not_fit_is_refused():
     layout = MatrixLayout(TeSA.from_mask(two_four(8, 16)), 2)
     with pytest.raises(ShapeError, match="as built"):
@@ -103,7 +119,7 @@ def test_what_does_not_fit_is_refused():
         layout.pack(torch.zeros(8, 16))
     with pytest.raises(PatternError, match="3 or 4 live"):
         MatrixLayout(TeSA.dense((8, 16)), 2).pack(torch.zeros(8, 16, dtype=torch.bfloat16))
-    with pytest.raises(ValueRangeError, match="16, 32, 64, 128, 256"):
+    with pytest.raises(ValueRangeError, match="16, 32, 64, 128, 160"):
         MatrixTile(48)
 
 

@@ -37,6 +37,8 @@ _ROW = 128  # bytes of a token that are copied at once
 _PIECE = 16  # bytes
 _STAGED = 64  # tokens of a warpgroup's results on their way out
 _PITCH = 144  # bytes between them
+_MOST_OUTPUTS = 256  # the weight is laid out for so many at once
+_MOST_SUMS = 384  # tokens times slabs of a warpgroup, whose sums are in its registers
 # tokens, groups, cluster, stages, ctas: what was among the fastest somewhere on an H200.
 _MANY = ((256, 2, 1, 4), (128, 2, 1, 6))
 _SOME = ((256, 2, 1, 4), (128, 2, 1, 6), (128, 1, 1, 8))
@@ -56,7 +58,7 @@ class MatrixTile(TextTile):
     tokens
         Rows of x that a block multiplies.
     groups
-        Warpgroups of a block that multiply, of 64 outputs each.
+        Warpgroups of a block that multiply.
     cluster
         Blocks beside each other along the outputs, which fetch x for each other.
     stages
@@ -65,6 +67,10 @@ class MatrixTile(TextTile):
         Blocks that share a multiprocessor.
     group
         Tiles of tokens that are worked on before the next ones, so that they stay in the L2 cache.
+    each
+        Times 64 outputs of each warpgroup.
+    split
+        Blocks that share the input channels of one tile, where there are fewer tiles than multiprocessors.
 
     Examples
     --------
@@ -78,30 +84,44 @@ class MatrixTile(TextTile):
     stages: int = 4
     ctas: int = 1
     group: int = 8
+    each: int = 1
+    split: int = 1
 
     _choices: ClassVar[dict[str, tuple[int, ...]]] = {
-        "tokens": (16, 32, 64, 128, 256),
+        "tokens": (16, 32, 64, 128, 160, 176, 192, 256),
         "groups": (1, 2),
         "cluster": (1, 2),
         "stages": tuple(range(2, 33)),
         "ctas": (1, 2),
         "group": (1, 2, 4, 8, 16),
+        "each": (1, 2),
+        "split": tuple(range(1, 9)),
     }
 
     @property
     def outputs(self) -> int:
-        """Outputs of a cluster."""
-        return 64 * self.groups * self.cluster
+        """Outputs of the blocks that share x."""
+        return 64 * self.groups * self.each * self.cluster
 
     def shared_bytes(self, itemsize: int) -> int:
         """Return the shared memory of a block: the ring of x and the weight, results, barriers, what aligns them."""
-        step = self.tokens * _ROW + self.groups * (4096 + 1024 // itemsize)
         results = self.groups * (min(self.tokens, _STAGED) * _PITCH + self.tokens * 4)
-        return self.stages * -(-step // 1024) * 1024 + results + self.stages * 16 + 1024
+        return self._ring_bytes(itemsize) + results + self.stages * 16 + 1024
+
+    def _ring_bytes(self, itemsize: int) -> int:
+        step = self.tokens * _ROW + self.groups * self.each * (4096 + 1024 // itemsize)
+        return self.stages * -(-step // 1024) * 1024
 
     def fits(self, itemsize: int) -> bool:
-        """Whether a multiprocessor has room for its blocks."""
-        return self.ctas * (self.shared_bytes(itemsize) + 1024) <= SHARED_BYTES + 1024
+        """Whether a multiprocessor has room for its blocks, threads for their sums, and the ring for those of parts."""
+        sums = self.tokens * 64 * self.groups * self.each * 4
+        return (
+            self.ctas * (self.shared_bytes(itemsize) + 1024) <= SHARED_BYTES + 1024
+            and self.tokens * self.each <= _MOST_SUMS
+            and (self.ctas == 1 or self.groups == 1)  # two warpgroups take all registers
+            and self.outputs <= _MOST_OUTPUTS
+            and (self.split == 1 or (self.cluster == 1 and sums <= self._ring_bytes(itemsize)))
+        )
 
 
 class _Call(ctypes.Structure):
@@ -137,6 +157,15 @@ class MatrixKernel(LinearKernel):
         if operand.dtype != self._operand:
             raise ValueRangeError(message(f"a weight in {operand.dtype}", f"{self._operand}, as when built"))
         return (self._layout.pack(operand),)
+
+    def pack_with_transpose(
+        self, other: LinearKernel, operand: Tensor
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
+        """Return the packed weight and, as `other` takes it, its transpose; None where they are packed one by one."""
+        if not isinstance(other, MatrixKernel) or not operand.dtype == self._operand == other._operand:
+            return None
+        both = self._layout.pack_with_transpose(other._layout, operand)
+        return None if both is None else ((both[0],), (both[1],))
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         """Return (M, N) for the inputs x (M, K), bias (N,) or None, residual (M, N) or None."""
@@ -183,7 +212,8 @@ class MatrixKernel(LinearKernel):
             *[None if each is None else each.data_ptr() for each in (w_scales, x_scales, bias, residual)], y.data_ptr(),
             tokens, self._outputs, self._layout.grid[1], token_tiles, tiles, tile.group,
         )  # fmt: skip
-        function.launch((min(tiles, processors * tile.ctas // tile.cluster) * tile.cluster, 1), call, device)
+        blocks = min(tiles, processors * tile.ctas // tile.cluster) * tile.cluster
+        function.launch((blocks if tile.split == 1 else tiles * tile.split, 1), call, device)
         return y
 
     def _load(
@@ -198,6 +228,7 @@ class MatrixKernel(LinearKernel):
         tile, size = self._tile, self._operand.itemsize
         block = ((tile.groups + 1) * 128, tile.shared_bytes(size))
         spec, constants = (self._result, self._activation), {"FORMAT": int(size == 1), "RESIDUAL": int(residual)}
+        constants |= {"BESIDE": tile.cluster, "CLUSTER": max(tile.cluster, tile.split)}
         function = load_tile("matrix24", tile, spec, block, device, constants, early=True, exactly=True)
         described = tensor_map(self._operand, (tile.tokens // tile.cluster, _ROW // size), _SWIZZLE, function.context)
         loaded = function, described, torch.cuda.get_device_properties(device).multi_processor_count

@@ -34,7 +34,7 @@ __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
 
 // Arrives at the barrier with this address in block `rank` of the cluster.
 __device__ __forceinline__ void arrive(u32 barrier, int rank) {
-#if CLUSTER > 1
+#if BESIDE > 1
     asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
                  "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank)
                  : "memory");
@@ -53,12 +53,17 @@ __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 ba
                  "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// Copies a box of x to this place in all blocks of the cluster, and signals the barrier of each.
+// Asks for bytes without a place to put them: only the L2 cache is filled, so what is still written to them is seen.
+__device__ __forceinline__ void ask_early(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+// Copies a box of x to this place in all blocks that share it, and signals the barrier of each.
 __device__ __forceinline__ void copy_box(u32 to, const void* map, int column, int row, u32 barrier) {
-#if CLUSTER > 1
+#if BESIDE > 1
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
                  "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier),
-                 "h"((u16)((1 << CLUSTER) - 1)) : "memory");
+                 "h"((u16)((1 << BESIDE) - 1)) : "memory");
 #else
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                  ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
@@ -72,6 +77,11 @@ __device__ __forceinline__ void meet(int group) {
     } else {
         asm volatile("bar.sync 2, 128;" ::: "memory");
     }
+}
+
+// Waits for all warpgroups that multiply.
+__device__ __forceinline__ void meet_consumers() {
+    asm volatile("bar.sync 3, %0;" ::"n"(GROUPS * 128) : "memory");
 }
 
 // Stores four 8x8 matrices, as the matrix unit leaves them, with rows and columns exchanged; a lane names one row.
@@ -90,12 +100,45 @@ __device__ __forceinline__ float2 read8(u32 from) {
     return value;
 }
 
+__device__ __forceinline__ void write16(u32 to, float4 value) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(value.x), "f"(value.y), "f"(value.z),
+                 "f"(value.w) : "memory");
+}
+
 __device__ __forceinline__ uint4 read16(u32 from) {
     uint4 value;
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "r"(from) : "memory");
     return value;
 }
+
+#if SPLIT > 1
+// Adds up what the blocks of a cluster have at this place, in their order: eight sums of each.
+__device__ __forceinline__ void add_parts(float (&total)[8], u32 place) {
+    float4 parts[SPLIT][2];
+#pragma unroll
+    for (int q = 0; q < SPLIT; ++q) {
+        u32 there;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(q));
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                         : "=f"(parts[q][half].x), "=f"(parts[q][half].y), "=f"(parts[q][half].z), "=f"(parts[q][half].w)
+                         : "r"(there + half * 2048) : "memory");
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) total[i] = 0.f;
+#pragma unroll
+    for (int q = 0; q < SPLIT; ++q)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            total[half * 4] += parts[q][half].x;
+            total[half * 4 + 1] += parts[q][half].y;
+            total[half * 4 + 2] += parts[q][half].z;
+            total[half * 4 + 3] += parts[q][half].w;
+        }
+}
+#endif
 
 // ---------------------------------------------------------------------------------------------- multiplication
 
@@ -154,14 +197,16 @@ __device__ __forceinline__ u64 described(u32 address, u32 stride, u64 swizzle) {
 #define SUMS_32 \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define MORE_32 \
+#define FROM_32 \
     "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
     "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define MORE_64 \
-    "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79," \
-    "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95," \
+#define FROM_64 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define FROM_80 "%80,%81,%82,%83,%84,%85,%86,%87"
+#define FROM_88 "%88,%89,%90,%91,%92,%93,%94,%95"
+#define FROM_96 \
     "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
     "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define SUMS_64 SUMS_32 "," FROM_32
 #define LIST_4(a, i) "+f"(a[i]), "+f"(a[(i) + 1]), "+f"(a[(i) + 2]), "+f"(a[(i) + 3])
 #define LIST_8(a, i) LIST_4(a, i), LIST_4(a, (i) + 4)
 #define LIST_16(a, i) LIST_8(a, i), LIST_8(a, (i) + 8)
@@ -188,13 +233,31 @@ __device__ __forceinline__ u64 described(u32 address, u32 stride, u64 swizzle) {
 #define ADDS "%35"
 #elif TOKENS == 128
 #define WIDE "n128"
-#define SUMS SUMS_32 "," MORE_32
+#define SUMS SUMS_64
 #define LIST(a) LIST_64(a, 0)
 #define OPERANDS "%64, %65, %66, %68"
 #define ADDS "%67"
+#elif TOKENS == 160
+#define WIDE "n160"
+#define SUMS SUMS_64 "," FROM_64
+#define LIST(a) LIST_64(a, 0), LIST_16(a, 64)
+#define OPERANDS "%80, %81, %82, %84"
+#define ADDS "%83"
+#elif TOKENS == 176
+#define WIDE "n176"
+#define SUMS SUMS_64 "," FROM_64 "," FROM_80
+#define LIST(a) LIST_64(a, 0), LIST_16(a, 64), LIST_8(a, 80)
+#define OPERANDS "%88, %89, %90, %92"
+#define ADDS "%91"
+#elif TOKENS == 192
+#define WIDE "n192"
+#define SUMS SUMS_64 "," FROM_64 "," FROM_80 "," FROM_88
+#define LIST(a) LIST_64(a, 0), LIST_32(a, 64)
+#define OPERANDS "%96, %97, %98, %100"
+#define ADDS "%99"
 #else
 #define WIDE "n256"
-#define SUMS SUMS_32 "," MORE_32 "," MORE_64
+#define SUMS SUMS_64 "," FROM_64 "," FROM_80 "," FROM_88 "," FROM_96
 #define LIST(a) LIST_64(a, 0), LIST_64(a, 64)
 #define OPERANDS "%128, %129, %130, %132"
 #define ADDS "%131"
