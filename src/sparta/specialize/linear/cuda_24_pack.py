@@ -5,7 +5,7 @@ They read the weight once and write values and places where
 weight and its transpose, of 16 bits, together. This module imports Triton; import it only to run a kernel.
 """
 
-# ruff: noqa: ANN001, ANN201, N803, N806, PLR0913, PLR0917 - Triton's own conventions
+# ruff: noqa: ANN001, ANN201, ANN202, N803, N806, PLR0913, PLR0917 - Triton's own conventions
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations

@@ -237,12 +237,6 @@ __device__ __forceinline__ u64 described(u32 address, u32 stride, u64 swizzle) {
 #define LIST(a) LIST_64(a, 0)
 #define OPERANDS "%64, %65, %66, %68"
 #define ADDS "%67"
-#elif TOKENS == 160
-#define WIDE "n160"
-#define SUMS SUMS_64 "," FROM_64
-#define LIST(a) LIST_64(a, 0), LIST_16(a, 64)
-#define OPERANDS "%80, %81, %82, %84"
-#define ADDS "%83"
 #elif TOKENS == 176
 #define WIDE "n176"
 #define SUMS SUMS_64 "," FROM_64 "," FROM_80
