@@ -1,6 +1,7 @@
 """How fast is a training step of one sparse layer? Forward and both gradients, beside the dense layer.
 
-Run with ``python benchmarks/gpu/training_step.py``. Rounds of steps of the sparse and of the dense layer are
+Run with ``python benchmarks/gpu/training_step.py``; ``--only`` takes the patterns with some text, and what an earlier
+run has found of the others is kept. Rounds of steps of the sparse and of the dense layer are
 interleaved and timed by the clock, as an eager training loop sees them, and again replayed from CUDA graphs, where the
 host costs nothing; the median of the paired ratios counts. The weight counts as changed before every step, so it is
 packed in every step. In eager mode one layer is bound by the host: the products are done before Python is. The bound is
@@ -12,6 +13,7 @@ along both axes halves the gradient of the input as well.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from record import save
+from record import RESULTS, path_of, save
 from sparta.nn import SparseLinear
 from sparta.tables import table
 from sparta.testing import block_mask
@@ -126,8 +128,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None, help="folder of the results")
     parser.add_argument("--budget", type=float, default=8.0, help="seconds to tune one layer")
+    parser.add_argument("--only", default="", help="patterns with this text")
     options = parser.parse_args()
-    rows = [measured(*key, mask, options.budget) for key, mask in masks().items()]
+    device, found = torch.cuda.get_device_name(), {}
+    earlier = path_of("training_step", device, options.out or RESULTS)
+    if earlier.exists():
+        kept = json.loads(earlier.read_text(encoding="utf-8"))["results"]["steps"]
+        found = {(row["pattern"], row["sparsity"]): row for row in kept}
+    found |= {key: measured(*key, mask, options.budget) for key, mask in masks().items() if options.only in key[0]}
+    rows = list(found.values())
     head = ["pattern", "sparsity", "runs", "ms", "dense ms", "ratio", "in a graph", "target", "bound"]
     cells = []
     for row in rows:
@@ -136,7 +145,7 @@ def main() -> None:
         cells.append([row["pattern"], row["sparsity"], row["runs"], *times, *ratios])
     print(table(head, cells))
     results = {"shape": [TOKENS, OUTPUTS, INPUTS], "dtype": "bfloat16", "steps": rows}
-    print(save("training_step", torch.cuda.get_device_name(), results, options.out))
+    print(save("training_step", device, results, options.out))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,20 @@
 """How fast is a 2:4 linear layer on CUDA? Our kernels and cuSPARSELt against the fastest dense layer.
 
-Run with ``python benchmarks/gpu/two_four.py``. Calls are graphed over rotated weights and graphs take turns; for many
-tokens, calls are timed eager too, where PyTorch's own 2:4 tensor pays for its host work. Dense is timed on a random and
-on the pruned weight and compiled; the fastest of them is what ratios refer to.
+Run with ``python benchmarks/gpu/two_four.py``; ``--shapes`` takes some of the weights by their numbers and ``--tokens``
+some numbers of tokens, and what an earlier run has found of the others is kept. Calls are graphed over rotated weights
+and graphs take turns; for many tokens, calls are timed eager too, where PyTorch's own 2:4 tensor pays for its host
+work. Dense is timed on a random and on the pruned weight and compiled; the fastest of them is what ratios refer to.
 
 The aims are 1.4x up to 512 tokens and 1.6x from 1024 on. Up to about 16 tokens a layer takes as long as its weight
 takes to read, which `cuda-24` does at 3.2-3.8 of the 4.3 TB/s of a copy. Above, the matrix unit takes over, and what
 counts is how fast x comes and how long results take on their way out: `cuda-24-matrix` has the copy engine fetch both
-operands several steps ahead.
+operands several steps ahead, and blocks share the input channels of a tile where there are few tiles.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import warnings
 from collections.abc import Callable
@@ -28,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from ceilings import ceilings
 from graphed import rotated
 
-from record import save
+from record import RESULTS, path_of, save
 from sparta.errors import SpartaError
 from sparta.specialize.implement import Implement
 from sparta.specialize.kernel_spec import KernelSpec
@@ -117,18 +119,31 @@ def main() -> None:
     """Measure all cases, print the ratios, save the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=None, help="folder of the results")
+    parser.add_argument("--shapes", nargs="+", type=int, default=list(range(len(SHAPES))), help="numbers of weights")
+    parser.add_argument("--tokens", nargs="+", type=int, default=FEW + MANY, help="numbers of tokens")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = 64
-    compiled = torch.compile(functional.linear, dynamic=False)
-    records = []
-    for shape in SHAPES:
+    compiled, device, limits = torch.compile(functional.linear, dynamic=False), torch.cuda.get_device_name(), ceilings()
+    found: dict[tuple[int, ...], dict[str, Any]] = {}
+    earlier = path_of("two_four", device, options.out or RESULTS)
+    if earlier.exists():
+        kept = json.loads(earlier.read_text(encoding="utf-8"))["results"]["linear"]
+        found = {(*record["shape"], record["tokens"]): record for record in kept}
+    for shape in [SHAPES[number] for number in options.shapes]:
         tesa = TeSA.from_mask(two_four(shape))
-        for tokens in FEW + MANY:
-            records.append(measure(shape, tokens, tesa, compiled))
+        for tokens in options.tokens:
+            r = found[*shape, tokens] = measure(shape, tokens, tesa, compiled)
             torch.cuda.empty_cache()
-            r = records[-1]
             print(shape, tokens, r["best"], f"{r['ratio']:.2f}x", flush=True)
+            # What follows may be cut short.
+            records = [found[key] for key in sorted(found, key=lambda key: (SHAPES.index(key[:2]), key[2]))]
+            save(
+                "two_four",
+                device,
+                {"dtype": "bf16", "unit": "us a call", "ceilings": limits, "linear": records},
+                options.out,
+            )
     rows = [
         [f"{r['shape'][0]}x{r['shape'][1]}", r["tokens"], r["best"], f"{r['us'][r['best']]:.1f}", f"{r['ratio']:.2f}",
          f"{r['eager_us']['dense'] / r['eager_us'][r['best']]:.2f}",
@@ -136,8 +151,6 @@ def main() -> None:
         for r in records
     ]  # fmt: skip
     print(table(["N x K", "M", "best", "us", "x dense", "eager", "torch 2:4 eager", "TFLOP/s", "TB/s"], rows))
-    results = {"dtype": "bf16", "unit": "us a call", "ceilings": ceilings(), "linear": records}
-    print(save("two_four", torch.cuda.get_device_name(), results, options.out))
 
 
 if __name__ == "__main__":

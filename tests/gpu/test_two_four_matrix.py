@@ -8,8 +8,9 @@ from torch.nn import functional
 from sparta.nn import SparseLinear
 from sparta.specialize.cuda.device import HOPPER, capability
 from sparta.specialize.kernel_spec import Epilogue
-from sparta.specialize.linear.cuda_24_matrix import MatrixTile, TwoFourMatrix
+from sparta.specialize.linear.cuda_24_matrix import TwoFourMatrix
 from sparta.specialize.linear.cuda_24_matrix_layout import MatrixLayout
+from sparta.specialize.linear.cuda_24_matrix_tile import SHAPES, MatrixTile, deepest
 from sparta.specialize.linear.op import LinearState, run_linear
 from sparta.specialize.linear.spec import linear_spec
 from sparta.specialize.scaled_linear.cuda_24_matrix import Fp8Matrix
@@ -23,13 +24,12 @@ if capability() != HOPPER:
 
 
 ACTIVATIONS = {None: lambda y: y, "relu": functional.relu, "gelu": functional.gelu, "silu": functional.silu}
-TILES = [
-    MatrixTile(256, 2, 2, 4), MatrixTile(256, 2, 1, 4), MatrixTile(256, 1, 1, 5), MatrixTile(128, 2, 2, 6),
-    MatrixTile(128, 1, 2, 8), MatrixTile(128, 2, 1, 6, group=1), MatrixTile(64, 1, 1, 14), MatrixTile(64, 2, 1, 10),
-    MatrixTile(64, 1, 2, 2), MatrixTile(64, 1, 1, 7, 2), MatrixTile(32, 1, 1, 10, 2), MatrixTile(32, 2, 1, 13),
-    MatrixTile(16, 1, 1, 14, 2), MatrixTile(16, 2, 1, 16),
+TILES = [deepest(MatrixTile(t, g, 1, 2, ctas, each=e, split=s), 1) for t, g, e, s, ctas in SHAPES] + [
+    MatrixTile(256, 2, 2, 4), MatrixTile(256, 1, 1, 5), MatrixTile(128, 1, 2, 8), MatrixTile(128, 2, 1, 6, group=1),
+    MatrixTile(64, 1, 2, 2), MatrixTile(32, 2, 1, 13, split=8), MatrixTile(128, 2, 1, 8, split=3),
 ]  # fmt: skip
-SHAPES = [(128, 256, 512), (17, 8, 16), (300, 136, 80), (1000, 520, 1040), (77, 1000, 2064), (4096, 1024, 1024)]
+FIRST, SMALL = MatrixTile(256, 2, 2, 4), MatrixTile(64, 1, 1, 14)
+SIZES = [(128, 256, 512), (17, 8, 16), (300, 136, 80), (1000, 520, 1040), (77, 1000, 2064), (4096, 1024, 1024)]
 
 
 def mask_of(rows, columns, keep=2, seed=0):
@@ -50,7 +50,7 @@ def run_poisoned(kernel, weight, *inputs):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+@pytest.mark.parametrize(("m", "n", "k"), SIZES)
 def test_every_tile_is_right(m, n, k, dtype):
     mask = mask_of(n, k, seed=m)
     x, weight, bias = draw(m, k, dtype=dtype), draw(n, k, dtype=dtype), draw(n, dtype=dtype)
@@ -62,7 +62,7 @@ def test_every_tile_is_right(m, n, k, dtype):
         check(y, expected, reduction=k, what=str(tile))
 
 
-@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+@pytest.mark.parametrize(("m", "n", "k"), SIZES)
 def test_every_tile_is_right_in_fp8(m, n, k):
     mask = mask_of(n, k, keep=1 if m == 77 else 2, seed=m)
     weight, bias = torch.randn(n, k, device="cuda") * (torch.rand(n, 1, device="cuda") + 0.5), draw(n)
@@ -77,7 +77,7 @@ def test_every_tile_is_right_in_fp8(m, n, k):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("tile", [TILES[0], TILES[6]], ids=str)
+@pytest.mark.parametrize("tile", [FIRST, SMALL], ids=str)
 def test_epilogue_strides_and_other_sizes(activation, tile):
     n, k, rows = 320, 512, 256
     mask = mask_of(n, k)
@@ -103,7 +103,7 @@ def test_same_bits_twice_and_in_a_graph_of_many_calls(fp8):
         spec = scaled_linear_spec(scaled_weight(weight, TeSA.from_mask(mask)), rows, activations=FP8)
     else:
         spec = linear_spec(TeSA.from_mask(mask), rows, torch.bfloat16, device="cuda")
-    kernel = (Fp8Matrix() if fp8 else TwoFourMatrix()).build(spec, {"tile": str(TILES[0])})
+    kernel = (Fp8Matrix() if fp8 else TwoFourMatrix()).build(spec, {"tile": str(FIRST)})
     packed = kernel.pack(weight.float() if fp8 else weight)
     first = kernel.run(packed, x, None, None).clone()
     assert torch.equal(first, kernel.run(packed, x, None, None))
@@ -125,7 +125,7 @@ def test_non_finite_inputs_reach_the_results_they_belong_to():
     x, weight = draw(64, 128), draw(64, 128)
     x[1, 0], x[2, 2], x[3, 1] = torch.nan, torch.inf, torch.nan
     spec = linear_spec(TeSA.from_mask(mask), 64, torch.bfloat16, device="cuda")
-    kernel = TwoFourMatrix().build(spec, {"tile": str(TILES[6])})
+    kernel = TwoFourMatrix().build(spec, {"tile": str(SMALL)})
     y = kernel.run(kernel.pack(weight), x, None, None)
     assert y[0].isfinite().all()
     assert y[1].isnan().all()
@@ -141,6 +141,18 @@ def test_packing_by_a_kernel_is_what_the_layout_says(dtype):
     weight = torch.randn(k, n).t()
     for given in (weight, weight.contiguous()):
         assert torch.equal(layout.pack(given.cuda().to(dtype)).cpu(), layout.pack(given.to(dtype)))
+
+
+@pytest.mark.parametrize(("n", "k"), [(72, 200), (300, 136), (512, 1024)])
+def test_a_weight_and_its_transpose_are_packed_together(n, k):
+    pairs = torch.eye(2, dtype=torch.bool).repeat_interleave(2, 0).repeat_interleave(2, 1)
+    mask = pairs.repeat(n // 4, k // 4) & (torch.rand(n, k) < 0.9)
+    layouts = [MatrixLayout(TeSA.from_mask(side), 2) for side in (mask, mask.t())]
+    weight = torch.randn(n, k).bfloat16()
+    found = layouts[0].pack_with_transpose(layouts[1], weight.cuda())
+    assert found is not None
+    for layout, packed, side in zip(layouts, found, (weight, weight.t()), strict=True):
+        assert torch.equal(packed.cpu(), layout.pack(side))
 
 
 def test_a_layer_trains_and_compiles_with_it():

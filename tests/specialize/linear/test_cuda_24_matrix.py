@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from sparta.errors import PatternError, ShapeError, ValueRangeError
 from sparta.specialize.cuda.few_tokens import SHARED_BYTES
 from sparta.specialize.kernel_spec import KernelSpec
-from sparta.specialize.linear.cuda_24_matrix import MatrixTile, TwoFourMatrix, matrix_tiles
+from sparta.specialize.linear.cuda_24_matrix import TwoFourMatrix
 from sparta.specialize.linear.cuda_24_matrix_layout import MatrixLayout
+from sparta.specialize.linear.cuda_24_matrix_tile import MatrixTile, matrix_tiles
 from sparta.specialize.linear.spec import linear_spec
 from sparta.specialize.scaled_linear.cuda_24_matrix import Fp8Matrix
 from sparta.specialize.scaled_linear.spec import FP8, scaled_linear_spec, scaled_weight
@@ -95,6 +96,22 @@ def test_the_kernel_packs_as_the_layout_does(dtype, n, k):
         assert torch.equal(found, layout.pack(given))
 
 
+@pytest.mark.parametrize(("n", "k"), [(72, 200), (64, 64), (4, 8), (300, 136), (320, 64)])
+def test_a_weight_and_its_transpose_are_packed_together(n, k):
+    pytest.importorskip("triton")
+    from sparta.specialize.linear.cuda_24_pack import INTERPRETED, pack_both_on_gpu
+
+    if not INTERPRETED:
+        pytest.skip("tests/gpu has this on CUDA")
+    pairs = torch.eye(2, dtype=torch.bool).repeat_interleave(2, 0).repeat_interleave(2, 1)
+    mask = pairs.repeat(n // 4, k // 4) & (torch.rand(n, k) < 0.9)
+    weight = torch.randn(n, k).bfloat16()
+    layouts = [MatrixLayout(TeSA.from_mask(side), 2) for side in (mask, mask.t())]
+    found = pack_both_on_gpu(weight.view(torch.int16), *(each._index(weight.device) for each in layouts))
+    for layout, packed, side in zip(layouts, found, (weight, weight.t()), strict=True):
+        assert torch.equal(packed, layout.pack(side))
+
+
 def test_what_does_not_fit_is_refused():
     layout = MatrixLayout(TeSA.from_mask(two_four(8, 16)), 2)
     with pytest.raises(ShapeError, match="as built"):
@@ -103,7 +120,7 @@ def test_what_does_not_fit_is_refused():
         layout.pack(torch.zeros(8, 16))
     with pytest.raises(PatternError, match="3 or 4 live"):
         MatrixLayout(TeSA.dense((8, 16)), 2).pack(torch.zeros(8, 16, dtype=torch.bfloat16))
-    with pytest.raises(ValueRangeError, match="16, 32, 64, 128, 256"):
+    with pytest.raises(ValueRangeError, match="16, 32, 64, 128, 176"):
         MatrixTile(48)
 
 
@@ -134,6 +151,6 @@ def test_the_reason_of_a_refusal(spec: KernelSpec, reason):
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("tokens", [5, 17, 33, 64, 100, 512, 513, 20000])
 def test_every_tile_fits_a_multiprocessor(tokens, size):
-    tiles = matrix_tiles(linear_spec(TeSA.from_mask(two_four(64, 64)), tokens, torch.bfloat16, device="cuda"), size)
+    tiles = [tile for shape in ((64, 64), (4096, 4096), (11008, 4096)) for tile in matrix_tiles(shape, tokens, size)]
     assert tiles
     assert all(tile.shared_bytes(size) * tile.ctas <= SHARED_BYTES for tile in tiles)

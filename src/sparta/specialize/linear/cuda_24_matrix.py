@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import c_int, c_uint64, c_void_p
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,89 +17,20 @@ from torch import Tensor
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.specialize.cuda.device import HALF_FORMATS, HOPPER, capability, takes
 from sparta.specialize.cuda.direct import tensor_map
-from sparta.specialize.cuda.few_tokens import SHARED_BYTES, fitting_residual, load_tile, nvrtc_here
+from sparta.specialize.cuda.few_tokens import fitting_residual, load_tile, nvrtc_here
 from sparta.specialize.cuda.nvrtc import Function
-from sparta.specialize.cuda.text_tile import TextTile
 from sparta.specialize.implement import Cause, Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cuda_24 import is_two_four
 from sparta.specialize.linear.cuda_24_matrix_layout import MatrixLayout
+from sparta.specialize.linear.cuda_24_matrix_tile import ROW, MatrixTile, matrix_tiles
 from sparta.specialize.linear.spec import LinearKernel
 
-__all__ = ["MatrixKernel", "MatrixTile", "TwoFourMatrix", "matrix_fits", "matrix_tiles"]
+__all__ = ["MatrixKernel", "TwoFourMatrix", "matrix_fits"]
 
 _FEWEST_TOKENS = 5  # below it, blocks that keep x are faster
-_SOME_TOKENS = 512
 _SWIZZLE = 3  # CU_TENSOR_MAP_SWIZZLE_128B
-_ROW = 128  # bytes of a token that are copied at once
 _PIECE = 16  # bytes
-_STAGED = 64  # tokens of a warpgroup's results on their way out
-_PITCH = 144  # bytes between them
-# tokens, groups, cluster, stages, ctas: what was among the fastest somewhere on an H200.
-_MANY = ((256, 2, 1, 4), (128, 2, 1, 6))
-_SOME = ((256, 2, 1, 4), (128, 2, 1, 6), (128, 1, 1, 8))
-_FEW = ((64, 2, 1, 10), (64, 1, 1, 14), (64, 1, 1, 7, 2))
-_VERY_FEW = {
-    32: ((32, 2, 1, 13), (32, 1, 1, 20), (32, 1, 1, 10, 2)),
-    16: ((16, 2, 1, 16), (16, 1, 1, 28), (16, 1, 1, 14, 2)),
-}
-
-
-@dataclass(frozen=True)
-class MatrixTile(TextTile):
-    """How blocks of threads cut their work; it changes the speed, and of the result only how sums are rounded.
-
-    Parameters
-    ----------
-    tokens
-        Rows of x that a block multiplies.
-    groups
-        Warpgroups of a block that multiply, of 64 outputs each.
-    cluster
-        Blocks beside each other along the outputs, which fetch x for each other.
-    stages
-        Steps of 128 bytes of a token that are on their way at once.
-    ctas
-        Blocks that share a multiprocessor.
-    group
-        Tiles of tokens that are worked on before the next ones, so that they stay in the L2 cache.
-
-    Examples
-    --------
-    >>> MatrixTile.parse(str(MatrixTile(128, 1))).shared_bytes(2) < SHARED_BYTES
-    True
-    """
-
-    tokens: int = 256
-    groups: int = 2
-    cluster: int = 2
-    stages: int = 4
-    ctas: int = 1
-    group: int = 8
-
-    _choices: ClassVar[dict[str, tuple[int, ...]]] = {
-        "tokens": (16, 32, 64, 128, 256),
-        "groups": (1, 2),
-        "cluster": (1, 2),
-        "stages": tuple(range(2, 33)),
-        "ctas": (1, 2),
-        "group": (1, 2, 4, 8, 16),
-    }
-
-    @property
-    def outputs(self) -> int:
-        """Outputs of a cluster."""
-        return 64 * self.groups * self.cluster
-
-    def shared_bytes(self, itemsize: int) -> int:
-        """Return the shared memory of a block: the ring of x and the weight, results, barriers, what aligns them."""
-        step = self.tokens * _ROW + self.groups * (4096 + 1024 // itemsize)
-        results = self.groups * (min(self.tokens, _STAGED) * _PITCH + self.tokens * 4)
-        return self.stages * -(-step // 1024) * 1024 + results + self.stages * 16 + 1024
-
-    def fits(self, itemsize: int) -> bool:
-        """Whether a multiprocessor has room for its blocks."""
-        return self.ctas * (self.shared_bytes(itemsize) + 1024) <= SHARED_BYTES + 1024
 
 
 class _Call(ctypes.Structure):
@@ -137,6 +66,15 @@ class MatrixKernel(LinearKernel):
         if operand.dtype != self._operand:
             raise ValueRangeError(message(f"a weight in {operand.dtype}", f"{self._operand}, as when built"))
         return (self._layout.pack(operand),)
+
+    def pack_with_transpose(
+        self, other: LinearKernel, operand: Tensor
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]] | None:
+        """Return the packed weight and, as `other` takes it, its transpose; None where they are packed one by one."""
+        if not isinstance(other, MatrixKernel) or not operand.dtype == self._operand == other._operand:
+            return None
+        both = self._layout.pack_with_transpose(other._layout, operand)
+        return None if both is None else ((both[0],), (both[1],))
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         """Return (M, N) for the inputs x (M, K), bias (N,) or None, residual (M, N) or None."""
@@ -183,7 +121,8 @@ class MatrixKernel(LinearKernel):
             *[None if each is None else each.data_ptr() for each in (w_scales, x_scales, bias, residual)], y.data_ptr(),
             tokens, self._outputs, self._layout.grid[1], token_tiles, tiles, tile.group,
         )  # fmt: skip
-        function.launch((min(tiles, processors * tile.ctas // tile.cluster) * tile.cluster, 1), call, device)
+        blocks = min(tiles, processors * tile.ctas // tile.cluster) * tile.cluster
+        function.launch((blocks if tile.split == 1 else tiles * tile.split, 1), call, device)
         return y
 
     def _load(
@@ -198,8 +137,9 @@ class MatrixKernel(LinearKernel):
         tile, size = self._tile, self._operand.itemsize
         block = ((tile.groups + 1) * 128, tile.shared_bytes(size))
         spec, constants = (self._result, self._activation), {"FORMAT": int(size == 1), "RESIDUAL": int(residual)}
+        constants |= {"BESIDE": tile.cluster, "CLUSTER": max(tile.cluster, tile.split)}
         function = load_tile("matrix24", tile, spec, block, device, constants, early=True, exactly=True)
-        described = tensor_map(self._operand, (tile.tokens // tile.cluster, _ROW // size), _SWIZZLE, function.context)
+        described = tensor_map(self._operand, (tile.tokens // tile.cluster, ROW // size), _SWIZZLE, function.context)
         loaded = function, described, torch.cuda.get_device_properties(device).multi_processor_count
         self._loaded[device, residual] = loaded
         return loaded
@@ -218,7 +158,7 @@ class TwoFourMatrix(TiledImplement):
 
     def tiles(self, spec: KernelSpec) -> Sequence[object]:
         """Return the tiles that are worth timing, the best guess first."""
-        return matrix_tiles(spec, 2)
+        return matrix_tiles(spec["weight"].shape, spec["input"].shape[0], 2)
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
         """Lay out the weight; the kernel is compiled at its first run."""
@@ -245,12 +185,3 @@ def matrix_fits(spec: KernelSpec, itemsize: int) -> Support:
     if answer and capability() != HOPPER:
         return Support.no("it is written for the matrix unit of Hopper GPUs", Cause.CAPABILITY)
     return answer and Support.yes("the sparse matrix instructions of warpgroups")
-
-
-def matrix_tiles(spec: KernelSpec, itemsize: int) -> list[MatrixTile]:
-    """Return tiles that fit, the best guess first."""
-    tokens = spec["input"].shape[0]
-    few = next((shapes for most, shapes in sorted(_VERY_FEW.items()) if tokens <= most), _FEW)
-    shapes = few if tokens <= _STAGED else _SOME if tokens <= _SOME_TOKENS else _MANY
-    tiles = [MatrixTile(*shape) for shape in shapes]
-    return [tile for tile in tiles if tile.fits(itemsize)]

@@ -86,6 +86,23 @@ class MatrixLayout:
         values = groups.gather(2, (kept & 3).long()).masked_fill_(live & 1 == 0, 0).flatten(1).view(torch.uint8)
         return torch.cat([self._panels(values).flatten(2), index.selectors], 2)
 
+    def pack_with_transpose(self, other: MatrixLayout, weight: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the weight and its transpose, packed by one kernel; None where there is none for it.
+
+        Parameters
+        ----------
+        other
+            The layout of the transposed weight.
+        """
+        n, k = self.weight.shape
+        fits = weight.is_contiguous() and weight.data_ptr() % 8 == 0 and not (n % 4 or k % 4)
+        if self.itemsize != 2 or tuple(other.weight.shape) != (k, n) or not (weight.is_cuda and triton_here() and fits):
+            return None
+        from sparta.specialize.linear.cuda_24_pack import pack_both_on_gpu
+
+        words = weight.detach().view(torch.int16)
+        return pack_both_on_gpu(words, self._index(weight.device), other._index(weight.device))
+
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight (N, K) that :meth:`pack` packed."""
         kept = (self._index(packed.device).places[..., None] >> _PLACES.to(packed.device) & 3).long()

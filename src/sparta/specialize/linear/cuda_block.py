@@ -185,7 +185,7 @@ class BlockMatrixLauncher:
         tile, size = self._tile, self._operand.itemsize
         block = ((tile.groups + 1) * 128, tile.shared_bytes())
         spec = (self._result, self._activation)
-        constants = {"FORMAT": int(size == 1), "RESIDUAL": int(residual), "CLUSTER": 1}
+        constants = {"FORMAT": int(size == 1), "RESIDUAL": int(residual), "BESIDE": 1}
         function = load_tile("blocks", tile, spec, block, device, constants, early=True, exactly=True)
         of_x, of_weight = (
             tensor_map(self._operand, (rows, self._width), _SWIZZLES[tile.row], function.context)

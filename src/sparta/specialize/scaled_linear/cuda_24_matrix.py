@@ -13,7 +13,8 @@ from torch import Tensor
 
 from sparta.specialize.implement import Cause, Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
-from sparta.specialize.linear.cuda_24_matrix import MatrixKernel, MatrixTile, matrix_fits, matrix_tiles
+from sparta.specialize.linear.cuda_24_matrix import MatrixKernel, matrix_fits
+from sparta.specialize.linear.cuda_24_matrix_tile import MatrixTile, matrix_tiles
 from sparta.specialize.linear.spec import LinearKernel
 from sparta.specialize.scaled_linear.inputs import InputRounding, RoundsInputs
 from sparta.specialize.scaled_linear.packed import takes_scaled
@@ -55,7 +56,7 @@ class Fp8Matrix(TiledImplement):
 
     def tiles(self, spec: KernelSpec) -> Sequence[object]:
         """Return the tiles that are worth timing, the best guess first."""
-        return matrix_tiles(spec, 1)
+        return matrix_tiles(spec["weight"].shape, spec["input"].shape[0], 1)
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
         """Lay out the weight; the kernel is compiled at its first run."""

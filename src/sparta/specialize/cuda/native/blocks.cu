@@ -6,7 +6,7 @@
 // tiles in turn: while one writes its results, the others multiply, so that rows of few kept blocks cost no waiting.
 //
 // Compile-time numbers: IS_HALF, ACTIVATION, FORMAT (0: 16 bits, 1: fp8 with scales of tokens and outputs), RESIDUAL
-// (whether there is one), TOKENS, GROUPS, STAGES, ROW (bytes of a token in a step: 64 or 128), CLUSTER (1).
+// (whether there is one), TOKENS, GROUPS, STAGES, ROW (bytes of a token in a step: 64 or 128), BESIDE (1).
 #include "few_tokens.cuh"
 #include "warpgroup.cuh"
 
@@ -93,13 +93,13 @@ __device__ __forceinline__ void fetch(const Call& call, u32 memory, u32 full, u3
 #define ADDS "%34"
 #elif TOKENS == 128
 #define WIDE "n128"
-#define SUMS SUMS_32 "," MORE_32
+#define SUMS SUMS_64
 #define LIST(a) LIST_64(a, 0)
 #define OPERANDS "%64, %65"
 #define ADDS "%66"
 #else
 #define WIDE "n256"
-#define SUMS SUMS_32 "," MORE_32 "," MORE_64
+#define SUMS SUMS_128
 #define LIST(a) LIST_64(a, 0), LIST_64(a, 64)
 #define OPERANDS "%128, %129"
 #define ADDS "%130"

@@ -1,13 +1,16 @@
 // A 2:4 weight for many tokens on Hopper: y = finish(x W^T * scales + bias) + residual by the sparse matrix instructions
 // of a warpgroup (wgmma.sp).
 //
-// Blocks of threads stay and walk over tiles of 64 * GROUPS outputs and TOKENS tokens. One thread has the copy engine
-// fetch the next STAGES steps of the input channels; each of GROUPS warpgroups multiplies 64 outputs. The blocks of a
-// cluster compute neighbouring outputs of the same tokens, and each fetches a part of x for all of them. The weight lies in
-// memory as the instruction wants it in shared memory, see cuda_24_matrix_layout.py.
+// Blocks of threads stay and walk over tiles of 64 * GROUPS * EACH outputs and TOKENS tokens. One thread has the copy
+// engine fetch the next STAGES steps of the input channels; each of GROUPS warpgroups multiplies EACH times 64 outputs.
+// Either the blocks of a cluster compute neighbouring outputs of the same tokens, and each fetches a part of x for all of
+// them; or SPLIT blocks share the steps of one tile, and in the end each adds up, in their order, the sums of all of them
+// for some of the tokens. The weight lies in memory as the instruction wants it in shared memory, see
+// cuda_24_matrix_layout.py.
 //
 // Compile-time numbers: IS_HALF, ACTIVATION, FORMAT (0: 16 bits, 1: fp8 with scales of tokens and outputs), RESIDUAL
-// (whether there is one), TOKENS, GROUPS, CLUSTER, STAGES, CTAS (blocks on a multiprocessor).
+// (whether there is one), TOKENS, GROUPS, EACH, BESIDE (blocks that fetch x for each other), SPLIT, CLUSTER (the larger of
+// both), STAGES, CTAS (blocks on a multiprocessor).
 #include "few_tokens.cuh"
 #include "warpgroup.cuh"
 #include "warpgroup24.cuh"
@@ -16,10 +19,15 @@ constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
 constexpr int ROW = 128;                               // bytes of a token in a step
 constexpr int X_BYTES = TOKENS * ROW;                  // of a step
 constexpr int W_BYTES = PANELS + META_BYTES;           // of a step of 64 outputs
-constexpr int STAGE = (X_BYTES + GROUPS * W_BYTES + 1023) / 1024 * 1024;
+constexpr int PIECES = GROUPS * EACH;                  // slabs of 64 outputs of a block
+constexpr int STAGE = (X_BYTES + PIECES * W_BYTES + 1023) / 1024 * 1024;
 constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64;       // tokens that are written at once
+constexpr int UNIT = 16, UNITS = TOKENS / UNIT;        // tokens whose sums are written together
+constexpr int MOST_UNITS = (UNITS + SPLIT - 1) / SPLIT; // of one block
 constexpr int PITCH = 64 * 2 + 16;                     // bytes between them
 constexpr int STAGING = CHUNK * PITCH + TOKENS * 4;    // of a warpgroup: results and the scales of tokens
+static_assert(BESIDE == 1 || SPLIT == 1, "blocks either fetch x for each other or share its steps");
+static_assert(SPLIT == 1 || PIECES * 64 * TOKENS * 4 <= STAGES * STAGE, "sums of parts take the place of the ring");
 
 struct Call {
     alignas(64) unsigned char x_map[128];
@@ -40,8 +48,15 @@ struct Place {
         const int before = tile / (call.group * columns), inside = tile - before * call.group * columns;
         const int height = min(call.token_tiles - before * call.group, call.group);
         token = (before * call.group + inside % height) * TOKENS;
-        slab = ((inside / height) * CLUSTER + rank) * GROUPS;
+        slab = ((inside / height) * BESIDE + (BESIDE > 1 ? rank : 0)) * PIECES;
     }
+};
+
+// The steps of one block: all, or its part of them.
+struct Steps {
+    int begin, end;
+    __device__ __forceinline__ Steps(const Call& call, int rank)
+        : begin(SPLIT > 1 ? call.steps * rank / SPLIT : 0), end(SPLIT > 1 ? call.steps * (rank + 1) / SPLIT : call.steps) {}
 };
 
 struct Ring {
@@ -55,30 +70,51 @@ struct Ring {
     }
 };
 
+// What a block reads of the weight for a tile: a slab begins `stride` bytes after the one before it.
+struct Panels {
+    const unsigned char* from;
+    long long stride;
+    __device__ __forceinline__ Panels(const Call& call, const Place& place, const Steps& steps)
+        : from(call.weight + ((long long)place.slab * call.steps + steps.begin) * W_BYTES),
+          stride((long long)call.steps * W_BYTES) {}
+};
+
+// Has the cache fetch the weight of a block's first steps, which nothing before this kernel has to wait for.
+__device__ __forceinline__ void fetch_early(const Call& call, int rank) {
+    const Steps steps(call, rank);
+    const Panels panels(call, Place(call, blockIdx.x / CLUSTER, rank), steps);
+    const int bytes = min(steps.end - steps.begin, STAGES) * W_BYTES;
+    if (bytes > 0)
+        for (int g = 0; g < PIECES; ++g) ask_early(panels.from + g * panels.stride, bytes);
+}
+
 __device__ __forceinline__ void fetch(const Call& call, u32 memory, u32 full, u32 empty, int rank) {
+    const Steps steps(call, rank);
     Ring ring;
     for (int tile = blockIdx.x / CLUSTER; tile < call.tiles; tile += gridDim.x / CLUSTER) {
         const Place place(call, tile, rank);
-        for (int step = 0; step < call.steps; ++step, ring.next()) {
+        Panels panels(call, place, steps);
+        for (int step = steps.begin; step < steps.end; ++step, panels.from += W_BYTES, ring.next()) {
             const u32 stage = memory + ring.stage * STAGE, done = full + ring.stage * 8;
             wait(empty + ring.stage * 8, ring.phase ^ 1);
-            expect(done, X_BYTES + GROUPS * W_BYTES);
-#pragma unroll
-            for (int g = 0; g < GROUPS; ++g) {
-                const long long chunk = (long long)(place.slab + g) * call.steps + step;
-                copy(stage + X_BYTES + g * W_BYTES, call.weight + chunk * W_BYTES, W_BYTES, done);
-            }
-            constexpr int PART = TOKENS / CLUSTER;
-            copy_box(stage + rank * PART * ROW, call.x_map, step * (ROW / ITEM), place.token + rank * PART, done);
+            expect(done, X_BYTES + PIECES * W_BYTES);
+#pragma unroll 1
+            for (int g = 0; g < PIECES; ++g)
+                copy(stage + X_BYTES + g * W_BYTES, panels.from + g * panels.stride, W_BYTES, done);
+            constexpr int PART = TOKENS / BESIDE;
+            const int part = BESIDE > 1 ? rank * PART : 0;
+            copy_box(stage + part * ROW, call.x_map, step * (ROW / ITEM), place.token + part, done);
         }
     }
 }
 
-// Scales, adds and writes the sums of one warpgroup: 64 outputs of TOKENS tokens.
-__device__ __forceinline__ void write(const Call& call, const float (&sums)[TOKENS / 2], u32 staging, int first_output,
-                                      int first_token, int group) {
+// Scales, adds and writes the sums of 64 outputs and the tokens of this block; `sums_of` gives those of a unit of tokens.
+template <class SumsOf>
+__device__ __forceinline__ void write(const Call& call, SumsOf sums_of, u32 staging, int first_output, int first_token,
+                                      int group, int rank) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, thread = threadIdx.x % 128;
     const int output = first_output + warp * 16 + lane / 4;
+    const int begin = SPLIT > 1 ? UNITS * rank / SPLIT : 0, end = SPLIT > 1 ? UNITS * (rank + 1) / SPLIT : UNITS;
     float bias[2] = {0.f, 0.f};
 #if FORMAT
     float scale[2] = {1.f, 1.f};
@@ -98,22 +134,26 @@ __device__ __forceinline__ void write(const Call& call, const float (&sums)[TOKE
     meet(group);
 #endif
 #pragma unroll
-    for (int chunk = 0; chunk < TOKENS / CHUNK; ++chunk) {
-        if (first_token + chunk * CHUNK >= call.tokens) break;
+    for (int chunk = 0; chunk < MOST_UNITS; chunk += CHUNK / UNIT) {
+        const int of_chunk = first_token + (begin + chunk) * UNIT; // its first token
+        if (of_chunk >= call.tokens) break;
 #pragma unroll
-        for (int j = 0; j < CHUNK / 8; j += 2) {
+        for (int u = 0; u < CHUNK / UNIT && chunk + u < MOST_UNITS; ++u) {
+            if (begin + chunk + u >= end) break;
+            float sums[8];
+            sums_of(begin + chunk + u, sums);
             u32 pairs[4];
 #pragma unroll
             for (int p = 0; p < 4; ++p) {
-                const int h = p % 2, at = (chunk * (CHUNK / 8) + j + p / 2) * 4 + h * 2;
-                const int token = first_token + chunk * CHUNK + (j + p / 2) * 8 + lane % 4 * 2;
+                const int h = p % 2;
+                [[maybe_unused]] const int token = of_chunk + u * UNIT + p / 2 * 8 + lane % 4 * 2;
                 u16 bits[2];
 #if FORMAT
                 const float2 of_tokens = read8(scales + (token - first_token) * 4);
 #endif
 #pragma unroll
                 for (int t = 0; t < 2; ++t) {
-                    float value = sums[at + t];
+                    float value = sums[p / 2 * 4 + h * 2 + t];
 #if FORMAT
                     value = value * (t ? of_tokens.y : of_tokens.x) * scale[h];
 #endif
@@ -126,21 +166,22 @@ __device__ __forceinline__ void write(const Call& call, const float (&sums)[TOKE
                 }
                 pairs[p] = bits[0] | (u32)bits[1] << 16;
             }
-            const int row = j * 8 + lane / 16 * 8 + lane % 8, column = warp * 16 + lane / 8 % 2 * 8;
+            const int row = u * UNIT + lane / 16 * 8 + lane % 8, column = warp * 16 + lane / 8 % 2 * 8;
             store_transposed(staging + row * PITCH + column * 2, pairs);
         }
         meet(group);
 #pragma unroll
-        for (int pass = 0; pass < CHUNK / 16; ++pass) {
-            const int row = pass * 16 + thread / 8, token = first_token + chunk * CHUNK + row;
-            const int n = first_output + thread % 8 * 8;
-            if (token < call.tokens && n < call.outputs)
-                *reinterpret_cast<uint4*>(call.y + (long long)token * call.outputs + n) =
+        for (int pass = 0; pass < CHUNK / UNIT && chunk + pass < MOST_UNITS; ++pass) {
+            const int row = pass * UNIT + thread / 8, n = first_output + thread % 8 * 8;
+            if (begin + chunk + pass < end && of_chunk + row < call.tokens && n < call.outputs)
+                *reinterpret_cast<uint4*>(call.y + (long long)(of_chunk + row) * call.outputs + n) =
                     read16(staging + row * PITCH + thread % 8 * 16);
         }
         meet(group);
     }
 }
+
+typedef float Sums[EACH][TOKENS / 2]; // of a thread
 
 // One warpgroup's way through the ring.
 struct Consumer {
@@ -151,40 +192,90 @@ struct Consumer {
     u32 before; // the barrier of the step whose multiplications may still run
 
     // Multiplies one step, whose places go to `mine`; those of the step before are in `others`.
-    __device__ __forceinline__ void multiply_step(float (&sums)[TOKENS / 2], Selectors& mine, const Selectors& others,
+    __device__ __forceinline__ void multiply_step(Sums& sums, Selectors (&mine)[EACH], const Selectors (&others)[EACH],
                                                   int adds) {
-        const u32 x = memory + ring.stage * STAGE, w = x + X_BYTES + group * W_BYTES;
+        const u32 x = memory + ring.stage * STAGE, w = x + X_BYTES + group * EACH * W_BYTES;
         wait(full + ring.stage * 8, ring.phase);
-        mine.load(w + PANELS, threadIdx.x % 128);
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) mine[e].load(w + e * W_BYTES + PANELS, threadIdx.x % 128);
         begin_multiplying();
-        multiply<0>(sums, w, x, mine, adds);
-        multiply<1>(sums, w, x, mine, 1);
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+            multiply<0>(sums[e], w + e * W_BYTES, x, mine[e], adds);
+            multiply<1>(sums[e], w + e * W_BYTES, x, mine[e], 1);
+        }
         end_multiplying();
         wait_multiplied<1>(); // for the step before
-        others.keep(memory, call.tokens);
-        if (before && lane < CLUSTER) arrive(before, lane);
+        keep(others);
+        if (before && lane < BESIDE) arrive(before, lane);
         before = empty + ring.stage * 8;
         ring.next();
     }
+
+    __device__ __forceinline__ void keep(const Selectors (&selectors)[EACH]) const {
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) selectors[e].keep(memory, call.tokens);
+    }
+
+    // Multiplies all steps of a tile.
+    __device__ __forceinline__ void multiply_tile(Sums& sums, const Steps& steps) {
+        Selectors even[EACH], odd[EACH];
+        before = 0;
+        for (int step = steps.begin; step < steps.end; step += 2) {
+            multiply_step(sums, even, odd, step > steps.begin);
+            if (step + 1 < steps.end) multiply_step(sums, odd, even, 1);
+        }
+        wait_multiplied<0>();
+        keep(even);
+        keep(odd);
+        if (before && lane < BESIDE) arrive(before, lane);
+    }
 };
+
+#if SPLIT > 1
+// Where a thread's sums of a unit of tokens are in shared memory, by slab of the block.
+__device__ __forceinline__ u32 part_of(u32 memory, int slab, int unit) {
+    return memory + ((slab * UNITS + unit) * 256 + threadIdx.x % 128) * 16;
+}
+
+// Lays the sums of a block's steps into the place of the ring, which all warpgroups have read.
+__device__ __forceinline__ void lay_parts(const Sums& sums, u32 memory, int group, bool any) {
+    meet_consumers();
+#pragma unroll
+    for (int e = 0; e < EACH; ++e)
+#pragma unroll
+        for (int half = 0; half < UNITS * 2; ++half) {
+            const float* four = sums[e] + half * 4;
+            const u32 to = part_of(memory, group * EACH + e, half / 2) + half % 2 * 2048;
+            write16(to, any ? make_float4(four[0], four[1], four[2], four[3]) : make_float4(0.f, 0.f, 0.f, 0.f));
+        }
+}
+#endif
 
 __device__ __forceinline__ void compute(const Call& call, u32 memory, u32 full, u32 empty, u32 staging, int rank) {
     const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+    const Steps steps(call, rank);
     Consumer consumer{call, memory, full, empty, group, lane, Ring(), 0};
-    float sums[TOKENS / 2];
-    Selectors even, odd;
+    Sums sums;
     for (int tile = blockIdx.x / CLUSTER; tile < call.tiles; tile += gridDim.x / CLUSTER) {
         const Place place(call, tile, rank);
-        consumer.before = 0;
-        for (int step = 0; step < call.steps; step += 2) {
-            consumer.multiply_step(sums, even, odd, step > 0);
-            if (step + 1 < call.steps) consumer.multiply_step(sums, odd, even, 1);
+        consumer.multiply_tile(sums, steps);
+#if SPLIT > 1
+        lay_parts(sums, memory, group, steps.begin < steps.end);
+        meet_cluster(); // there is one tile for each cluster
+#endif
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+            const auto sums_of = [&](int unit, float (&into)[8]) {
+#if SPLIT > 1
+                add_parts(into, part_of(memory, group * EACH + e, unit));
+#else
+#pragma unroll
+                for (int i = 0; i < 8; ++i) into[i] = sums[e][unit * 8 + i];
+#endif
+            };
+            write(call, sums_of, staging + group * STAGING, (place.slab + group * EACH + e) * 64, place.token, group, rank);
         }
-        wait_multiplied<0>();
-        even.keep(memory, call.tokens);
-        odd.keep(memory, call.tokens);
-        if (lane < CLUSTER) arrive(consumer.before, lane);
-        write(call, sums, staging + group * STAGING, (place.slab + group) * 64, place.token, group);
     }
 }
 
@@ -200,19 +291,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             make_barrier(full + s * 8, 1);
-            make_barrier(empty + s * 8, CLUSTER * GROUPS * 4);
+            make_barrier(empty + s * 8, BESIDE * GROUPS * 4);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
+    if (threadIdx.x == CONSUMERS) fetch_early(call, rank);
     meet_cluster();
     follow();
     if (threadIdx.x >= CONSUMERS) {
         fewer_registers();
         if (threadIdx.x == CONSUMERS) fetch(call, memory, full, empty, rank);
         __syncwarp();
+#if SPLIT > 1
+        meet_cluster();
+#endif
     } else {
         more_registers();
         compute(call, memory, full, empty, staging, rank);
     }
-    leave_cluster(); // others still copy into this block's memory and arrive at its barriers
+    leave_cluster(); // others still copy into this block's memory, read it and arrive at its barriers
 }

@@ -1,7 +1,7 @@
 // What kernels by the matrix instructions of Hopper's warpgroups share: barriers, copies that signal them, results on their
 // way out, registers, and the lists of sums that an instruction takes.
 //
-// Compile-time numbers: CLUSTER, GROUPS (warpgroups that multiply).
+// Compile-time numbers: BESIDE (blocks of a cluster that fetch for each other), GROUPS (warpgroups that multiply).
 #pragma once
 
 typedef unsigned long long u64;
@@ -20,7 +20,7 @@ __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
 
 // Arrives at the barrier with this address in block `rank` of the cluster.
 __device__ __forceinline__ void arrive(u32 barrier, int rank) {
-#if CLUSTER > 1
+#if BESIDE > 1
     asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
                  "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank)
                  : "memory");
@@ -39,12 +39,12 @@ __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 ba
                  "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// Copies a box of x to this place in all blocks of the cluster, and signals the barrier of each.
+// Copies a box of x to this place in all blocks that share it, and signals the barrier of each.
 __device__ __forceinline__ void copy_box(u32 to, const void* map, int column, int row, u32 barrier) {
-#if CLUSTER > 1
+#if BESIDE > 1
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
                  "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier),
-                 "h"((u16)((1 << CLUSTER) - 1)) : "memory");
+                 "h"((u16)((1 << BESIDE) - 1)) : "memory");
 #else
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                  ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
@@ -53,7 +53,13 @@ __device__ __forceinline__ void copy_box(u32 to, const void* map, int column, in
 
 // Waits for the other threads of a warpgroup.
 __device__ __forceinline__ void meet(int group) {
-    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+    if (GROUPS == 1 || group == 0) { // numbers that are known, or the compiler reserves all barriers there are
+        asm volatile("bar.sync 1, 128;" ::: "memory");
+    } else if (GROUPS == 2 || group == 1) {
+        asm volatile("bar.sync 2, 128;" ::: "memory");
+    } else {
+        asm volatile("bar.sync 3, 128;" ::: "memory");
+    }
 }
 
 // Stores four 8x8 matrices, as the matrix unit leaves them, with rows and columns exchanged; a lane names one row.
@@ -117,14 +123,19 @@ __device__ __forceinline__ u64 described(u32 address, u32 stride, u64 swizzle) {
 #define SUMS_32 \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define MORE_32 \
+#define FROM_32 \
     "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
     "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define MORE_64 \
-    "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79," \
-    "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95," \
+#define FROM_64 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define FROM_80 "%80,%81,%82,%83,%84,%85,%86,%87"
+#define FROM_88 "%88,%89,%90,%91,%92,%93,%94,%95"
+#define FROM_96 \
     "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
     "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define SUMS_64 SUMS_32 "," FROM_32
+#define SUMS_88 SUMS_64 "," FROM_64 "," FROM_80
+#define SUMS_96 SUMS_88 "," FROM_88
+#define SUMS_128 SUMS_96 "," FROM_96
 #define LIST_4(a, i) "+f"(a[i]), "+f"(a[(i) + 1]), "+f"(a[(i) + 2]), "+f"(a[(i) + 3])
 #define LIST_8(a, i) LIST_4(a, i), LIST_4(a, (i) + 4)
 #define LIST_16(a, i) LIST_8(a, i), LIST_8(a, (i) + 8)

@@ -18,6 +18,49 @@ constexpr int ITEM = 2, META_BYTES = 512; // bytes of an input; of the places of
 #endif
 constexpr int PANELS = 64 * 64; // bytes of the values of 64 outputs in a step
 
+// Asks for bytes without a place to put them: only the L2 cache is filled, so what is still written to them is seen.
+__device__ __forceinline__ void ask_early(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+// Waits for all warpgroups that multiply.
+__device__ __forceinline__ void meet_consumers() {
+    asm volatile("bar.sync 3, %0;" ::"n"(GROUPS * 128) : "memory");
+}
+
+__device__ __forceinline__ void write16(u32 to, float4 value) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(value.x), "f"(value.y), "f"(value.z),
+                 "f"(value.w) : "memory");
+}
+
+#if SPLIT > 1
+// Adds up what the blocks of a cluster have at this place, in their order: eight sums of each.
+__device__ __forceinline__ void add_parts(float (&total)[8], u32 place) {
+    float4 parts[SPLIT][2];
+#pragma unroll
+    for (int q = 0; q < SPLIT; ++q) {
+        u32 there;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(q));
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                         : "=f"(parts[q][half].x), "=f"(parts[q][half].y), "=f"(parts[q][half].z), "=f"(parts[q][half].w)
+                         : "r"(there + half * 2048) : "memory");
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) total[i] = 0.f;
+#pragma unroll
+    for (int q = 0; q < SPLIT; ++q)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            total[half * 4] += parts[q][half].x;
+            total[half * 4 + 1] += parts[q][half].y;
+            total[half * 4 + 2] += parts[q][half].z;
+            total[half * 4 + 3] += parts[q][half].w;
+        }
+}
+#endif
+
 // Where the live values of a step are, as this thread hands them to the instruction. It reads these registers while it
 // runs, which the compiler does not know: they have to be kept until the multiplications of the step have ended.
 struct Selectors {
@@ -61,13 +104,25 @@ struct Selectors {
 #define ADDS "%35"
 #elif TOKENS == 128
 #define WIDE "n128"
-#define SUMS SUMS_32 "," MORE_32
+#define SUMS SUMS_64
 #define LIST(a) LIST_64(a, 0)
 #define OPERANDS "%64, %65, %66, %68"
 #define ADDS "%67"
+#elif TOKENS == 176
+#define WIDE "n176"
+#define SUMS SUMS_88
+#define LIST(a) LIST_64(a, 0), LIST_16(a, 64), LIST_8(a, 80)
+#define OPERANDS "%88, %89, %90, %92"
+#define ADDS "%91"
+#elif TOKENS == 192
+#define WIDE "n192"
+#define SUMS SUMS_96
+#define LIST(a) LIST_64(a, 0), LIST_32(a, 64)
+#define OPERANDS "%96, %97, %98, %100"
+#define ADDS "%99"
 #else
 #define WIDE "n256"
-#define SUMS SUMS_32 "," MORE_32 "," MORE_64
+#define SUMS SUMS_128
 #define LIST(a) LIST_64(a, 0), LIST_64(a, 64)
 #define OPERANDS "%128, %129, %130, %132"
 #define ADDS "%131"

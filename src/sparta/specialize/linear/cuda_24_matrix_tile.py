@@ -1,0 +1,156 @@
+"""How ``cuda-24-matrix`` cuts its work, and which of the ways are worth timing for a problem.
+
+A multiprocessor is kept busy by one block. What a block fetches for a step of the input channels grows with the sides
+of its tile, and what it multiplies with their product; so tiles are large where there are enough of them, and where
+there are not, blocks share the steps of one tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from sparta.specialize.cuda.few_tokens import SHARED_BYTES
+from sparta.specialize.cuda.text_tile import TextTile
+
+__all__ = ["ROW", "SHAPES", "MatrixTile", "matrix_tiles"]
+
+ROW = 128
+"""Bytes of a token that are copied at once."""
+_SLAB = 64  # outputs that a warpgroup multiplies at once
+_STAGED = 64  # tokens of a warpgroup's results on their way out
+_PITCH = 144  # bytes between them
+_MOST_OUTPUTS = 256  # the weight is laid out for so many at once
+_MOST_SUMS, _FEW_SUMS = 384, 128  # tokens times slabs of a warpgroup, whose sums are in its registers
+SHAPES = (
+    (16, 1, 1, 1, 1), (16, 2, 1, 1, 1), (16, 1, 1, 1, 2), (32, 1, 1, 1, 1), (32, 2, 1, 1, 1), (32, 1, 1, 1, 2),
+    (64, 1, 1, 1, 1), (64, 2, 1, 1, 1), (64, 1, 1, 1, 2), (64, 1, 1, 2, 1), (128, 1, 1, 1, 1), (128, 2, 1, 1, 1),
+    (128, 1, 1, 2, 1), (128, 2, 1, 2, 1), (128, 2, 2, 1, 1), (128, 2, 2, 2, 1), (256, 2, 1, 1, 1), (256, 2, 1, 2, 1),
+    (176, 2, 2, 1, 1), (192, 2, 2, 1, 1),
+)  # fmt: skip
+"""Tokens, groups, each, split and ctas of the tiles that were among the fastest somewhere on an H200."""
+_TIMED = 4
+# Measured on an H200: clusters of so many blocks that run at once, and cycles: of a multiplication of 64 outputs, and
+# for each token; of a step, for each warpgroup and for each token; to begin and end, and between two tiles.
+_AT_ONCE = {1: 132, 2: 66}
+_MULTIPLIED, _MULTIPLIED_TOKEN = 15, 0.61
+_STEPPED, _MOST_STEPPED = 140, 128
+_AROUND, _BETWEEN = 4500, 1500
+
+
+@dataclass(frozen=True)
+class MatrixTile(TextTile):
+    """How blocks of threads cut their work; it changes the speed, and of the result only how sums are rounded.
+
+    Parameters
+    ----------
+    tokens
+        Rows of x that a block multiplies.
+    groups
+        Warpgroups of a block that multiply.
+    cluster
+        Blocks beside each other along the outputs, which fetch x for each other.
+    stages
+        Steps of 128 bytes of a token that are on their way at once.
+    ctas
+        Blocks that share a multiprocessor.
+    group
+        Tiles of tokens that are worked on before the next ones, so that they stay in the L2 cache.
+    each
+        Times 64 outputs of each warpgroup.
+    split
+        Blocks that share the input channels of one tile, where there are fewer tiles than multiprocessors.
+
+    Examples
+    --------
+    >>> MatrixTile.parse(str(MatrixTile(128, 1))).shared_bytes(2) < SHARED_BYTES
+    True
+    """
+
+    tokens: int = 256
+    groups: int = 2
+    cluster: int = 2
+    stages: int = 4
+    ctas: int = 1
+    group: int = 8
+    each: int = 1
+    split: int = 1
+
+    _choices: ClassVar[dict[str, tuple[int, ...]]] = {
+        "tokens": (16, 32, 64, 128, 176, 192, 256),
+        "groups": (1, 2),
+        "cluster": (1, 2),
+        "stages": tuple(range(2, 33)),
+        "ctas": (1, 2),
+        "group": (1, 2, 4, 8, 16),
+        "each": (1, 2),
+        "split": tuple(range(1, 9)),
+    }
+
+    @property
+    def pieces(self) -> int:
+        """Slabs of 64 outputs of a block."""
+        return self.groups * self.each
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of the blocks that share x."""
+        return _SLAB * self.pieces * self.cluster
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Return the shared memory of a block: the ring of x and the weight, results, barriers, what aligns them."""
+        results = self.groups * (min(self.tokens, _STAGED) * _PITCH + self.tokens * 4)
+        return self._ring_bytes(itemsize) + results + self.stages * 16 + 1024
+
+    def _ring_bytes(self, itemsize: int) -> int:
+        step = self.tokens * ROW + self.pieces * (4096 + 1024 // itemsize)
+        return self.stages * -(-step // 1024) * 1024
+
+    def fits(self, itemsize: int) -> bool:
+        """Whether a multiprocessor has room for its blocks, threads for their sums, and the ring for those of parts."""
+        sums = self.tokens * _SLAB * self.pieces * 4
+        return (
+            self.ctas * (self.shared_bytes(itemsize) + 1024) <= SHARED_BYTES + 1024
+            and self.tokens * self.each <= _MOST_SUMS
+            and (self.ctas == 1 or self.groups == 1)  # more take all registers
+            and (self.ctas == 1 or self.tokens * self.each <= _FEW_SUMS)
+            and self.outputs <= _MOST_OUTPUTS
+            and (self.split == 1 or (self.cluster == 1 and sums <= self._ring_bytes(itemsize)))
+        )
+
+
+def deepest(tile: MatrixTile, itemsize: int) -> MatrixTile:
+    """Return a tile with as many stages as a multiprocessor has room for.
+
+    >>> deepest(MatrixTile(256, 2, 1), 2).stages
+    5
+    """
+    fitting = [each for each in tile._choices["stages"] if replace(tile, stages=each).fits(itemsize)]
+    return replace(tile, stages=max(fitting, default=tile.stages))
+
+
+def matrix_tiles(shape: Sequence[int], tokens: int, itemsize: int) -> list[MatrixTile]:
+    """Return the tiles that are worth timing for a weight of this shape (N, K), the best guess first.
+
+    >>> [matrix_tiles((4096, 4096), tokens, 2)[0].tokens for tokens in (16, 128, 4096)]
+    [16, 64, 176]
+    """
+    tiles = [deepest(MatrixTile(t, g, 1, 4, ctas, each=e, split=s), itemsize) for t, g, e, s, ctas in SHAPES]
+    fitting = [tile for tile in tiles if tile.fits(itemsize)]
+    return sorted(fitting, key=lambda tile: _guessed_cycles(tile, shape, tokens, itemsize))[:_TIMED]
+
+
+def _guessed_cycles(tile: MatrixTile, shape: Sequence[int], tokens: int, itemsize: int) -> float:
+    """Guess how long a product takes; it only has to put tiles in order."""
+    n, k = shape
+    pieces, steps = tile.pieces, -(-k * itemsize // ROW)
+    tiles = -(-tokens // tile.tokens) * -(-n // (_SLAB * pieces))
+    multiplied = 2 * pieces * (_MULTIPLIED + _MULTIPLIED_TOKEN * tile.tokens)
+    step = max(multiplied, tile.groups * (_STEPPED + min(tile.tokens, _MOST_STEPPED)))
+    at_once = _AT_ONCE[tile.split]
+    beside = min(tile.ctas, -(-tiles // at_once))  # blocks that share a multiprocessor
+    rounds = -(-tiles // (at_once * tile.ctas))
+    if tile.split > 1:  # each block begins anew
+        return rounds * (-(-steps // tile.split) * step + _AROUND * tile.split)
+    return _AROUND + rounds * (steps * step * beside + _BETWEEN)
