@@ -184,7 +184,8 @@ def _steps_of(item: Native | Linear | ImageItem, segment: _Segment) -> list[tupl
 
 def _passing(trace: Trace) -> set[int]:
     """Return the layers of images, by identity, whose results nothing but the next layer reads, all of it as its x."""
-    found, readers = set(), readers_of(trace)
+    found: set[int] = set()
+    readers = readers_of(trace)
     for item, after in pairwise(trace.items):
         if not isinstance(item, ImageItem) or not isinstance(after, ImageItem):
             continue
