@@ -5,11 +5,15 @@ folder holds a causal language model that transformers can load: a saved one, or
 what the stored results are of). Calibration and held-out text must be different books. Every run starts from the same
 dense weights, and the zeros of the pruned model are checked against the spec. Runs that stand in the stored results, of
 the same texts and numbers of tokens, are not repeated, so the script can be stopped at any time.
+
+On the CPU every run also records what it costs there: processor time, summed over threads, which other programs on the
+machine change little, and by how much the process grew, from a model and a copy of it already in memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import math
@@ -76,7 +80,7 @@ def pruned(
     """Prune a copy of the model and return what it cost."""
     model = copy.deepcopy(dense)
     pattern, sparsity = PATTERNS[name]
-    start = time.perf_counter()
+    cost = Cost()
     spec, log = sparta.prune(
         model,
         calibration,
@@ -85,7 +89,7 @@ def pruned(
         method=method.removesuffix("+block"),
         refine="block" if method.endswith("+block") else None,
     )
-    seconds = time.perf_counter() - start
+    paid = cost.paid(next(model.parameters()).device.type)
     spec.check(model)
     errors = [layer.error for layer in log if layer.error is not None]
     return {
@@ -94,8 +98,31 @@ def pruned(
         "perplexity": perplexity(model, held_out),
         "density": spec.density,
         "layer_error": sum(errors) / len(errors),
-        "seconds": seconds,
+        **paid,
     }
+
+
+class Cost:
+    """What is paid from here on: seconds, and on the CPU processor time and memory."""
+
+    def __init__(self) -> None:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the most memory in use is that in use now
+        self.wall, self.processor, self.mib = time.perf_counter(), time.process_time(), _status_mib("VmRSS")
+
+    def paid(self, device: str) -> dict[str, float]:
+        """Return it, as entries of a run."""
+        seconds = {"seconds": time.perf_counter() - self.wall}
+        if device != "cpu":
+            return seconds
+        processor = time.process_time() - self.processor
+        return {**seconds, "processor_seconds": processor, "grown_mib": _status_mib("VmHWM") - self.mib}
+
+
+def _status_mib(key: str) -> int:
+    """Return an entry of what Linux tells of this process, in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) // 1024
 
 
 def peak_mib(device: str) -> int:
@@ -126,7 +153,10 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, help="of torch; all cores that the process may use by default")
     given = parser.parse_args()
+    if given.threads:
+        torch.set_num_threads(given.threads)
     model, tokenizer = load(given.weights)
     model.to(given.device)
     calibration = batches(tokenizer, given.text[0], given.calibration_tokens, given.context, given.device)

@@ -197,6 +197,15 @@ def test_a_plan_made_again_from_its_checkpoint_measures_nothing(goal, tmp_path):
     assert again.speedup == plan.speedup
 
 
+def test_what_is_remembered_is_considered_without_a_budget(tmp_path):
+    asked = {"patterns": ["4x1", "channels"], "precisions": ["int8"], "checkpoint": tmp_path}
+    plan = planned(speedup=1.5, **asked)
+    again = planned(speedup=1.8, **asked, session=Session(budget_s=1e-9))
+    assert again.table.costs == plan.table.costs
+    assert again.table.narrow == plan.table.narrow
+    assert again.assignment
+
+
 def test_what_is_captured_late_leaves_half_of_the_budget_for_measuring():
     now = {"seconds": 0.0}
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).eval()
