@@ -7,7 +7,8 @@ dense weights, and the zeros of the pruned model are checked against the spec. R
 the same texts and numbers of tokens, are not repeated, so the script can be stopped at any time.
 
 On the CPU every run also records what it costs there: processor time, summed over threads, which other programs on the
-machine change little, and by how much the process grew, from a model and a copy of it already in memory.
+machine change little, and by how much the process grew, from a model and a copy of it already in memory. ``--blocks``
+takes so many of the first blocks, to learn what pruning costs in a fraction of the time; such a model is not judged.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def pruned(
     return {
         "pattern": name,
         "method": method,
-        "perplexity": perplexity(model, held_out),
+        "perplexity": perplexity(model, held_out) if held_out else None,
         "density": spec.density,
         "layer_error": sum(errors) / len(errors),
         **paid,
@@ -125,6 +126,14 @@ def _status_mib(key: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) // 1024
 
 
+def shortened(model: Any, count: int) -> str:
+    """Leave the first blocks of a model, and return how many of how many they are."""
+    whole = len(model.model.layers)
+    model.model.layers = model.model.layers[:count]
+    model.config.num_hidden_layers = count
+    return f"{count} of {whole}"
+
+
 def peak_mib(device: str) -> int:
     """Return the most memory that was in use, on the device that computes."""
     if device == "cuda":
@@ -137,8 +146,9 @@ def resumed(fresh: dict[str, Any], path: Path) -> dict[str, Any]:
     if not path.exists():
         return fresh
     stored: dict[str, Any] = json.loads(path.read_text())["results"]
-    same = all(stored[key] == fresh[key] for key in ("calibration_tokens", "held_out_tokens"))
-    return stored if same and abs(stored["perplexity_dense"] / fresh["perplexity_dense"] - 1) < 1e-3 else fresh
+    same = all(stored.get(key) == fresh.get(key) for key in ("calibration_tokens", "held_out_tokens", "blocks"))
+    old, new = stored["perplexity_dense"], fresh["perplexity_dense"]
+    return stored if same and (old == new or abs(old / new - 1) < 1e-3) else fresh
 
 
 def main() -> None:
@@ -153,6 +163,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--blocks", type=int, help="that are pruned, the first ones; all by default")
     parser.add_argument("--threads", type=int, help="of torch; all cores that the process may use by default")
     given = parser.parse_args()
     if given.threads:
@@ -160,17 +171,21 @@ def main() -> None:
     model, tokenizer = load(given.weights)
     model.to(given.device)
     calibration = batches(tokenizer, given.text[0], given.calibration_tokens, given.context, given.device)
-    held_out = batches(tokenizer, given.text[1], given.held_out_tokens, given.context, given.device)
+    blocks = shortened(model, given.blocks) if given.blocks else None
+    tokens = 0 if blocks else given.held_out_tokens
+    held_out = batches(tokenizer, given.text[1], tokens, given.context, given.device)
     where = torch.cuda.get_device_name() if given.device == "cuda" else f"{platform.machine()} CPU"
     results: dict[str, Any] = {
-        "perplexity_dense": perplexity(model, held_out),
+        "perplexity_dense": perplexity(model, held_out) if held_out else None,
         "calibration_tokens": len(calibration) * given.context,
         "held_out_tokens": len(held_out) * given.context,
         "peak_mib": 0,
         "runs": [],
     }
+    if blocks:
+        results["blocks"] = blocks
     results = resumed(results, given.results / f"{QUESTION}.{where.lower().replace('_', '-').replace(' ', '-')}.json")
-    print(f"dense {results['perplexity_dense']:.2f}", flush=True)
+    print(f"dense {results['perplexity_dense']}", flush=True)
     done = {(run["pattern"], run["method"]) for run in results["runs"]}
     for method in given.methods:
         for name in given.patterns:
@@ -183,11 +198,11 @@ def main() -> None:
     results["runs"].sort(key=lambda run: (list(PATTERNS).index(run["pattern"]), METHODS.index(run["method"])))
     save(QUESTION, where, results, given.results)
     rows = [
-        [r["pattern"], r["method"], f"{r['perplexity']:.1f}", f"{r['layer_error']:.3f}", f"{r['density']:.3f}",
+        [r["pattern"], r["method"], r["perplexity"], f"{r['layer_error']:.3f}", f"{r['density']:.3f}",
          f"{r['seconds']:.0f}"] for r in results["runs"]
     ]  # fmt: skip
     read = f"{results['calibration_tokens']} tokens read, {results['held_out_tokens']} held out"
-    title = f"dense {results['perplexity_dense']:.1f}; {read}; {results['peak_mib']} MiB"
+    title = f"dense {results['perplexity_dense']}; {read}; {results['peak_mib']} MiB"
     print(table(["pattern", "method", "perplexity", "layer error", "density", "s"], rows, title))
 
 

@@ -68,7 +68,8 @@ def llama(tokens: int, *, quick: bool) -> Made:
         vocab_size=1000, hidden_size=width, intermediate_size=int(2.6875 * width), num_hidden_layers=4,
         num_attention_heads=width // 64, num_key_value_heads=width // 256, use_cache=False,
     )  # fmt: skip
-    model = LlamaModel(config).to(torch.float32 if quick else torch.bfloat16).eval()
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # where random numbers take no time
+        model = LlamaModel(config).to(torch.float32 if quick else torch.bfloat16).eval()
     data = [torch.randint(0, 1000, (2, 256)) for _ in range(4)]
     return Made(model, {"input_ids": torch.randint(0, 1000, (1, tokens))}, data)
 
@@ -94,10 +95,11 @@ def language_model(folder: Path, calibration: Path, held_out: Path, tokens: int,
 def measured(
     name: str, made: Made, asked: float, folder: Path, given: argparse.Namespace
 ) -> tuple[dict[str, Any], SparsityPlan]:
-    """Plan for one speed-up, and return what came of it."""
+    """Plan for one speed-up, and return what came of it; how long it took, unless a run that was ended had begun it."""
+    resumed = folder.exists() and given.checkpoint is not None
     plan = sparta.plan(
         made.model, made.example, made.data, speedup=asked, device=given.device, budget_s=given.budget, progress=True,
-        checkpoint=folder, method=given.method,
+        checkpoint=folder, method=given.method, patterns=given.patterns,
     )  # fmt: skip
     print(plan.report(), flush=True)
     row: dict[str, Any] = {
@@ -109,8 +111,7 @@ def measured(
         "ms": plan.latency_ms,
         "rounds": len(plan.points),
         "loss": plan.loss,
-        "reason": plan.reason,
-        "seconds": plan.seconds,
+        "seconds": None if resumed else plan.seconds,
         "method": given.method,
         "options": counted(plan),
         "metric_name": made.metric_name,
@@ -176,6 +177,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=int, default=8192, help="that a language model is calibrated on, and judged by"
     )
+    parser.add_argument("--patterns", nargs="+", default="auto", help="that layers may take")
     parser.add_argument("--method", default="alps", help="by which all models are pruned")
     parser.add_argument("--uniform-budget", type=float, default=20.0, help="seconds to compile each uniform model")
     parser.add_argument("--uniform", nargs="*", default=["4x1", "4x1:int8"], help="patterns beside those of the plan")

@@ -215,7 +215,8 @@ class Search:
         """Time an option and keep it if it beats what it must."""
         try:
             option.made.check_shape(self.targets[name].layout.shape)
-        except ValueError:
+        except ValueError as error:
+            self._note(f"{option.pattern} does not fit {name}: {str(error).splitlines()[0]}")
             return False
         time = self.bench.option_ms(name, option)
         self._timed.setdefault(name, {})[option] = time
