@@ -172,8 +172,7 @@ def main() -> None:
     model.to(given.device)
     calibration = batches(tokenizer, given.text[0], given.calibration_tokens, given.context, given.device)
     blocks = shortened(model, given.blocks) if given.blocks else None
-    tokens = 0 if blocks else given.held_out_tokens
-    held_out = batches(tokenizer, given.text[1], tokens, given.context, given.device)
+    held_out = [] if blocks else batches(tokenizer, given.text[1], given.held_out_tokens, given.context, given.device)
     where = torch.cuda.get_device_name() if given.device == "cuda" else f"{platform.machine()} CPU"
     results: dict[str, Any] = {
         "perplexity_dense": perplexity(model, held_out) if held_out else None,

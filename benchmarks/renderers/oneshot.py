@@ -29,7 +29,7 @@ def language_model(found: Sequence[Record]) -> str:
             f"({results['calibration_tokens']:,} tokens of another one were); dense "
             f"{results['perplexity_dense']:.1f}. At most {results['peak_mib']:,} MiB in use."
         )
-        parts.append(f"{title} {source(record)}\n\n{markdown(['method', *patterns, 's'], rows)}")
+        parts.append(f"{title} {source(record)}\n\n{markdown(['method', *patterns, 'seconds to prune'], rows)}")
     return "\n\n".join(parts)
 
 
@@ -41,7 +41,7 @@ def _on_a_cpu(record: Record) -> str:
     ]
     part = f"; the first {results['blocks']} blocks" if results.get("blocks") else ""
     title = (
-        f"The cost on 2 cores, {results['calibration_tokens']:,} tokens read{part}. Minutes are processor time, the sum "
+        f"The cost on 2 cores, {results['calibration_tokens']:,} tokens read{part}. Minutes are processor time, summed "
         "over both cores, so that other programs do not count; memory is by how much the process grew beyond the model "
         "and a copy of it."
     )
