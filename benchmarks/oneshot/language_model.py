@@ -7,7 +7,7 @@ dense weights, and the zeros of the pruned model are checked against the spec. R
 the same texts and numbers of tokens, are not repeated, so the script can be stopped at any time.
 
 On the CPU every run also records what it costs there: processor time, summed over threads, which other programs on the
-machine change little, and by how much the process grew, from a model and a copy of it already in memory. ``--blocks``
+machine can only lengthen, and by how much the process grew, from a model and a copy of it in memory. ``--blocks``
 takes so many of the first blocks, to learn what pruning costs in a fraction of the time; such a model is not judged.
 """
 

@@ -42,7 +42,8 @@ def _on_a_cpu(record: Record) -> str:
     part = f"; the first {results['blocks']} blocks" if results.get("blocks") else ""
     title = (
         f"The cost on 2 cores, {results['calibration_tokens']:,} tokens read{part}. Minutes are processor time, summed "
-        "over both cores, so that other programs do not count; memory is by how much the process grew beyond the model "
+        "over both cores, and an upper bound: other programs ran beside it, and threads that wait for others count. "
+        "Memory is by how much the process grew beyond the model "
         "and a copy of it."
     )
     heads = ["method", "pattern", "processor minutes", "MiB more"]
