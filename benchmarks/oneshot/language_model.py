@@ -5,11 +5,16 @@ folder holds a causal language model that transformers can load: a saved one, or
 what the stored results are of). Calibration and held-out text must be different books. Every run starts from the same
 dense weights, and the zeros of the pruned model are checked against the spec. Runs that stand in the stored results, of
 the same texts and numbers of tokens, are not repeated, so the script can be stopped at any time.
+
+On the CPU every run also records what it costs there: processor time, summed over threads, which other programs on the
+machine can only lengthen, and by how much the process grew, from a model and a copy of it in memory. ``--blocks``
+takes so many of the first blocks, to learn what pruning costs in a fraction of the time; such a model is not judged.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import math
@@ -76,7 +81,7 @@ def pruned(
     """Prune a copy of the model and return what it cost."""
     model = copy.deepcopy(dense)
     pattern, sparsity = PATTERNS[name]
-    start = time.perf_counter()
+    cost = Cost()
     spec, log = sparta.prune(
         model,
         calibration,
@@ -85,17 +90,48 @@ def pruned(
         method=method.removesuffix("+block"),
         refine="block" if method.endswith("+block") else None,
     )
-    seconds = time.perf_counter() - start
+    paid = cost.paid(next(model.parameters()).device.type)
     spec.check(model)
     errors = [layer.error for layer in log if layer.error is not None]
     return {
         "pattern": name,
         "method": method,
-        "perplexity": perplexity(model, held_out),
+        "perplexity": perplexity(model, held_out) if held_out else None,
         "density": spec.density,
         "layer_error": sum(errors) / len(errors),
-        "seconds": seconds,
+        **paid,
     }
+
+
+class Cost:
+    """What is paid from here on: seconds, and on the CPU processor time and memory."""
+
+    def __init__(self) -> None:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the most memory in use is that in use now
+        self.wall, self.processor, self.mib = time.perf_counter(), time.process_time(), _status_mib("VmRSS")
+
+    def paid(self, device: str) -> dict[str, float]:
+        """Return it, as entries of a run."""
+        seconds = {"seconds": time.perf_counter() - self.wall}
+        if device != "cpu":
+            return seconds
+        processor = time.process_time() - self.processor
+        return {**seconds, "processor_seconds": processor, "grown_mib": _status_mib("VmHWM") - self.mib}
+
+
+def _status_mib(key: str) -> int:
+    """Return an entry of what Linux tells of this process, in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) // 1024
+
+
+def shortened(model: Any, count: int) -> str:
+    """Leave the first blocks of a model, and return how many of how many they are."""
+    whole = len(model.model.layers)
+    model.model.layers = model.model.layers[:count]
+    model.config.num_hidden_layers = count
+    return f"{count} of {whole}"
 
 
 def peak_mib(device: str) -> int:
@@ -110,8 +146,9 @@ def resumed(fresh: dict[str, Any], path: Path) -> dict[str, Any]:
     if not path.exists():
         return fresh
     stored: dict[str, Any] = json.loads(path.read_text())["results"]
-    same = all(stored[key] == fresh[key] for key in ("calibration_tokens", "held_out_tokens"))
-    return stored if same and abs(stored["perplexity_dense"] / fresh["perplexity_dense"] - 1) < 1e-3 else fresh
+    same = all(stored.get(key) == fresh.get(key) for key in ("calibration_tokens", "held_out_tokens", "blocks"))
+    old, new = stored["perplexity_dense"], fresh["perplexity_dense"]
+    return stored if same and (old == new or abs(old / new - 1) < 1e-3) else fresh
 
 
 def main() -> None:
@@ -126,21 +163,28 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--blocks", type=int, help="that are pruned, the first ones; all by default")
+    parser.add_argument("--threads", type=int, help="of torch; all cores that the process may use by default")
     given = parser.parse_args()
+    if given.threads:
+        torch.set_num_threads(given.threads)
     model, tokenizer = load(given.weights)
     model.to(given.device)
     calibration = batches(tokenizer, given.text[0], given.calibration_tokens, given.context, given.device)
-    held_out = batches(tokenizer, given.text[1], given.held_out_tokens, given.context, given.device)
+    blocks = shortened(model, given.blocks) if given.blocks else None
+    held_out = [] if blocks else batches(tokenizer, given.text[1], given.held_out_tokens, given.context, given.device)
     where = torch.cuda.get_device_name() if given.device == "cuda" else f"{platform.machine()} CPU"
     results: dict[str, Any] = {
-        "perplexity_dense": perplexity(model, held_out),
+        "perplexity_dense": perplexity(model, held_out) if held_out else None,
         "calibration_tokens": len(calibration) * given.context,
         "held_out_tokens": len(held_out) * given.context,
         "peak_mib": 0,
         "runs": [],
     }
+    if blocks:
+        results["blocks"] = blocks
     results = resumed(results, given.results / f"{QUESTION}.{where.lower().replace('_', '-').replace(' ', '-')}.json")
-    print(f"dense {results['perplexity_dense']:.2f}", flush=True)
+    print(f"dense {results['perplexity_dense']}", flush=True)
     done = {(run["pattern"], run["method"]) for run in results["runs"]}
     for method in given.methods:
         for name in given.patterns:
@@ -153,11 +197,11 @@ def main() -> None:
     results["runs"].sort(key=lambda run: (list(PATTERNS).index(run["pattern"]), METHODS.index(run["method"])))
     save(QUESTION, where, results, given.results)
     rows = [
-        [r["pattern"], r["method"], f"{r['perplexity']:.1f}", f"{r['layer_error']:.3f}", f"{r['density']:.3f}",
+        [r["pattern"], r["method"], r["perplexity"], f"{r['layer_error']:.3f}", f"{r['density']:.3f}",
          f"{r['seconds']:.0f}"] for r in results["runs"]
     ]  # fmt: skip
     read = f"{results['calibration_tokens']} tokens read, {results['held_out_tokens']} held out"
-    title = f"dense {results['perplexity_dense']:.1f}; {read}; {results['peak_mib']} MiB"
+    title = f"dense {results['perplexity_dense']}; {read}; {results['peak_mib']} MiB"
     print(table(["pattern", "method", "perplexity", "layer error", "density", "s"], rows, title))
 
 

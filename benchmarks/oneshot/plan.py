@@ -2,10 +2,14 @@
 
 Run with ``python benchmarks/oneshot/plan.py`` on a quiet machine; ``--only`` takes some models, ``--minilm`` and
 ``--sts`` name folders with real weights and sentences, ``--smollm2`` and ``--text`` a language model and two books, and
-then the planned model is compared with uniform pruning to the same measured latency, both by ``--method``; ``--tokens``
-are those that a language model is calibrated on, and judged by. ``--device cuda --only llama`` measures four layers of
-a Llama on CUDA. Results are saved after every model and goal, also where several processes
-write the same file, each on cores of its own; with ``--continue``, what stands in the file is not measured again.
+then the planned model is compared with uniform ones that are as fast by measurement, all by ``--method``; ``--tokens``
+are those that a language model is calibrated on, and judged by. ``--device cuda --only llama prompt`` measures four
+layers of a Llama on CUDA, with 16 tokens and with 2,048.
+
+With ``--checkpoint`` every number is kept in a folder, so a run that was ended goes on there; and ``--timing`` ends
+where all is measured, so that what does not have to be quiet, pruning and judging, can follow by the same command
+without it. Results are saved after every model and goal, also where several processes write the same file, each on
+cores of its own; with ``--continue``, what stands in the file is not measured again.
 """
 
 from __future__ import annotations
@@ -15,54 +19,30 @@ import copy
 import platform
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "compiler"))
 from language_model import batches, load, perplexity
+from made import Made
 from networks import encoder, resnet
 from rows import keep, stored
 from tasks import minilm
+from uniform import Uniform, families
 
 import sparta
 from record import RESULTS, path_of
-from sparta.compiler.session import Session
-from sparta.oneshot.calibrate import moved, quiet
-from sparta.oneshot.targets import find_targets
-from sparta.planning import Option, SparsityPlan
-from sparta.planning.bench import CompilerBench
+from sparta.planning import SparsityPlan
 from sparta.tables import table
 
 QUESTION = "oneshot_plan"
 ASKED = (1.5, 2.0, 3.0)
-UNIFORM = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
-MODELS = ("minilm", "smollm2", "bert", "resnet50", "llama")
-
-
-@dataclass(frozen=True)
-class Made:
-    """A model with what it takes to plan for it.
-
-    Parameters
-    ----------
-    metric
-        Larger is better; None where there are no real weights.
-    sign
-        What makes the metric the number that is shown: -1 for a perplexity.
-    """
-
-    model: nn.Module
-    example: Any
-    data: list[Any]
-    metric: Callable[[Any], float] | None = None
-    metric_name: str = ""
-    sign: int = 1
+MODELS = ("minilm", "smollm2", "bert", "resnet50", "llama", "prompt")
 
 
 def bert(*, quick: bool) -> Made:
@@ -79,8 +59,8 @@ def resnet50(*, quick: bool) -> Made:
     return Made(model.eval(), torch.randn(1, 3, size, size), [torch.randn(2, 3, size, size) for _ in range(4)])
 
 
-def llama(*, quick: bool) -> Made:
-    """Return four layers of a Llama, with random weights and embeddings."""
+def llama(tokens: int, *, quick: bool) -> Made:
+    """Return four layers of a Llama with random weights, and so many tokens to read at once."""
     from transformers import LlamaConfig, LlamaModel
 
     width = 256 if quick else 4096
@@ -88,9 +68,10 @@ def llama(*, quick: bool) -> Made:
         vocab_size=1000, hidden_size=width, intermediate_size=int(2.6875 * width), num_hidden_layers=4,
         num_attention_heads=width // 64, num_key_value_heads=width // 256, use_cache=False,
     )  # fmt: skip
-    model = LlamaModel(config).to(torch.float32 if quick else torch.bfloat16).eval()
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # where random numbers take no time
+        model = LlamaModel(config).to(torch.float32 if quick else torch.bfloat16).eval()
     data = [torch.randint(0, 1000, (2, 256)) for _ in range(4)]
-    return Made(model, {"input_ids": torch.randint(0, 1000, (1, 16))}, data)
+    return Made(model, {"input_ids": torch.randint(0, 1000, (1, tokens))}, data)
 
 
 def real_minilm(folder: Path, sentences: Path, pairs: int) -> Made:
@@ -111,63 +92,14 @@ def language_model(folder: Path, calibration: Path, held_out: Path, tokens: int,
     return Made(model, example, data, lambda pruned: -perplexity(pruned, judged), "perplexity", -1)
 
 
-@dataclass
-class Uniform:
-    """One sparsity of 4x1 for all layers, in the model's own numbers and rounded: compiled and measured once each."""
-
-    made: Made
-    device: str
-    precisions: list[str | None]
-    seconds: float
-    known: dict[Option, float] = field(default_factory=dict)
-    metrics: dict[Option, float] = field(default_factory=dict)
-
-    def beside(self, plan: SparsityPlan) -> dict[str, Any] | None:
-        """Return the best by the metric of those that are just as fast as the plan; None where none is."""
-        fast = [option for precision in self.precisions if (option := self._as_fast(plan, precision)) is not None]
-        if not fast:
-            return None
-        best = max(fast, key=lambda option: self._metric(option, plan))
-        return {"option": str(best), "speedup": self.known[best], "metric": self.made.sign * self._metric(best, plan)}
-
-    def _as_fast(self, plan: SparsityPlan, precision: str | None) -> Option | None:
-        levels = [Option("4x1", sparsity, precision) for sparsity in UNIFORM]
-        if precision is not None:
-            levels = [Option("dense", precision=precision), *levels]
-        for option in levels:
-            if option not in self.known:
-                self.known[option] = self._measured(option, plan)
-            if self.known[option] >= plan.speedup:
-                return option
-        return None
-
-    def _measured(self, option: Option, plan: SparsityPlan) -> float:
-        model = copy.deepcopy(self.made.model).eval().to(self.device)
-        targets = {target.name: target for target in find_targets(model)}
-        bench = CompilerBench(model, moved(self.made.example, self.device), targets, Session(budget_s=self.seconds))
-        pattern = option.made if option.prunes else None
-        with quiet(model):
-            ratio = bench.whole(dict.fromkeys(plan.table.times, (option, pattern))).ratio
-        print(f"uniform {option}: {ratio:.2f}x", flush=True)
-        return ratio
-
-    def _metric(self, option: Option, plan: SparsityPlan) -> float:
-        if option not in self.metrics and self.made.metric is not None:
-            names = dict.fromkeys(plan.table.times, option)
-            same = replace(plan, assignment=names, whole=None, met=True, _spec=None, _pruned=None)
-            model = copy.deepcopy(self.made.model)
-            same.apply(model)
-            self.metrics[option] = same.judged(model, self.made.metric)
-        return self.metrics[option]
-
-
 def measured(
-    name: str, made: Made, uniform: Uniform, asked: float, folder: Path, given: argparse.Namespace
-) -> dict[str, Any]:
-    """Plan for one speed-up, and return what came of it."""
+    name: str, made: Made, asked: float, folder: Path, given: argparse.Namespace
+) -> tuple[dict[str, Any], SparsityPlan]:
+    """Plan for one speed-up, and return what came of it; how long it took, unless a run that was ended had begun it."""
+    resumed = folder.exists() and given.checkpoint is not None
     plan = sparta.plan(
-        made.model, made.example, made.data, speedup=asked, device=uniform.device, budget_s=given.budget, progress=True,
-        checkpoint=folder, method=given.method,
+        made.model, made.example, made.data, speedup=asked, device=given.device, budget_s=given.budget, progress=True,
+        checkpoint=folder, method=given.method, patterns=given.patterns,
     )  # fmt: skip
     print(plan.report(), flush=True)
     row: dict[str, Any] = {
@@ -179,21 +111,34 @@ def measured(
         "ms": plan.latency_ms,
         "rounds": len(plan.points),
         "loss": plan.loss,
-        "seconds": plan.seconds,
+        "seconds": None if resumed else plan.seconds,
         "method": given.method,
-        "options": sorted({str(option) for option in plan.assignment.values()}),
+        "options": counted(plan),
         "metric_name": made.metric_name,
         "dense_metric": None,
         "metric": None,
         "uniform": None,
     }
-    if made.metric is not None and plan.met:
-        pruned = copy.deepcopy(made.model)
-        plan.apply(pruned)
-        row["dense_metric"] = made.sign * made.metric(made.model)
-        row["metric"] = made.sign * plan.judged(pruned, made.metric)
-        row["uniform"] = uniform.beside(plan)
-    return row
+    return row, plan
+
+
+def counted(plan: SparsityPlan) -> list[str]:
+    """Return what layers become, each with the number of layers that do."""
+    found = Counter(str(option) for option in plan.assignment.values())
+    return [f"{option} ({count})" for option, count in sorted(found.items())]
+
+
+def judge(row: dict[str, Any], plan: SparsityPlan, uniform: Uniform) -> None:
+    """Put the metrics of a plan and of the best uniform model that is as fast into a row."""
+    made = uniform.made
+    if made.metric is None or not plan.met:
+        return
+    pruned = copy.deepcopy(made.model)
+    plan.apply(pruned)
+    row["dense_metric"] = made.sign * made.metric(made.model)
+    row["metric"] = made.sign * plan.judged(pruned, made.metric)
+    print(f"planned: {row['metric']:.4f}, dense {row['dense_metric']:.4f}", flush=True)
+    row["uniform"] = uniform.judged(plan)
 
 
 def in_order(row: dict[str, Any]) -> Any:
@@ -210,8 +155,9 @@ def makers_of(given: argparse.Namespace) -> dict[str, Callable[[], Made]]:
         found["smollm2"] = lambda: language_model(given.smollm2, *given.text, given.tokens, quick=given.quick)
     found["bert"] = lambda: bert(quick=given.quick)
     found["resnet50"] = lambda: resnet50(quick=given.quick)
-    if given.only and "llama" in given.only:
-        found["llama"] = lambda: llama(quick=given.quick)
+    if given.only:
+        found["llama"] = lambda: llama(16, quick=given.quick)
+        found["prompt"] = lambda: llama(2048, quick=given.quick)
     missing = set(given.only or ()) - set(found)
     if missing:
         raise SystemExit(f"{', '.join(sorted(missing))}: name the folders of its weights and its data")
@@ -231,8 +177,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=int, default=8192, help="that a language model is calibrated on, and judged by"
     )
+    parser.add_argument("--patterns", nargs="+", default="auto", help="that layers may take")
     parser.add_argument("--method", default="alps", help="by which all models are pruned")
     parser.add_argument("--uniform-budget", type=float, default=20.0, help="seconds to compile each uniform model")
+    parser.add_argument("--uniform", nargs="*", default=["4x1", "4x1:int8"], help="patterns beside those of the plan")
+    parser.add_argument("--timing", action="store_true", help="measure only; prune and judge nothing")
+    parser.add_argument("--checkpoint", type=Path, help="a folder for what was measured")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="of torch; all cores that the process may use by default")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds for measuring, for each plan")
@@ -256,13 +206,19 @@ def main() -> None:
             continue
         torch.manual_seed(0)
         made = make()
-        precisions: list[str | None] = [None, "int8"] if given.device == "cpu" else [None]
-        uniform = Uniform(made, given.device, precisions, given.uniform_budget)
-        with tempfile.TemporaryDirectory() as folder:  # what was measured for one goal serves the next
+        with tempfile.TemporaryDirectory() as temporary:  # what was measured for one goal serves the next
+            folder = (given.checkpoint or Path(temporary)) / name
+            patterns = families(given.uniform)
+            uniform = Uniform(made, given.device, patterns, given.uniform_budget, folder / "uniform")
             for asked in given.asked:
-                if asked not in done:
-                    row = measured(name, made, uniform, asked, Path(folder), given)
-                    keep(row, ("model", "asked"), in_order, path, where, {})
+                if asked in done:
+                    continue
+                row, plan = measured(name, made, asked, folder / "plan", given)
+                if given.timing and made.metric is not None and plan.met:
+                    uniform.beside(plan)
+                elif not given.timing:
+                    judge(row, plan, uniform)
+                keep(row, ("model", "asked"), in_order, path, where, {})
     shown = [
         [r["model"], r["asked"], r["speedup"], r["met"], r["loss"], r["metric"], r["seconds"]] for r in stored(path)
     ]

@@ -6,12 +6,17 @@ from collections.abc import Sequence
 
 from renderers.registry import Record, markdown, renderer, source
 
+_MODELS = {"prompt": "llama, 2,048 tokens", "llama": "llama, 16 tokens"}
+
 
 @renderer("oneshot-language-model", "oneshot_language_model")
 def language_model(found: Sequence[Record]) -> str:
-    """Return perplexities, a row a method, a column a pattern."""
+    """Return perplexities, a row a method, a column a pattern; then what the same costs on a CPU."""
     parts = []
     for record in found:
+        if any("processor_seconds" in run for run in record["results"]["runs"]):
+            parts.append(_on_a_cpu(record))
+            continue
         results = record["results"]
         cells = {(run["method"], run["pattern"]): run for run in results["runs"]}
         methods, patterns = (list(dict.fromkeys(key[place] for key in cells)) for place in range(2))
@@ -24,8 +29,25 @@ def language_model(found: Sequence[Record]) -> str:
             f"({results['calibration_tokens']:,} tokens of another one were); dense "
             f"{results['perplexity_dense']:.1f}. At most {results['peak_mib']:,} MiB in use."
         )
-        parts.append(f"{title} {source(record)}\n\n{markdown(['method', *patterns, 's'], rows)}")
+        parts.append(f"{title} {source(record)}\n\n{markdown(['method', *patterns, 'seconds to prune'], rows)}")
     return "\n\n".join(parts)
+
+
+def _on_a_cpu(record: Record) -> str:
+    results = record["results"]
+    cells = [
+        [run["method"], run["pattern"], f"{run['processor_seconds'] / 60:.1f}", f"{run['grown_mib']:,}"]
+        for run in results["runs"]
+    ]
+    part = f"; the first {results['blocks']} blocks" if results.get("blocks") else ""
+    title = (
+        f"The cost on 2 cores, {results['calibration_tokens']:,} tokens read{part}. Minutes are processor time, summed "
+        "over both cores, and an upper bound: other programs ran beside it, and threads that wait for others count. "
+        "Memory is by how much the process grew beyond the model "
+        "and a copy of it."
+    )
+    heads = ["method", "pattern", "processor minutes", "MiB more"]
+    return f"{title} {source(record)}\n\n{markdown(heads, cells)}"
 
 
 def _perplexity(run: Record | None) -> str:
@@ -60,7 +82,7 @@ def plans(found: Sequence[Record]) -> str:
     for record in found:
         rows = [
             [
-                f"{row['model']} ({row['metric_name']}, by {row['method']})" if row["metric_name"] else row["model"],
+                _planned(row),
                 f"{row['asked']:g}x",
                 f"{row['speedup']:.2f}x" + ("" if row["met"] else " (not met)"),
                 f"{100 * (row['speedup'] / row['asked'] - 1):+.1f} %",
@@ -69,7 +91,7 @@ def plans(found: Sequence[Record]) -> str:
                 f"{row['loss']:.3f}",
                 _beside(row),
                 ", ".join(row["options"]),
-                f"{row['seconds']:.0f}",
+                "" if row["seconds"] is None else f"{row['seconds']:.0f}",
             ]
             for row in record["results"]["rows"]
         ]
@@ -92,6 +114,11 @@ def memory(found: Sequence[Record]) -> str:
             f"{source(record)}"
         )
     return "\n\n".join(parts)
+
+
+def _planned(row: Record) -> str:
+    name = _MODELS.get(row["model"], row["model"])
+    return f"{name} ({row['metric_name']}, by {row['method']})" if row["metric_name"] else name
 
 
 def _beside(row: Record) -> str:

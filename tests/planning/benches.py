@@ -48,6 +48,7 @@ class FakeBench:
         return short * (1 - GAIN.get(option.pattern, 0.5) * (option.sparsity or 0.5)) * 1.05
 
     def narrow_ms(self, name, *, rows, columns):
+        self.calls["narrow"] += 1
         return self._size(name) * rows * columns
 
     def whole(self, masks):
@@ -58,15 +59,18 @@ class FakeBench:
         narrower = {name: masks[reader][0].density for reader in masks for name in self.writers.get(reader, ())}
         for name in self.targets:
             size = self._size(name)
+            option = masks[name][0] if name in masks else None
+            short = 1.0 if option is None or option.precision is None else 1 / SHORTER
             if name in narrower:
-                total, held = total + self.slower * size * narrower[name], held + size * narrower[name]
+                total += self.slower * size * narrower[name] * short
+                held += size * narrower[name] * (1.0 if short == 1 else 0.25)
                 continue
             if name not in masks or name in self.always_dense:
                 total, held = total + self.compiled * size, held + size
                 continue
-            option, _ = masks[name]
             if option.pattern == "channels":
-                total, held = total + self.slower * size * option.density, held + size * option.density
+                total += self.slower * size * option.density * short
+                held += size * option.density * (1.0 if short == 1 else 0.25)
             else:
                 total += self.slower * self.option_ms(name, option)
                 held += size * option.density * (1.0 if option.precision is None else 0.25)

@@ -14,7 +14,10 @@ from sparta.oneshot.targets import find_targets
 from sparta.planning import Option
 from sparta.planning.api import plan_with
 from sparta.planning.bench import CompilerBench
+from sparta.planning.cost import errors_of, grams_of, sensitivity_of
 from sparta.planning.result import Goal
+from sparta.planning.rounding import rounded, rounding_errors
+from sparta.tesa.spec import Spec
 
 
 def test_rounding_is_an_option_like_others_and_costs_less_than_pruning_alone():
@@ -37,6 +40,54 @@ def test_rounding_and_pruning_go_together_where_neither_is_enough():
         costs = plan.table.costs[name]
         if option.prunes and option.precision:
             assert costs[option] > costs[option.unrounded]
+
+
+def test_rounding_and_narrowing_go_together():
+    writers = {f"{b}.o.weight": [f"{b}.{n}.weight" for n in "qkv"] for b in (0, 2)}
+    writers |= {f"{b}.down.weight": [f"{b}.gate.weight", f"{b}.up.weight"] for b in (1, 3)}
+    asked = {"speedup": 2.6, "patterns": ["channels"]}
+    assert not planned(**asked, bench=FakeBench({}, writers=writers, slower=1.0, rest=8.0)).met
+    bench = FakeBench({}, writers=writers, slower=1.0, rest=8.0)
+    plan = planned(**asked, precisions=["int8"], bench=bench)
+    assert plan.met
+    cut = {name: option for name, option in plan.assignment.items() if option.pattern == "channels"}
+    assert any(option.precision == "int8" for option in cut.values())
+    for reader, option in cut.items():
+        for writer in writers[reader]:
+            assert plan.assignment.get(writer, Option("dense")) == Option("dense", precision=option.precision)
+        assert option.precision is None or plan.table.costs[reader][option] > plan.table.costs[reader][option.unrounded]
+    model = transformer()
+    plan.apply(model)
+    fast = plan.compile(model, tune="off")
+    assert {f"{row.layer}.weight" for row in fast.report.precision.layers if row.format == "int8"} == set(
+        plan.precisions
+    )
+    with torch.no_grad():
+        gap = (fast(example()) - model(example())).norm() / model(example()).norm()
+    assert gap < 0.05
+
+
+def test_what_rounding_costs_is_told_by_row():
+    torch.manual_seed(0)
+    first, last = nn.Linear(64, 64, bias=False), nn.Linear(64, 4, bias=False)
+    with torch.no_grad():
+        first.weight -= first.weight.mean(1, keepdim=True)
+        first.weight[0] = first.weight[1].norm() / 8  # all inputs have a mean, which this row adds up
+        last.weight[:, 1:] = 0  # and only this row is read
+    model, data = nn.Sequential(first, last).eval(), [10 + torch.randn(64, 64) for _ in range(4)]
+    targets = find_targets(model)
+    errors = rounding_errors(model, ["0.weight"], data, "int8")
+    sensitivity = sensitivity_of(model, targets, data)
+    ((target, gram),) = grams_of(model, targets[:1], data)
+    option = Option("dense", precision="int8")
+    known = {"int8": errors["0.weight"]}
+    cost = errors_of(target, gram, [(option, None)], sensitivity, "alps", known)[option]
+    spec = Spec.from_zeros(model)
+    simulated = rounded(model, data, spec, ["0.weight"], "int8").simulated
+    with torch.no_grad():
+        outputs = [(simulated(batch), model(batch)) for batch in data]
+    change = sum(float((a - b).square().sum()) for a, b in outputs) / sum(float(b.square().sum()) for _, b in outputs)
+    assert change / 4 < cost < 4 * change
 
 
 def test_rounding_alone_prunes_nothing_and_compiles_rounded():

@@ -311,6 +311,13 @@ def test_channels_and_heads_are_options_and_go_where_they_are_read():
         assert all(len(set(head.tolist())) == 1 for head in gone.view(-1, width))
 
 
+def test_layers_alike_are_measured_narrower_once():
+    bench = FakeBench({})
+    planned(speedup=1.5, patterns=["channels"], bench=bench)
+    shares, sizes, sides = 6, 2, 2
+    assert bench.calls["narrow"] == shares * sizes * sides
+
+
 def test_channels_compete_with_masks_for_the_same_layers():
     plan = planned(speedup=2.0, patterns=["4x1", "channels"])
     for block in (1, 3):

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from planning.benches import SHORTER, FakeBench
-from planning.plans import planned, transformer
+from planning.plans import batches, planned, transformer
 from sparta.compiler.plan import LayerPlan
 from sparta.compiler.session import Session
+from sparta.errors import ValueRangeError
 from sparta.oneshot.targets import find_targets
 from sparta.planning.bench import _GIVEN, CompilerBench, Whole, _lost
 from sparta.planning.between import costs_between, times_between
@@ -197,6 +198,15 @@ def test_a_plan_made_again_from_its_checkpoint_measures_nothing(goal, tmp_path):
     assert again.speedup == plan.speedup
 
 
+def test_what_is_remembered_is_considered_without_a_budget(tmp_path):
+    asked = {"patterns": ["4x1", "channels"], "precisions": ["int8"], "checkpoint": tmp_path}
+    plan = planned(speedup=1.5, **asked)
+    again = planned(speedup=1.8, **asked, session=Session(budget_s=1e-9))
+    assert again.table.costs == plan.table.costs
+    assert again.table.narrow == plan.table.narrow
+    assert again.assignment
+
+
 def test_what_is_captured_late_leaves_half_of_the_budget_for_measuring():
     now = {"seconds": 0.0}
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).eval()
@@ -229,3 +239,39 @@ def test_milliseconds_of_a_later_plan_are_on_the_scale_of_the_model_as_it_was_re
     planned(speedup=1.3, checkpoint=tmp_path)
     plan = planned(speedup=1.8, checkpoint=tmp_path, bench=Slower({}))
     assert plan.latency_ms == pytest.approx(plan.table.given_ms / plan.speedup)
+
+
+def test_a_pattern_that_does_not_fit_names_the_layer():
+    plan = planned(speedup=1.5, patterns=["7x1", "4x1"])
+    assert plan.met
+    assert any(note.startswith("7x1 does not fit ") and ".weight" in note for note in plan.notes)
+    assert not any(option.pattern == "7x1" for option in plan.assignment.values())
+
+
+def test_a_layer_that_the_data_never_reaches_stays_dense():
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.unused, self.last = (nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            return self.last(self.first(x).relu())
+
+    torch.manual_seed(0)
+    plan = planned(Unused().eval(), speedup=1.2, patterns=["4x1"])
+    assert plan.assignment
+    assert "unused.weight" not in plan.assignment
+
+
+def test_activations_that_are_not_finite_are_an_error():
+    data = batches()
+    data[1][0, 0, 0] = float("nan")
+    with pytest.raises(ValueRangeError, match="NaN"):
+        planned(speedup=1.5, data=data)
+
+
+def test_data_that_was_used_up_is_an_error():
+    spent = iter(batches())
+    list(spent)
+    with pytest.raises(ValueRangeError, match="used before"):
+        planned(speedup=1.5, data=spent)

@@ -22,6 +22,8 @@ from sparta.oneshot.methods import find_method, refit
 from sparta.oneshot.problem import Problem
 from sparta.oneshot.targets import Target
 from sparta.planning.options import Option
+from sparta.precision.api import FORMATS
+from sparta.precision.formats import round_weight
 from sparta.tesa.patterns import Pattern
 
 __all__ = ["Sensitivity", "errors_of", "grams_of", "sensitivity_of"]
@@ -131,11 +133,27 @@ def errors_of(
     wanted = [(option, pattern) for option, pattern in options if pattern is not None]
     pruning = _pruning_errors(target, weight, gram, wanted, method)
     found = {option: cost(pruning[option]) for option, _ in wanted if option in pruning}
+    rounded = {
+        each: cost(_rounding(weight, gram, error**2 * own.sum(), each)) for each, error in (rounding or {}).items()
+    }
     for option, _ in options:
-        error = (rounding or {}).get(option.precision or "")
-        if error is not None and (not option.prunes or option.unrounded in found):
-            found[option] = found.get(option.unrounded, 0.0) + cost(error**2 * own)
+        if option.precision in rounded and (not option.prunes or option.unrounded in found):
+            found[option] = found.get(option.unrounded, 0.0) + rounded[option.precision]
     return found
+
+
+def _rounding(weight: Tensor, gram: Tensor, whole: Tensor, precision: str) -> Tensor:
+    """Return the squared error of each row when weights and inputs are rounded, of which the sum is known.
+
+    Rounding the weights changes a row by what the Gram matrix says. What is left of the sum is due to the inputs, whose
+    noise reaches each row by the squares of its weights, however large the output of the row is.
+    """
+    values = round_weight(weight.flatten(0, 1), 0, FORMATS[precision]).values.view_as(weight)
+    change = (values - weight).double()
+    by_weights = ((change @ gram.double()) * change).sum(2).clamp(min=0)
+    squares = weight.double().square().sum(2)
+    left = (whole - by_weights.sum()).clamp(min=0)
+    return by_weights + left * squares / squares.sum().clamp(min=torch.finfo(torch.float64).tiny)
 
 
 def _pruning_errors(

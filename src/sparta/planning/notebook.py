@@ -19,7 +19,7 @@ from sparta.planning.bench import Bench, Whole
 from sparta.planning.options import Option
 from sparta.tesa.patterns import Pattern
 
-__all__ = ["GIVEN", "Notebook", "Remembering"]
+__all__ = ["GIVEN", "Notebook", "Remembering", "narrow_key", "option_key"]
 
 GIVEN = "given"
 """The entry of the model as given."""
@@ -112,11 +112,11 @@ class Remembering:
 
     def option_ms(self, name: str, option: Option) -> float:
         """Return the milliseconds of a layer that became an option."""
-        return float(self.notebook.once(f"option {name} {option}", lambda: self.bench.option_ms(name, option)))
+        return float(self.notebook.once(option_key(name, option), lambda: self.bench.option_ms(name, option)))
 
     def narrow_ms(self, name: str, *, rows: float, columns: float) -> float:
         """Return the milliseconds of a narrower layer."""
-        key = f"narrow {name} {rows} {columns}"
+        key = narrow_key(name, rows, columns)
         return float(self.notebook.once(key, lambda: self.bench.narrow_ms(name, rows=rows, columns=columns)))
 
     def whole(self, masks: Mapping[str, tuple[Option, Pattern | None]]) -> Whole:
@@ -126,6 +126,16 @@ class Remembering:
         given_ms = self.given_ms()
         found = {**found, "given_ms": given_ms, "ms": given_ms / found["ratio"], "dense": frozenset(found["dense"])}
         return Whole(**found)
+
+
+def option_key(name: str, option: Option) -> str:
+    """Return the entry of a layer that became an option."""
+    return f"option {name} {option}"
+
+
+def narrow_key(name: str, rows: float, columns: float) -> str:
+    """Return the entry of a layer that became narrower."""
+    return f"narrow {name} {rows} {columns}"
 
 
 def _plain(whole: Whole) -> dict[str, Any]:

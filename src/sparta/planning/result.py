@@ -399,7 +399,9 @@ class SparsityPlan:
         else:
             why = f"{dense / ms:.2f}x alone" if ms and dense else ""
         cost = self.table.costs.get(name, {}).get(option, 0.0)
-        text = "narrower" if narrower and option == DENSE else str(option)
+        text = str(option)
+        if narrower and not option.prunes:
+            text = "narrower" if option.precision is None else f"narrower {option.precision}"
         return {"layer": name, "option": text, "dense_ms": dense, "ms": ms, "cost": cost, "why": why}
 
 

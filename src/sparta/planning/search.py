@@ -19,7 +19,7 @@ from sparta.planning.bench import Bench, Whole
 from sparta.planning.between import costs_between, times_between
 from sparta.planning.cost import errors_of, grams_of, sensitivity_of
 from sparta.planning.layers import Group
-from sparta.planning.notebook import GIVEN, Notebook
+from sparta.planning.notebook import GIVEN, Notebook, narrow_key, option_key
 from sparta.planning.options import CHANNELS, DENSE, MEASURED, Option
 from sparta.planning.result import Goal
 from sparta.planning.rounding import rounding_errors
@@ -80,6 +80,7 @@ class Search:
     exhausted: bool = False
     points: list[Point] = field(default_factory=list)
     _timed: dict[str, dict[Option, float]] = field(default_factory=dict)
+    _shares: dict[tuple[str, float, float], float] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ the table
 
@@ -129,8 +130,12 @@ class Search:
                 times[name] = dict(times[first])
         if CHANNELS in self.options:
             for number, group in enumerate(self.groups):
-                if group.channels and all(name in times for name in group.names) and self.room_for_layers():
+                if group.channels and all(name in times for name in group.names):
                     narrow[number] = self._narrow(group, times)
+
+    def _can_have(self, key: str) -> bool:
+        """Whether a number is in the notebook, or there is time to measure it."""
+        return key in self.notebook.entries or self.room_for_layers()
 
     def _time_given(self) -> None:
         """Time the model as given; where it is what was asked, nothing else is considered."""
@@ -170,9 +175,9 @@ class Search:
         """Time layers that are rounded and dense."""
         plain = Option("dense", precision=precision)
         for number, (name, *_) in enumerate(kinds):
-            if not self.room_for_layers():
+            if not self._can_have(option_key(name, plain)):
                 self._note(_SPENT)
-                return
+                continue
             self.show(f"kind of layer {number + 1}/{len(kinds)} in {precision}: {name}")
             alone = self.bench.option_ms(name, plain)
             if alone <= _GAIN * times[name][DENSE]:
@@ -200,9 +205,9 @@ class Search:
                 for pattern, options in patterns.get(first, {}).items():
                     if step >= len(options) or options[step].density >= lost.get((first, pattern), math.inf):
                         continue
-                    if not self.room_for_layers():
+                    if not self._can_have(option_key(first, options[step])):
                         self._note(_SPENT)
-                        return
+                        continue
                     if not self._beats(first, options[step], times[first], limit):
                         lost[first, pattern] = options[step].density
 
@@ -210,7 +215,8 @@ class Search:
         """Time an option and keep it if it beats what it must."""
         try:
             option.made.check_shape(self.targets[name].layout.shape)
-        except ValueError:
+        except ValueError as error:
+            self._note(f"{option.pattern} does not fit {name}: {str(error).splitlines()[0]}")
             return False
         time = self.bench.option_ms(name, option)
         self._timed.setdefault(name, {})[option] = time
@@ -220,19 +226,40 @@ class Search:
         return True
 
     def _narrow(self, group: Group, times: Mapping[str, Mapping[Option, float]]) -> dict[Option, float]:
-        """Return the time of a group for each share of its channels that goes."""
+        """Return the time of a group for each share of its channels that goes, in each precision that all of it has."""
         found: dict[Option, float] = {}
         readers = {each.reader for each in group.channels}
         writers = {name for each in group.channels for name in each.writers}
+        plain = {each: Option("dense", precision=each) for each in (None, *self.precisions)}
+        able = [each for each, option in plain.items() if all(option in times[name] for name in group.names)]
         for option in self.options[CHANNELS]:
-            total = 0.0
+            shares: dict[str, float] = {}  # of its own time, that a layer takes when it is narrower
             for name in group.names:
                 rows = option.density if name in writers else 1.0
                 columns = option.density if name in readers else 1.0
-                same = rows == columns == 1.0
-                total += times[name][DENSE] if same else self.bench.narrow_ms(name, rows=rows, columns=columns)
-            found[option] = total
+                share = self._share(name, rows, columns, times[name][DENSE])
+                if share is None:
+                    self._note(_SPENT)
+                    return found
+                shares[name] = share
+            for each in able:  # a narrower layer that is rounded takes the same share, about
+                total = sum(share * times[name][plain[each]] for name, share in shares.items())
+                found[replace(option, precision=each)] = total
         return found
+
+    def _share(self, name: str, rows: float, columns: float, dense: float) -> float | None:
+        """Return the share of its time that a layer takes when it is narrower; None where there is no time for it.
+
+        Of layers alike one is timed.
+        """
+        if rows == columns == 1.0 or dense <= 0:
+            return 1.0
+        key = (self.bench.kind(name), rows, columns)
+        if key not in self._shares:
+            if not self._can_have(narrow_key(name, rows, columns)):
+                return None
+            self._shares[key] = self.bench.narrow_ms(name, rows=rows, columns=columns) / dense
+        return self._shares[key]
 
     def _cost(
         self,
@@ -273,7 +300,8 @@ class Search:
         found: _Costed = [(option, option.made) for option in measured if option.prunes and option.precision is None]
         found += [(option, None) for option in measured if option.precision is not None]
         for number, times in narrow.items():
-            found += [(o, each.pattern) for each in self.groups[number].channels if each.reader == name for o in times]
+            cut = [each.pattern for each in self.groups[number].channels if each.reader == name]
+            found += [(o, pattern if o.precision is None else None) for pattern in cut for o in times]
         return found
 
     def _ends(self, options: Iterable[Option]) -> set[Option]:

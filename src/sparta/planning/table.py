@@ -216,10 +216,11 @@ class Table:
             found = [_joined([u[i] for u, i in zip(units, front.chosen(p), strict=True)]) for p in range(len(front))]
         dense = sum(self.times.get(name, {}).get(DENSE, 0.0) for name in group.names)
         for option, time in self.narrow.get(number, {}).items():
-            cost = sum(self.costs[each.reader][option] for each in group.channels)
-            size = sum(self.megabytes(name, option) for name in group.names)
-            if time < dense:
-                found.append(Bundle(0.0, time, size, cost, {each.reader: option for each in group.channels}))
+            chosen = _narrowed(group, option)
+            if time < dense and all(each in self.costs.get(name, {}) for name, each in chosen.items()):
+                cost = sum(self.costs[name][each] for name, each in chosen.items())
+                size = sum(self.megabytes(name, option) for name in group.names)
+                found.append(Bundle(0.0, time, size, cost, chosen))
         return found
 
     def _unit(self, unit: tuple[str, ...]) -> list[Bundle]:
@@ -254,6 +255,13 @@ def _undominated(bundles: Sequence[Bundle]) -> list[Bundle]:
         if not any(each.sparse <= bundle.sparse and each.megabytes <= bundle.megabytes for each in kept[1:]):
             kept.append(bundle)
     return kept
+
+
+def _narrowed(group: Group, option: Option) -> dict[str, Option]:
+    """Return what the layers of a group become when channels go: where they are rounded, all of them are."""
+    plain = Option("dense", precision=option.precision)
+    others = {} if option.precision is None else dict.fromkeys(group.names, plain)
+    return {**others, **{each.reader: option for each in group.channels}}
 
 
 def _joined(parts: Sequence[Bundle]) -> Bundle:
