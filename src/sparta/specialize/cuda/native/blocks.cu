@@ -125,7 +125,7 @@ __device__ __forceinline__ void multiply(float (&sums)[TOKENS / 2], u32 w, u32 x
 }
 
 // activation(value). GELU is value / (1 + 2^-l), where l, the binary logarithm of Phi / (1 - Phi), is value times a
-// polynomial in its square up to 5^2: right to 2e-5 of itself, or to 3e-7, in half of the instructions of erff.
+// polynomial in its square up to 5^2: right to 2e-5 of itself, or to 3e-7.
 __device__ __forceinline__ float activated(float value) {
 #if ACTIVATION == 2
     const float square = fminf(value * value, 25.f);

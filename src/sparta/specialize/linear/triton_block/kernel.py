@@ -87,28 +87,9 @@ def _sum_by_pointer(
 
 
 @triton.jit
-def _gelu(total):
-    """Return GELU to 2e-5 of itself, or to 3e-7: enough for results of 16 bits, in half of the instructions of erf.
-
-    It is total / (1 + 2^-l), where l, the binary logarithm of Phi / (1 - Phi), is total times a polynomial in its
-    square up to 5^2.
-    """
-    square = tl.minimum(total * total, 25.0)
-    rest = -7.73093603e-11 * square + 9.00558137e-9
-    rest = rest * square - 4.40540305e-7
-    rest = rest * square + 1.14961604e-5
-    rest = rest * square - 1.54160516e-4
-    rest = rest * square - 1.36707866e-4
-    rest = rest * square + 0.104943737
-    rest = rest * square + 2.30213666
-    return total / (1.0 + tl.exp2(-total * rest))
-
-
-@triton.jit
 def _finish(
     total, bias, residual, x_scale, w_scale, token, channel, inside, M, N, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, X_SCALED: tl.constexpr, W_SCALED: tl.constexpr,
-    EXACT: tl.constexpr,
 ):  # fmt: skip
     """Return ``activation(total * scales + bias) + residual`` in float32."""
     if X_SCALED:
@@ -120,10 +101,7 @@ def _finish(
     if ACTIVATION == "relu":
         total = tl.where(total < 0, 0.0, total)  # keeps NaN
     elif ACTIVATION == "gelu":
-        if EXACT:
-            total = 0.5 * total * (1.0 + tl.erf(total * 0.7071067811865476))
-        else:
-            total = _gelu(total)
+        total = 0.5 * total * (1.0 + tl.erf(total * 0.7071067811865476))
     elif ACTIVATION == "silu":
         total = total / (1.0 + tl.exp(-total))
     if HAS_RESIDUAL:
@@ -134,12 +112,11 @@ def _finish(
 
 @triton.jit(do_not_specialize=["M", "token_tiles", "tiles"])
 def block_linear(
-    x, values, columns, schedule, bias, residual, x_scale, w_scale, y, M, N, K, x_stride, block_rows,
-    token_tiles, tiles, BLOCK_M: tl.constexpr, H: tl.constexpr, W: tl.constexpr, BLOCKS: tl.constexpr,
-    GROUP: tl.constexpr, TMA: tl.constexpr, WEIGHT_FIRST: tl.constexpr, WHOLE: tl.constexpr, FLATTEN: tl.constexpr,
-    EARLY: tl.constexpr,
+    x, values, columns, schedule, bias, residual, x_scale, w_scale, y, M, N, K, x_stride, block_rows, token_tiles,
+    tiles, BLOCK_M: tl.constexpr, H: tl.constexpr, W: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
+    TMA: tl.constexpr, WEIGHT_FIRST: tl.constexpr, WHOLE: tl.constexpr, FLATTEN: tl.constexpr, EARLY: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, X_SCALED: tl.constexpr,
-    W_SCALED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, EXACT: tl.constexpr,
+    W_SCALED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Compute all tiles of y that fall to this program."""
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
@@ -170,7 +147,7 @@ def block_linear(
         inside = (token < M)[:, None] & (channel < N)[None, :]
         total = _finish(
             total, bias, residual, x_scale, w_scale, token, channel, inside, M, N, ACTIVATION, HAS_BIAS, HAS_RESIDUAL,
-            X_SCALED, W_SCALED, EXACT,
+            X_SCALED, W_SCALED,
         )  # fmt: skip
         if TMA == 2:
             y.store([first_token, block_row * H], total.to(y.dtype))

@@ -202,7 +202,7 @@ class BlockLinearLauncher:
             columns, schedule, *added, scales,
             _described(y, [tokens, outputs], outputs, [tile.tokens, tile.height]) if tma == 2 else y,
             *numbers, *self._constants, tma, *self._switches, *[each is not None for each in (*added, scales)],
-            precision, INTERPRETED, y.dtype == torch.float32,
+            precision, INTERPRETED,
         )  # fmt: skip
 
     def _grid(self, tiles: int, device: torch.device) -> int:
