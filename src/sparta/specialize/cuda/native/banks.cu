@@ -185,8 +185,8 @@ __device__ __forceinline__ void fetch(const Call& call, unsigned char* memory, i
 // What results need beside their sums: outputs and, of each, scale and bias. A thread loads them for one output of the
 // block, and lays them into shared memory when its strips are done: nobody waits for them.
 struct Endings {
-    int output; // -1: none
-    float scale, bias;
+    int output = -1; // none
+    float scale = 0.f, bias = 0.f;
 
     __device__ __forceinline__ void load(const Call& call, const int* from) {
         if (threadIdx.x >= ROWS) return;
