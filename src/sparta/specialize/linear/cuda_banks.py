@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from sparta.specialize.cuda.device import AMPERE, HALF_FORMATS, bulk_copies, takes
 from sparta.specialize.cuda.few_tokens import SHARED_BYTES, nvrtc_here
@@ -35,7 +36,7 @@ _MULTIPROCESSORS = 132
 _WARPS, _TASKS, _CTAS = range(8, 33, 4), range(1, 13), (1, 2, 3, 4)  # registers are given to four warps at once
 _ALONE = (1,)  # with copies into shared memory, one block keeps enough bytes on their way
 _COPIED_WARPS = (16,)
-_COPIES = ((4, 4), (4, 6), (4, 3))  # depth, stages
+_COPIES = ((4, 2), (4, 3), (4, 4))  # depth, stages; the best of H200 first
 _NIBBLES_PAY = 0.14  # density from which on most distances fit into half a byte
 _FEWEST_WARPS, _MOST_WARPS = 16, 40  # of a multiprocessor
 _SHAPES = 4
@@ -91,6 +92,10 @@ class BanksTile(TextTile):
         """Outputs of a block."""
         return self.warps * self.tasks
 
+    def piece_bytes(self, *, narrow: bool = False) -> int:
+        """Return the bytes of a piece of a warp; `narrow` if values take 8 bits."""
+        return BANKS * (_WORD + (8 if self.nibbles else 4) * (1 if narrow else 2))
+
     def shared_bytes(self, inputs: int, *, narrow: bool = False) -> int:
         """Return the shared memory of a block: all of x, pieces, owners, what results need, and the sums of strips.
 
@@ -101,8 +106,7 @@ class BanksTile(TextTile):
         """
         planes, segments = -(-self.tokens // 2), segments_of(inputs)
         x = planes * segments * run_of(inputs) * BANKS * _WORD
-        piece = BANKS * (_WORD + (8 if self.nibbles else 4) * (1 if narrow else 2))
-        ring = self.warps * self.stages * (self.depth * piece + _BARRIER)
+        ring = self.warps * self.stages * (self.depth * self.piece_bytes(narrow=narrow) + _BARRIER)
         strips = self.rows * segments
         return x + ring + strips * BANKS + self.rows * 3 * _WORD + self.tokens * strips * _PITCH * _WORD
 
@@ -111,7 +115,7 @@ class BanksKernel(StreamedKernel):
     """See ``native/banks.cu``."""
 
     source = "banks"
-    call = streamed_call(3)
+    call = streamed_call(3, "each")
     early = True
 
     def __init__(self, spec: KernelSpec, tile: BanksTile, constants: Mapping[str, int] | None = None) -> None:
@@ -120,6 +124,11 @@ class BanksKernel(StreamedKernel):
         numbers = {"SEGMENTS": segments_of(inputs), "RUN": run_of(inputs), **(constants or {})}
         block = (tile.warps * 32, tile.shared_bytes(inputs, narrow="FORMAT" in numbers))
         super().__init__(spec, tile, layout, (tile.tokens, tile.rows, 1), block, constants=numbers)
+        self._all_warps = layout.grid[0] * tile.warps * tile.piece_bytes(narrow="FORMAT" in numbers)
+
+    def counted(self, packed: Sequence[Tensor]) -> tuple[int, ...]:
+        """Return how many pieces each warp has."""
+        return (packed[0].numel() // self._all_warps,)
 
 
 class CudaBanks(TiledImplement):
@@ -127,7 +136,7 @@ class CudaBanks(TiledImplement):
 
     name = "cuda-banks"
     op = "linear"
-    version = 2
+    version = 3
     first_run_compiles = True
 
     def supports(self, spec: KernelSpec) -> Support:
@@ -167,7 +176,7 @@ def banks_tiles(spec: KernelSpec) -> list[BanksTile]:
             for warps, tasks, ctas in _shapes(outputs, inputs, _CTAS, _WARPS)
         ]
         copied = [
-            BanksTile(tokens, warps, tasks, depth, int(density >= _NIBBLES_PAY), 2, stages)
+            BanksTile(tokens, warps, tasks, depth, int(density >= _NIBBLES_PAY), 1, stages)
             for depth, stages in (_COPIES if bulk_copies() else ())
             for warps, tasks, _ in _shapes(outputs, inputs, _ALONE, _COPIED_WARPS)[:1]
         ]

@@ -8,7 +8,8 @@ filled up to the longest with values of 0. So the lanes of a warp end together t
 A lane reads its strip in pieces: a word that says where the inputs are, and the live values. With nibbles, a piece has
 8 values and the word 8 distances, each from the input before (the first from the begin of the run); one that does not
 fit is walked in several steps, over values of 0. Otherwise a piece has 4 values and the word 4 positions in the run.
-The pieces of the 32 lanes stand side by side, those of a task and the tasks of a warp one after the other.
+The pieces of the 32 lanes stand side by side, those of a task and the tasks of a warp one after the other. All warps
+have as many pieces as the one that needs most, the last of which may be of zeros.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _Index(NamedTuple):
 
     plan: Tensor  # int32 (pieces, 32, step): the element of the weight that stands there, or -1
     positions: Tensor  # uint8 (pieces, 32, 4)
-    places: Tensor  # int32: first pieces of tasks and the end, then the outputs of blocks
+    places: Tensor  # int32: ends of tasks in the pieces of their warp, then the outputs of blocks
     owners: Tensor  # uint8 (blocks, warps, turns, 32): the strip of each lane, output * segments + segment
 
 
@@ -167,27 +168,29 @@ class BanksLayout:
         lengths = found.lengths.view(blocks, strips, BANKS)
         order = torch.argsort(lengths, dim=1, descending=True, stable=True)  # block, rank, run: strip
         longest = lengths.gather(1, order).amax(2)  # block, rank
-        warp, turn = self._deal(device)
+        needed = (-(-longest // self.step)).clamp(min=1)
+        dealt = self._deal(needed)
         counts = longest.new_zeros(blocks, self.warps, self.turns)
-        counts[:, warp, turn] = (-(-longest // self.step)).clamp(min=1)
-        ends = counts.flatten().cumsum(0)
-        firsts = (ends - counts.flatten()).view_as(counts)
+        counts[dealt] = needed
+        ends = counts.cumsum(2)  # in the pieces of the warp
+        pieces = int(ends[..., -1].max()) * blocks * self.warps
+        begins_of_warps = torch.arange(0, pieces, pieces // (blocks * self.warps), device=device)
+        firsts = begins_of_warps.view(blocks, self.warps, 1) + ends - counts
         owners = order.new_zeros(blocks, self.warps, self.turns, BANKS)
-        owners[:, warp, turn] = order
+        owners[dealt] = order
         rank = torch.empty_like(order).scatter_(
             1, order, torch.arange(strips, device=device)[None, :, None].expand_as(order)
         )
-        first = firsts[:, warp, turn].gather(1, rank.flatten(1)).flatten()[found.strip]  # piece, of each entry
+        first = firsts[dealt].gather(1, rank.flatten(1)).flatten()[found.strip]  # piece, of each entry
         begins = found.lengths.cumsum(0) - found.lengths
         entry = torch.arange(len(found.strip), device=device) - begins[found.strip]
-        pieces = int(ends[-1])
         place = ((first + entry // self.step) * BANKS + found.strip % BANKS) * self.step + entry % self.step
         plan = torch.full((pieces * BANKS * self.step,), -1, dtype=torch.int32, device=device)
         positions = torch.zeros(pieces * BANKS * self.step, dtype=torch.uint8, device=device)
         plan[place], positions[place] = found.source.to(torch.int32), found.position.to(torch.uint8)
         if self.nibbles:
             positions = positions[0::2] | positions[1::2] << 4
-        places = torch.cat([ends.new_zeros(1), ends, outputs]).to(torch.int32)
+        places = torch.cat([ends.flatten(), outputs]).to(torch.int32)
         return _Index(
             plan.view(pieces, BANKS, self.step), positions.view(pieces, BANKS, 4), places, owners.to(torch.uint8)
         )
@@ -209,11 +212,18 @@ class BanksLayout:
         owner[slot] = order
         return slots, owner
 
-    def _deal(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the warp and the turn of each rank: back and forth, so that warps have equal work."""
-        rank = torch.arange(self.warps * self.turns, device=device)
-        turn, column = rank // self.warps, rank % self.warps
-        return torch.where(turn % 2 == 0, column, self.warps - 1 - column), turn
+    def _deal(self, needed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return block, warp and turn of tasks (blocks, ranks) that need so many pieces, the longest first.
+
+        In each turn, the warp that has least so far gets the longest task that is left, so that warps have equal work.
+        """
+        totals, turns = needed.new_zeros(len(needed), self.warps), []
+        for turn in needed.split(self.warps, 1):
+            turns.append(torch.argsort(totals, dim=1, stable=True))
+            totals.scatter_add_(1, turns[-1], turn)
+        block = torch.arange(len(needed), device=needed.device)[:, None]
+        rank = torch.arange(needed.shape[1], device=needed.device)[None]
+        return block, torch.cat(turns, 1), rank // self.warps
 
     def _strips(self, slots: Tensor, device: torch.device) -> _Strips:
         inputs, (blocks, _) = self.weight.shape[1], self.grid

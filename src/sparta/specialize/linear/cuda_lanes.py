@@ -25,9 +25,7 @@ from sparta.specialize.linear.streamed import StreamedKernel, streamed_call, wal
 __all__ = ["CudaLanes", "LanesTile"]
 
 _MOST_LIVE = {8: 0.55, 16: 0.4}  # density by tokens
-_LEAST_LIVE = (
-    0.15  # below, what is fixed in its time weighs more than what lanes save, and cuda-bitmap is the faster one
-)
+_LEAST_LIVE = 0.08  # below, what is fixed in its time weighs more than what lanes save
 _SPARSE, _DENSE = 0.16, 0.4  # densities between which neither kind of bits is always the better one
 _MULTIPROCESSORS = 132
 _MOST_WARPS, _SHAPES = 16, 4

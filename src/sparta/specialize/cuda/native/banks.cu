@@ -8,8 +8,9 @@
 // reads lies in one piece of memory. It comes by bulk copies into STAGES places of DEPTH pieces each in shared memory,
 // which keeps many bytes on their way; or, with STAGES of 0, into registers, and is then asked for before the kernel ahead
 // has ended: only the L2 cache is filled by that, so what that kernel still writes is seen. Sums of strips meet in shared
-// memory and are added in a fixed order; what else a result needs waits there too. See linear/cuda_banks_layout.py for
-// the layout.
+// memory and are added in a fixed order. All warps have equally many pieces, so that the first ones are asked for without
+// a look at where they begin: such a look takes as long as a tenth of the whole. What is needed only at the end is loaded
+// at the begin and waited for at the end. See linear/cuda_banks_layout.py for the layout.
 //
 // Compile-time numbers: TOKENS, WARPS, TASKS, DEPTH, NIBBLES, CTAS, STAGES, SEGMENTS, RUN, IS_HALF, ACTIVATION, FORMAT
 // (0: 16 bits, 1: fp8 e4m3, 2: int8).
@@ -30,7 +31,10 @@ constexpr int BANKS = 128;                              // bytes of all banks
 constexpr int PLANE = SEGMENTS * RUN * BANKS;           // bytes
 constexpr int PITCH = 33;                               // of sums of strips: keeps those of a row in different banks
 static_assert(TURNS <= 32, "a lane holds the end of a task");
+static_assert(TASKS <= 32, "a thread has what one output needs");
 constexpr int ADDERS = 8;                               // lanes that add up the strips of an output
+// Pieces whose inputs are looked up before the first of them is multiplied.
+constexpr int MANY = NIBBLES ? 2 : 4, BATCH = PLANES == 1 && SEGMENTS == 1 && DEPTH % MANY == 0 ? MANY : 1;
 // Shared memory: x, the places for pieces, owners of strips, barriers, what results need, sums of strips.
 constexpr int STAGE = DEPTH * PIECE;
 constexpr int RING_AT = PLANES * PLANE;
@@ -42,7 +46,7 @@ constexpr int SUMS_AT = OUTPUTS_AT + ROWS * 12;
 struct Call {
     const u16* x;
     const unsigned char* pieces;
-    const int* index;           // (blocks, WARPS, TURNS) first pieces and the end; (blocks, ROWS) outputs
+    const int* index;            // (blocks, WARPS, TURNS) ends of tasks in the pieces of their warp; (blocks, ROWS) outputs
     const unsigned char* owners; // (blocks, WARPS, TURNS, 32): the strip of a lane, output * SEGMENTS + segment
 #if FORMAT
     const float* scales;
@@ -51,7 +55,7 @@ struct Call {
     const u16* residual;
     u16* y;
     long long x_stride;
-    int tokens, outputs, inputs, blocks;
+    int tokens, outputs, inputs, blocks, each; // each: pieces of a warp
 };
 
 // Live values of one lane and where their inputs are.
@@ -120,15 +124,19 @@ __device__ __forceinline__ void locate(u32 (&places)[STEP], const Piece& piece, 
 #endif
 }
 
-// Adds the values of a piece times their inputs of all tokens; two sums for each token shorten the wait for the last one.
-__device__ __forceinline__ void add_piece(float (&sums)[2][TOKENS], const Piece& piece, u32& last, u32 base) {
-    u32 places[STEP], words[PLANES][STEP];
+// Looks up the inputs of a piece.
+__device__ __forceinline__ void look(u32 (&words)[PLANES][STEP], const Piece& piece, u32& last, u32 base) {
+    u32 places[STEP];
     locate(places, piece, last, base);
 #pragma unroll
     for (int i = 0; i < STEP; ++i)
 #pragma unroll
         for (int plane = 0; plane < PLANES; ++plane)
             asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[plane][i]) : "r"(places[i] + plane * PLANE));
+}
+
+// Adds the values of a piece times their inputs of all tokens; two sums for each token shorten the wait for the last one.
+__device__ __forceinline__ void add(float (&sums)[2][TOKENS], const Piece& piece, const u32 (&words)[PLANES][STEP]) {
 #pragma unroll
     for (int i = 0; i < STEP; ++i) {
         const float2 both = two_values(piece.values, i / 2);
@@ -174,30 +182,34 @@ __device__ __forceinline__ void fetch(const Call& call, unsigned char* memory, i
     }
 }
 
-// What results need beside their sums: outputs and, of each, scale and bias. All of it is loaded while pieces are on
-// their way, for it comes from memory and nothing else would hide that.
+// What results need beside their sums: outputs and, of each, scale and bias. A thread loads them for one output of the
+// block, and lays them into shared memory when its strips are done: nobody waits for them.
 struct Endings {
-    int* outputs; // (ROWS,); -1: none
-    float *scales, *biases;
+    int output = -1; // none
+    float scale = 0.f, bias = 0.f;
 
-    __device__ __forceinline__ explicit Endings(unsigned char* shared)
-        : outputs(reinterpret_cast<int*>(shared + OUTPUTS_AT)), scales(reinterpret_cast<float*>(outputs + ROWS)),
-          biases(scales + ROWS) {}
-
-    __device__ __forceinline__ void fetch(const Call& call, const int* from) const {
-        for (int row = threadIdx.x; row < ROWS; row += THREADS) {
-            const int output = __ldg(from + row);
-            outputs[row] = output;
+    __device__ __forceinline__ void load(const Call& call, const int* from) {
+        if (threadIdx.x >= ROWS) return;
+        output = __ldg(from + threadIdx.x);
 #if FORMAT
-            scales[row] = output < 0 ? 0.f : call.scales[output];
+        scale = output < 0 ? 0.f : call.scales[output];
 #endif
-            biases[row] = output < 0 || !call.bias ? 0.f : to_float(call.bias[output]);
-        }
+        bias = output < 0 || !call.bias ? 0.f : to_float(call.bias[output]);
+    }
+
+    __device__ __forceinline__ void lay(unsigned char* shared) const {
+        if (threadIdx.x >= ROWS) return;
+        reinterpret_cast<int*>(shared + OUTPUTS_AT)[threadIdx.x] = output;
+        reinterpret_cast<float*>(shared + OUTPUTS_AT)[ROWS + threadIdx.x] = scale;
+        reinterpret_cast<float*>(shared + OUTPUTS_AT)[2 * ROWS + threadIdx.x] = bias;
     }
 };
 
 // Adds up the strips of each output, 8 lanes for one of them, and writes the results.
-__device__ __forceinline__ void write(const Call& call, const Endings& endings, const float* partials, int first_token) {
+__device__ __forceinline__ void write(const Call& call, const unsigned char* shared, int first_token) {
+    const int* outputs = reinterpret_cast<const int*>(shared + OUTPUTS_AT);
+    const float* scales = reinterpret_cast<const float*>(outputs + ROWS);
+    const float* partials = reinterpret_cast<const float*>(shared + SUMS_AT);
     const int part = threadIdx.x % ADDERS;
     for (int i = threadIdx.x / ADDERS; i < (TOKENS * ROWS + 3) / 4 * 4; i += THREADS / ADDERS) {
         const int t = i / ROWS, row = i % ROWS;
@@ -212,12 +224,12 @@ __device__ __forceinline__ void write(const Call& call, const Endings& endings, 
 #pragma unroll
         for (int far = ADDERS / 2; far; far /= 2) total += __shfl_xor_sync(0xffffffff, total, far);
         if (t >= TOKENS || part) continue;
-        const int token = first_token + t, output = endings.outputs[row];
+        const int token = first_token + t, output = outputs[row];
         if (token >= call.tokens || output < 0) continue;
 #if FORMAT
-        total *= endings.scales[row];
+        total *= scales[row];
 #endif
-        if (call.bias) total += endings.biases[row];
+        if (call.bias) total += scales[ROWS + row];
         total = finish(total);
         const long long here = (long long)token * call.outputs + output;
         if (call.residual) total += to_float(call.residual[here]);
@@ -290,25 +302,23 @@ struct Pieces {
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) banks(const Call call) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_token = blockIdx.y * TOKENS;
-    const int turn = (blockIdx.x * WARPS + warp) * TURNS;
-    const int* ends = call.index + turn + 1;
-    const int from = __ldg(ends - 1), count = __ldg(ends + TURNS - 1) - from;
-    const unsigned char* mine = call.pieces + (long long)from * PIECE;
+    const int which = blockIdx.x * WARPS + warp, count = call.each;
+    const unsigned char* mine = call.pieces + (long long)which * count * PIECE;
 #if __CUDA_ARCH__ >= 900 && !STAGES
     if (lane == 0) ask_early(mine, count * PIECE);
 #endif
-    const int end_of = lane < TURNS ? __ldg(ends + lane) - from : 0; // where task `lane` ends
     const u32 base_of_all = (u32)__cvta_generic_to_shared(shared);
     Pieces pieces(mine, count, base_of_all, warp, lane);
-    const uint4* owned = reinterpret_cast<const uint4*>(call.owners + (long long)blockIdx.x * STRIPS * 32);
-    for (int i = threadIdx.x; i < STRIPS * 2; i += THREADS)
-        reinterpret_cast<uint4*>(shared + OWNERS_AT)[i] = __ldg(owned + i);
 
     follow(); // where values are is older than the kernel before this one; values, scales and x may not be
     pieces.begin();
+    const int end_of = lane < TURNS ? __ldg(call.index + which * TURNS + lane) : 0; // where task `lane` ends
+    Endings endings;
+    endings.load(call, call.index + call.blocks * (WARPS * TURNS) + blockIdx.x * ROWS);
+    const uint4* owned = reinterpret_cast<const uint4*>(call.owners + (long long)blockIdx.x * STRIPS * 32);
+    for (int i = threadIdx.x; i < STRIPS * 2; i += THREADS)
+        reinterpret_cast<uint4*>(shared + OWNERS_AT)[i] = __ldg(owned + i);
     fetch(call, shared, first_token);
-    const Endings endings(shared);
-    endings.fetch(call, call.index + call.blocks * (WARPS * TURNS) + 1 + blockIdx.x * ROWS);
     __syncthreads();
 
     u32 run = base_of_all + lane * 4;
@@ -316,30 +326,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) banks(const Call cal
     const unsigned char* owners = shared + OWNERS_AT + warp * TURNS * 32 + lane;
     float* partials = reinterpret_cast<float*>(shared + SUMS_AT) + lane;
     float sums[2][TOKENS] = {};
-    int end = __shfl_sync(0xffffffff, end_of, 0), number = 0, owner = owners[0];
+    int number = 0, owner = owners[0];
     u32 last = 0, base = run + owner % SEGMENTS * (RUN * BANKS);
     for (int first = 0; first < count; first += DEPTH) {
         pieces.next();
+        const u32 ahead = end_of - 1 - first; // pieces to the last one of task `lane`
+        const u32 ends = __reduce_or_sync(0xffffffff, lane < TURNS && ahead < DEPTH ? 1u << ahead : 0u);
 #pragma unroll
-        for (int d = 0; d < DEPTH; ++d) {
-            if (first + d >= count) break;
-            const Piece piece = pieces.ring[d];
+        for (int d = 0; d < DEPTH; d += BATCH) {
+            Piece piece[BATCH];
+            u32 words[BATCH][PLANES][STEP];
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b) {
+                piece[b] = pieces.ring[d + b];
+                if (first + d + b >= count) piece[b] = Piece{};
 #if !STAGES
-            pieces.load(d);
+                pieces.load(d + b);
 #endif
-            add_piece(sums, piece, last, base);
-            if (first + d + 1 == end) { // the end of a task
+                look(words[b], piece[b], last, base);
+                if (ends >> (d + b) & 1) last = 0;
+            }
 #pragma unroll
-                for (int t = 0; t < TOKENS; ++t) {
-                    partials[(t * STRIPS + owner) * PITCH] = sums[0][t] + sums[1][t];
-                    sums[0][t] = sums[1][t] = 0.f;
+            for (int b = 0; b < BATCH; ++b) {
+                add(sums, piece[b], words[b]);
+                if (ends >> (d + b) & 1) {
+#pragma unroll
+                    for (int t = 0; t < TOKENS; ++t) {
+                        partials[(t * STRIPS + owner) * PITCH] = sums[0][t] + sums[1][t];
+                        sums[0][t] = sums[1][t] = 0.f;
+                    }
+                    owner = ++number < TURNS ? owners[number * 32] : 0;
+                    base = run + owner % SEGMENTS * (RUN * BANKS);
                 }
-                end = __shfl_sync(0xffffffff, end_of, ++number & 31);
-                owner = number < TURNS ? owners[number * 32] : 0;
-                last = 0, base = run + owner % SEGMENTS * (RUN * BANKS);
             }
         }
     }
+    endings.lay(shared);
     __syncthreads();
-    write(call, endings, partials - lane, first_token);
+    write(call, shared, first_token);
 }

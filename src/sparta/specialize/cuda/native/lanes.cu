@@ -129,9 +129,14 @@ struct Walk {
                          : "+r"(found[i]), "+r"(at[i % 2])
                          : "r"(bits & (1u << (which + i))));
 #else
-            asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p ld.shared.u32 %0, [%1];\n@p add.u32 %1, %1, 128;}"
+            // One instruction tests a bit and leaves it apart; times what brings it to 128 it is the step to the next
+            // row, in a new register, so that the load before need not have read the old one. With a bit per element
+            // this was not faster.
+            const int place = which + i;
+            asm volatile("{.reg .pred p;\n.reg .b32 d;\nlop3.or.b32 d|p, %2, %3, 0, 0xc0, 0;\n"
+                         "@p ld.shared.u32 %0, [%1];\nmad.lo.u32 %1, d, %4, %1;}"
                          : "+r"(found[i]), "+r"(at[0])
-                         : "r"(bits & (1u << (which + i))));
+                         : "r"(bits >> (place / 8 * 8)), "r"(1 << place % 8), "r"(ROW >> place % 8));
 #endif
         }
     }
