@@ -218,7 +218,7 @@ class BanksLayout:
         In each turn, the warp that has least so far gets the longest task that is left, so that warps have equal work.
         """
         totals, turns = needed.new_zeros(len(needed), self.warps), []
-        for turn in needed.split(self.warps, 1):
+        for turn in torch.split(needed, self.warps, dim=1):
             turns.append(torch.argsort(totals, dim=1, stable=True))
             totals.scatter_add_(1, turns[-1], turn)
         block = torch.arange(len(needed), device=needed.device)[:, None]
