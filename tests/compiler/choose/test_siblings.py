@@ -158,22 +158,6 @@ def test_a_product_that_takes_longer_than_its_parts_does_not_compete(anywhere, m
     assert products(fast) == [16, 16, 32, 32, 32, 48, 48]
 
 
-def test_a_product_that_nobody_had_time_for_competes_as_its_largest_layer(anywhere, monkeypatch):
-    def hurried(spec):
-        late = spec["weight"].shape[0] in {64, 96}
-        return Choice("dense", {}, "dense: the budget was spent") if late else timed(spec)
-
-    choosing(monkeypatch, hurried)
-    monkeypatch.setattr(Session, "left_for_layers", property(lambda _self: 0.0))
-    model, x = block()
-    for joined, outputs in ((3.0, [32, 32, 64, 96]), (5.0, [16, 16, 32, 32, 32, 48, 48])):
-        fast = compiled(model, x, Clock(costs(joined)))
-        assert products(fast) == outputs
-        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
-    layers = {layer.name: layer for layer in compiled(model, x, Clock(costs(3.0))).report.plan.layers}
-    assert "as the largest of its layers" in layers["key"].first.reason
-
-
 def test_dense_siblings_are_one_product_as_well(anywhere, monkeypatch):
     choosing(monkeypatch, lambda spec: Choice("dense", {}, "dense: forced"))
     model, x = block(sparsity=0)

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from sparta.common.tuning import includes
 from sparta.compiler.choose.layers import choice_for
 from sparta.compiler.choose.trim import made_dense
 from sparta.compiler.choose.workshop import Plans
@@ -23,8 +22,6 @@ from sparta.compiler.lower.subgraph import SubGraph, is_joined
 from sparta.compiler.plan import LayerPlan
 from sparta.compiler.session import Session
 from sparta.errors import SpartaError
-from sparta.specialize.implement import implement_named
-from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.tuning.select import DENSE, Choice
 from sparta.specialize.tuning.store import key_of
 
@@ -77,28 +74,10 @@ def _choices(
         like = max((plan.choices[size] for plan in parts), key=milliseconds_of)
 
         problem = partial(product.lowering.problem, spec, product.weight, x, product.bias, None)
-        choice = choice_for(spec, problem, known, session, share=0.5, like=like)
-        chosen[size] = _as_its_largest(choice, like, spec, session)
+        chosen[size] = choice_for(spec, problem, known, session, share=0.5, like=like)
     first = next(iter(chosen.values()))
-    if first.entry is None:  # nobody had time to measure it
-        return chosen if first.implement != DENSE else None
-    return chosen if milliseconds_of(first) < sum(milliseconds_of(plan.first) for plan in parts) else None
-
-
-def _as_its_largest(choice: Choice, like: Choice, spec: KernelSpec, session: Session) -> Choice:
-    """Return for a product that nobody had time to measure what runs the largest of its layers, if it can.
-
-    The whole model is timed with it, and without it.
-    """
-    spent = choice.implement == DENSE and choice.entry is None and session.left_for_layers <= 0
-    if not spent or session.interrupted or like.implement == DENSE:
-        return choice
-    implement = implement_named(like.implement, spec.op)
-    if not implement.answer(spec):
-        return choice
-    inside = includes(dict(implement.space(spec)), dict(like.params))
-    params = like.params if inside else implement.default(spec)
-    return Choice(like.implement, params, "as the largest of its layers: the time was up", None, choice.refused)
+    pays = first.entry is not None and milliseconds_of(first) < sum(milliseconds_of(plan.first) for plan in parts)
+    return chosen if pays else None
 
 
 def _dense(product: JoinedSubGraph, samples: Sequence[SizeSample]) -> dict[int, Choice]:
