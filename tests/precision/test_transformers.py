@@ -28,7 +28,7 @@ pytestmark = [
 class Row:
     """What is expected of a model: how many layers run in int8 (of linear, of convolutions), and which cannot.
 
-    Kernels of integers take no depthwise convolutions, and what is computed of weights alone is computed once.
+    Layers that are `real` stay so: what is computed of weights alone is computed once.
 
     `apart` is how far it may be from the simulated model of `quantize`, which rounds no sums; only the compiler may.
     Of models that generate, which go another way, a `part` is taken.
@@ -51,8 +51,8 @@ ROWS = {
     "t5": Row(12, part="encoder"),
     "vit": Row(13, 1),
     "resnet": Row(1, 9, apart=0.1),
-    "mobilenet-v2": Row(0, 35, real=("conv_3x3",), apart=0.1),
-    "convnext": Row(9, 4, real=("dwconv",)),
+    "mobilenet-v2": Row(0, 52, apart=0.1),
+    "convnext": Row(9, 8),
 }
 SHORT = ("roberta", "gpt-2", "vit", "convnext")
 

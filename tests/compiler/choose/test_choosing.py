@@ -293,5 +293,5 @@ def test_layers_of_one_kind_whose_masks_have_other_gaps_take_tiles_of_their_own(
     plans = {plan.name: plan.first for plan in job.contest(inductor=False).plans}
     assert [plan.implement for plan in plans.values()] == ["cpu", "cpu"]
     for subgraph in job.subgraphs:
-        spec = subgraph.spec(torch.empty(1, 64, 8, 8))
+        spec = subgraph.spec(torch.empty(1, subgraph.weight.shape[1], 8, 8))  # less what is always 0
         assert includes(dict(implement_named("cpu", spec.op).space(spec)), dict(plans[subgraph.name].params))

@@ -151,6 +151,6 @@ def _guessed_cycles(tile: MatrixTile, shape: Sequence[int], tokens: int, itemsiz
     at_once = _AT_ONCE[tile.split]
     beside = min(tile.ctas, -(-tiles // at_once))  # blocks that share a multiprocessor
     rounds = -(-tiles // (at_once * tile.ctas))
-    if tile.split > 1:  # each block begins anew
+    if tile.split > 1:  # each block has its own beginning
         return rounds * (-(-steps // tile.split) * step + _AROUND * tile.split)
     return _AROUND + rounds * (steps * step * beside + _BETWEEN)
