@@ -99,7 +99,7 @@ def measured(
     resumed = folder.exists() and given.checkpoint is not None
     plan = sparta.plan(
         made.model, made.example, made.data, speedup=asked, device=given.device, budget_s=given.budget, progress=True,
-        checkpoint=folder, method=given.method, patterns=given.patterns,
+        checkpoint=folder, method=given.method, patterns=given.patterns, precisions=given.precisions,
     )  # fmt: skip
     print(plan.report(), flush=True)
     row: dict[str, Any] = {
@@ -113,6 +113,7 @@ def measured(
         "loss": plan.loss,
         "seconds": None if resumed else plan.seconds,
         "method": given.method,
+        "rounds_layers": given.precisions != [],
         "options": counted(plan),
         "metric_name": made.metric_name,
         "dense_metric": None,
@@ -178,6 +179,7 @@ def arguments() -> argparse.Namespace:
         "--tokens", type=int, default=8192, help="that a language model is calibrated on, and judged by"
     )
     parser.add_argument("--patterns", nargs="+", default="auto", help="that layers may take")
+    parser.add_argument("--precisions", nargs="*", default="auto", help="that layers may be rounded to; none, if empty")
     parser.add_argument("--method", default="alps", help="by which all models are pruned")
     parser.add_argument("--uniform-budget", type=float, default=20.0, help="seconds to compile each uniform model")
     parser.add_argument("--uniform", nargs="*", default=["4x1", "4x1:int8"], help="patterns beside those of the plan")

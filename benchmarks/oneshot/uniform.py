@@ -50,6 +50,7 @@ class Uniform:
     seconds: float
     folder: Path
     metrics: dict[Option, float] = field(default_factory=dict)
+    ratios: dict[Family, dict[Option, float]] = field(default_factory=dict)  # of all plans so far
 
     def beside(self, plan: SparsityPlan) -> dict[Option, float]:
         """Return the option of each family that is as fast as the plan, or faster where it cannot be slower."""
@@ -57,7 +58,7 @@ class Uniform:
         found: dict[Option, float] = {}
         with self._bench() as bench:
             for family in sorted({*self.families, *used}, key=str):
-                known: dict[Option, float] = {}
+                known = self.ratios.setdefault(family, {})
                 for option in _trials(family, plan.speedup, known):
                     known[option] = bench.whole(_masks(option, plan)).ratio
                     print(f"uniform {option}: {known[option]:.2f}x", flush=True)
@@ -108,21 +109,16 @@ def _trials(family: Family, speedup: float, known: dict[Option, float]) -> Itera
     """Give the options to measure; `known` is filled in by the caller after each."""
     pattern, precision = family
     low, high = ENDS[pattern == CHANNELS]
-    sparsity = low if precision is not None else high
-    times: dict[float, float] = {}
     for _ in range(TRIALS):
-        option = Option("dense", None, precision) if sparsity == 0.0 else Option(pattern, sparsity, precision)
-        yield option
-        ratio = known[option]
-        times[sparsity] = 1 / ratio
-        if abs(ratio / speedup - 1) <= CLOSE or (sparsity == low and ratio > speedup):
+        times, aim = {option.sparsity or low: 1 / ratio for option, ratio in known.items()}, 1 / speedup
+        if any(abs(aim / each - 1) <= CLOSE for each in times.values()):
             return
-        if sparsity == high and ratio < speedup:
-            return  # it cannot be as fast
-        following = _next(times, 1 / speedup, low, high)
-        if following in times:
+        if times.get(low, aim) < aim or times.get(high, aim) > aim:
+            return  # it cannot be as slow, or as fast
+        sparsity = _next(times, aim, low, high) if times else low if precision is not None else high
+        if sparsity in times:
             return
-        sparsity = following
+        yield Option("dense", None, precision) if sparsity == low else Option(pattern, sparsity, precision)
 
 
 def _next(times: dict[float, float], aim: float, low: float, high: float) -> float:

@@ -118,7 +118,10 @@ def memory(found: Sequence[Record]) -> str:
 
 def _planned(row: Record) -> str:
     name = _MODELS.get(row["model"], row["model"])
-    return f"{name} ({row['metric_name']}, by {row['method']})" if row["metric_name"] else name
+    if not row["metric_name"]:
+        return name
+    plain = "" if row.get("rounds_layers", True) else ", nothing rounded"
+    return f"{name} ({row['metric_name']}, by {row['method']}{plain})"
 
 
 def _beside(row: Record) -> str:
