@@ -9,7 +9,8 @@ its graph, all of it as the compiler hosts it, and with ``tune="full"``.
 
 A row is made in pieces: files and code of the rivals, our two compiled files, memory, the timing of all. What is made
 stays in ``--keep``. ``--limit`` ends a run before a piece that would take longer than what is left; the same command
-goes on from there, and its status is 3 until all is measured. ``--only`` takes some models, patterns, or rows such as
+goes on from there, and its status is 3 until all is measured. ``--prepare`` makes what does not have to be made on a
+quiet machine. ``--only`` takes some models, patterns, or rows such as
 ``"BERT-base, channels"``; ``--again`` measures rows that the results have already. Several processes may write the same
 results, each on cores of its own.
 """
@@ -75,6 +76,8 @@ def main() -> int:
             before, first = time.perf_counter(), False
             made()
             print(f"{row.name}, {row.pattern}: {what} in {time.perf_counter() - before:.0f} s", flush=True)
+        if options.prepare:
+            continue
         print(_shown(row.found), flush=True)
         if not options.quick or options.out:
             keep(row.found, ("model", "pattern"), _in_order, path, DEVICE, {"threads": options.threads})
@@ -90,6 +93,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=90.0, help="for compiling a row")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for this run")
     parser.add_argument("--keep", type=Path, help="a folder for what is made on the way; a temporary one by default")
+    parser.add_argument("--prepare", action="store_true", help="make the rivals' files and code only, measure nothing")
     parser.add_argument("--no-inductor", action="store_true")
     parser.add_argument("--no-full", action="store_true", help="leave the last step of the ablation out")
     parser.add_argument("--no-memory", action="store_true")
@@ -132,12 +136,17 @@ class _Row:
             yield "files of other runtimes", 30.0 + _CALIBRATION * self.integers, self._export
         if has("tvm") and not any(self._tvm.with_suffix(end).exists() for end in (".so", ".txt")):
             yield "code of TVM", _COMPILING, self._export
+        if not self.options.no_inductor and not self._warm.exists():
+            yield "code of torch.compile", _COMPILING, self._prepare_inductor
+        if not self.options.prepare:
+            yield from self._measured_pieces()
+
+    def _measured_pieces(self) -> Iterator[tuple[str, float, Callable[[], None]]]:
+        """Yield those that need a quiet machine."""
         for tune in TUNES[: 1 if self.options.no_full else 2]:
             if not self._compiled(tune).exists():
                 seconds = _BEYOND * self.options.budget + _CALIBRATION * self.integers
                 yield f"compiled, {tune}", seconds, lambda tune=tune: self._compile(tune)  # type: ignore[misc]
-        if not self.options.no_inductor and not self._warm.exists():
-            yield "code of torch.compile", _COMPILING, self._prepare_inductor
         if not self.options.no_memory and not self._memory.exists():
             yield "memory", 30.0, self._weigh
         yield "timed", self.options.seconds + _WARMING, self._time
