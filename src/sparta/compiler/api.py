@@ -34,6 +34,7 @@ from sparta.compiler.session import Session, Tune, shown
 from sparta.compiler.settle import decided, verified
 from sparta.errors import CheckError, SpartaError, ValueRangeError, message
 from sparta.measure.untouched import untouched
+from sparta.memory import give_back
 from sparta.modules import unwrapped
 from sparta.precision.losses import Metric
 from sparta.propagation.caches import wants_cache, without_caches
@@ -162,12 +163,15 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
         own = session if wanted.precision is None else session.again(share)
         return compile_in(own, model, calls, spec, dynamic_shapes=dynamic_shapes, activations=activations, **rest)
 
+    compiled: CompiledModel | PartialModel
     with session.showing():
         if wanted.precision is None:
-            return one(given, spec, activations)
-        compare = None if tune == "off" else side_by_side(session, calls[0])
-        compiled: CompiledModel | PartialModel = compiled_at(wanted, given, calls, spec, one, compare)
-        return compiled
+            compiled = one(given, spec, activations)
+        else:
+            compare = None if tune == "off" else side_by_side(session, calls[0])
+            compiled = compiled_at(wanted, given, calls, spec, one, compare)
+    give_back()
+    return compiled
 
 
 def _generation() -> Any:

@@ -35,6 +35,7 @@ from sparta.compiler.session import EFFORT, ForgivingStore, Tune, checked_tune
 from sparta.compiler.stored import put_tensor, read_tensors
 from sparta.errors import FileFormatError, SpartaError, ValueRangeError, message
 from sparta.files import Budget, kind_of, load_tensors, reading, save_tensors
+from sparta.memory import give_back
 from sparta.modules import replace_module
 from sparta.signing import PublicKey, SigningKey, signer, verifier
 from sparta.specialize.conv.int8 import CONV_OPS
@@ -169,7 +170,10 @@ def load(
         return _with_parts(path, model, tensors, payload, device, checked_tune(tune), max_bytes)
     with reading(path):
         budget = Budget.of_file(path, max_bytes)
-        return _Reader(tensors, payload, budget, device).model(tune=checked_tune(tune), most=max_bytes)
+        found = _Reader(tensors, payload, budget, device).model(tune=checked_tune(tune), most=max_bytes)
+    del tensors
+    give_back()
+    return found
 
 
 def _with_parts(

@@ -288,6 +288,12 @@ def test_wrong_grids_are_refused(make, error):
         make()
 
 
+def test_scales_of_rows_hold_no_memory_but_their_own():
+    scales = row_scales(sparta.TeSA.dense((3, 500)).with_format("int8", scale=torch.tensor([0.5, 0.25, 2.0])))
+    assert scales.tolist() == [0.5, 0.25, 2.0]
+    assert scales.untyped_storage().nbytes() == 3 * scales.element_size()
+
+
 def test_what_int8_kernels_do_not_run_is_said(compiled):
     _, _, _, fast = compiled
     spec = next(iter(next(iter(fast.kernels.values())).choices.values()))[0]

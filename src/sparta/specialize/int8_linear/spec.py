@@ -103,7 +103,7 @@ def row_scales(weight: TeSA) -> Tensor:
         raise ValueRangeError(message("a weight with several scales in a row", "one scale per output channel, or one"))
     if not bool(scales.isfinite().all()) or bool((weight.zero_point.cells != 0).any()):
         raise ValueRangeError(message("an int8 weight without a scale, or with a zero point", "a symmetric grid"))
-    return scales[:, 0]
+    return scales[:, 0].clone()  # a view would keep a number for every element
 
 
 def integers_of(weight: Tensor, scales: Tensor) -> Tensor:
