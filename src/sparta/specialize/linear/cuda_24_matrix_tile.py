@@ -22,7 +22,8 @@ _SLAB = 64  # outputs that a warpgroup multiplies at once
 _STAGED = 64  # tokens of a warpgroup's results on their way out
 _PITCH = 144  # bytes between them
 _MOST_OUTPUTS = 256  # the weight is laid out for so many at once
-_MOST_SUMS, _FEW_SUMS = 384, 128  # tokens times slabs of a warpgroup, whose sums are in its registers
+# Tokens times slabs of a warpgroup whose sums fit its registers, by blocks on a multiprocessor and warpgroups of each.
+_MOST_SUMS = {(1, 1): 384, (1, 2): 384, (1, 3): 128, (2, 1): 128, (2, 2): 64, (2, 3): 0}
 SHAPES = (
     (16, 1, 1, 1, 1), (16, 2, 1, 1, 1), (16, 1, 1, 1, 2), (32, 1, 1, 1, 1), (32, 2, 1, 1, 1), (32, 1, 1, 1, 2),
     (64, 1, 1, 1, 1), (64, 2, 1, 1, 1), (64, 1, 1, 1, 2), (64, 1, 1, 2, 1), (128, 1, 1, 1, 1), (128, 2, 1, 1, 1),
@@ -52,7 +53,7 @@ class MatrixTile(TextTile):
     cluster
         Blocks beside each other along the outputs, which fetch x for each other.
     stages
-        Steps of 128 bytes of a token that are on their way at once.
+        Copies that are on their way at once.
     ctas
         Blocks that share a multiprocessor.
     group
@@ -61,6 +62,8 @@ class MatrixTile(TextTile):
         Times 64 outputs of each warpgroup.
     split
         Blocks that share the input channels of one tile, where there are fewer tiles than multiprocessors.
+    depth
+        Steps of 128 bytes of a token that are copied, waited for and multiplied at once.
 
     Examples
     --------
@@ -76,16 +79,18 @@ class MatrixTile(TextTile):
     group: int = 8
     each: int = 1
     split: int = 1
+    depth: int = 1
 
     _choices: ClassVar[dict[str, tuple[int, ...]]] = {
         "tokens": (16, 32, 64, 128, 176, 192, 256),
-        "groups": (1, 2),
+        "groups": (1, 2, 3),
         "cluster": (1, 2),
         "stages": tuple(range(2, 33)),
         "ctas": (1, 2),
         "group": (1, 2, 4, 8, 16),
         "each": (1, 2),
         "split": tuple(range(1, 9)),
+        "depth": (1, 2),
     }
 
     @property
@@ -105,16 +110,14 @@ class MatrixTile(TextTile):
 
     def _ring_bytes(self, itemsize: int) -> int:
         step = self.tokens * ROW + self.pieces * (4096 + 1024 // itemsize)
-        return self.stages * -(-step // 1024) * 1024
+        return self.stages * -(-step * self.depth // 1024) * 1024
 
     def fits(self, itemsize: int) -> bool:
         """Whether a multiprocessor has room for its blocks, threads for their sums, and the ring for those of parts."""
         sums = self.tokens * _SLAB * self.pieces * 4
         return (
             self.ctas * (self.shared_bytes(itemsize) + 1024) <= SHARED_BYTES + 1024
-            and self.tokens * self.each <= _MOST_SUMS
-            and (self.ctas == 1 or self.groups == 1)  # more take all registers
-            and (self.ctas == 1 or self.tokens * self.each <= _FEW_SUMS)
+            and self.tokens * self.each <= _MOST_SUMS[self.ctas, self.groups]
             and self.outputs <= _MOST_OUTPUTS
             and (self.split == 1 or (self.cluster == 1 and sums <= self._ring_bytes(itemsize)))
         )

@@ -2,7 +2,8 @@
 // of a warpgroup (wgmma.sp).
 //
 // Blocks of threads stay and walk over tiles of 64 * GROUPS * EACH outputs and TOKENS tokens. One thread has the copy
-// engine fetch the next STAGES steps of the input channels; each of GROUPS warpgroups multiplies EACH times 64 outputs.
+// engine fetch what is next: STAGES times DEPTH steps of the input channels, the weight of all outputs by one copy. Each of
+// GROUPS warpgroups multiplies EACH times 64 outputs.
 // Either the blocks of a cluster compute neighbouring outputs of the same tokens, and each fetches a part of x for all of
 // them; or SPLIT blocks share the steps of one tile, and in the end each adds up, in their order, the sums of all of them
 // for some of the tokens. The weight lies in memory as the instruction wants it in shared memory, see
@@ -10,7 +11,7 @@
 //
 // Compile-time numbers: IS_HALF, ACTIVATION, FORMAT (0: 16 bits, 1: fp8 with scales of tokens and outputs), RESIDUAL
 // (whether there is one), TOKENS, GROUPS, EACH, BESIDE (blocks that fetch x for each other), SPLIT, CLUSTER (the larger of
-// both), STAGES, CTAS (blocks on a multiprocessor).
+// both), STAGES, DEPTH, CTAS (blocks on a multiprocessor).
 #include "few_tokens.cuh"
 #include "warpgroup.cuh"
 #include "warpgroup24.cuh"
@@ -20,24 +21,27 @@ constexpr int ROW = 128;                               // bytes of a token in a 
 constexpr int X_BYTES = TOKENS * ROW;                  // of a step
 constexpr int W_BYTES = PANELS + META_BYTES;           // of a step of 64 outputs
 constexpr int PIECES = GROUPS * EACH;                  // slabs of 64 outputs of a block
-constexpr int STAGE = (X_BYTES + PIECES * W_BYTES + 1023) / 1024 * 1024;
+constexpr int FETCHED = DEPTH * (X_BYTES + PIECES * W_BYTES); // of a stage
+constexpr int STAGE = (FETCHED + 1023) / 1024 * 1024;
 constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64;       // tokens that are written at once
 constexpr int UNIT = 16, UNITS = TOKENS / UNIT;        // tokens whose sums are written together
 constexpr int MOST_UNITS = (UNITS + SPLIT - 1) / SPLIT; // of one block
 constexpr int PITCH = 64 * 2 + 16;                     // bytes between them
 constexpr int STAGING = CHUNK * PITCH + TOKENS * 4;    // of a warpgroup: results and the scales of tokens
 static_assert(BESIDE == 1 || SPLIT == 1, "blocks either fetch x for each other or share its steps");
+static_assert(DEPTH <= 2, "one step at most is left where they do not fill a stage");
 static_assert(SPLIT == 1 || PIECES * 64 * TOKENS * 4 <= STAGES * STAGE, "sums of parts take the place of the ring");
 
 struct Call {
     alignas(64) unsigned char x_map[128];
-    const unsigned char* weight; // (slabs of 64 outputs, steps, W_BYTES)
+    alignas(64) unsigned char w_map[128]; // of the weight as (slabs of 64 outputs, steps * W_BYTES / LINE, LINE)
+    const unsigned char* weight;
     const float* scales;         // of outputs
     const float* x_scales;       // of tokens
     const u16* bias;
     const u16* residual;
     u16* y;
-    int tokens, outputs, steps, token_tiles, tiles, group;
+    int tokens, outputs, slabs, steps, token_tiles, tiles, group;
 };
 
 // Which outputs and tokens a tile of the cluster has: `group` tiles of tokens are worked on before the next ones.
@@ -70,40 +74,33 @@ struct Ring {
     }
 };
 
-// What a block reads of the weight for a tile: a slab begins `stride` bytes after the one before it.
-struct Panels {
-    const unsigned char* from;
-    long long stride;
-    __device__ __forceinline__ Panels(const Call& call, const Place& place, const Steps& steps)
-        : from(call.weight + ((long long)place.slab * call.steps + steps.begin) * W_BYTES),
-          stride((long long)call.steps * W_BYTES) {}
-};
-
 // Has the cache fetch the weight of a block's first steps, which nothing before this kernel has to wait for.
 __device__ __forceinline__ void fetch_early(const Call& call, int rank) {
+    know_map(call.w_map);
+    know_map(call.x_map);
     const Steps steps(call, rank);
-    const Panels panels(call, Place(call, blockIdx.x / CLUSTER, rank), steps);
-    const int bytes = min(steps.end - steps.begin, STAGES) * W_BYTES;
-    if (bytes > 0)
-        for (int g = 0; g < PIECES; ++g) ask_early(panels.from + g * panels.stride, bytes);
+    const int slab = Place(call, blockIdx.x / CLUSTER, rank).slab, count = min(steps.end - steps.begin, STAGES * DEPTH);
+    if (count <= 0) return;
+    for (int piece = slab; piece < min(slab + PIECES, call.slabs); ++piece)
+        ask_early(call.weight + ((long long)piece * call.steps + steps.begin) * W_BYTES, count * W_BYTES);
 }
 
+// What is fetched beyond the last step is not multiplied.
 __device__ __forceinline__ void fetch(const Call& call, u32 memory, u32 full, u32 empty, int rank) {
+    constexpr int PART = TOKENS / BESIDE;
+    const int part = BESIDE > 1 ? rank * PART : 0;
     const Steps steps(call, rank);
     Ring ring;
     for (int tile = blockIdx.x / CLUSTER; tile < call.tiles; tile += gridDim.x / CLUSTER) {
         const Place place(call, tile, rank);
-        Panels panels(call, place, steps);
-        for (int step = steps.begin; step < steps.end; ++step, panels.from += W_BYTES, ring.next()) {
+        for (int step = steps.begin; step < steps.end; step += DEPTH, ring.next()) {
             const u32 stage = memory + ring.stage * STAGE, done = full + ring.stage * 8;
             wait(empty + ring.stage * 8, ring.phase ^ 1);
-            expect(done, X_BYTES + PIECES * W_BYTES);
-#pragma unroll 1
-            for (int g = 0; g < PIECES; ++g)
-                copy(stage + X_BYTES + g * W_BYTES, panels.from + g * panels.stride, W_BYTES, done);
-            constexpr int PART = TOKENS / BESIDE;
-            const int part = BESIDE > 1 ? rank * PART : 0;
-            copy_box(stage + part * ROW, call.x_map, step * (ROW / ITEM), place.token + part, done);
+            expect(done, FETCHED);
+            copy_panels(stage + DEPTH * X_BYTES, call.w_map, step * (W_BYTES / LINE), place.slab, done);
+#pragma unroll
+            for (int d = 0; d < DEPTH; ++d)
+                copy_box(stage + d * X_BYTES + part * ROW, call.x_map, (step + d) * (ROW / ITEM), place.token + part, done);
         }
     }
 }
@@ -137,11 +134,14 @@ __device__ __forceinline__ void write(const Call& call, SumsOf sums_of, u32 stag
     for (int chunk = 0; chunk < MOST_UNITS; chunk += CHUNK / UNIT) {
         const int of_chunk = first_token + (begin + chunk) * UNIT; // its first token
         if (of_chunk >= call.tokens) break;
+        float all[CHUNK / UNIT][8];
+#pragma unroll
+        for (int u = 0; u < CHUNK / UNIT && chunk + u < MOST_UNITS; ++u)
+            if (begin + chunk + u < end) sums_of(begin + chunk + u, all[u]);
 #pragma unroll
         for (int u = 0; u < CHUNK / UNIT && chunk + u < MOST_UNITS; ++u) {
             if (begin + chunk + u >= end) break;
-            float sums[8];
-            sums_of(begin + chunk + u, sums);
+            const float(&sums)[8] = all[u];
             u32 pairs[4];
 #pragma unroll
             for (int p = 0; p < 4; ++p) {
@@ -182,6 +182,7 @@ __device__ __forceinline__ void write(const Call& call, SumsOf sums_of, u32 stag
 }
 
 typedef float Sums[EACH][TOKENS / 2]; // of a thread
+typedef Selectors Places[EACH][DEPTH]; // of a stage
 
 // One warpgroup's way through the ring.
 struct Consumer {
@@ -189,46 +190,65 @@ struct Consumer {
     u32 memory, full, empty;
     int group, lane;
     Ring ring;
-    u32 before; // the barrier of the step whose multiplications may still run
+    u32 before; // the barrier of the stage whose multiplications may still run
 
-    // Multiplies one step, whose places go to `mine`; those of the step before are in `others`.
-    __device__ __forceinline__ void multiply_step(Sums& sums, Selectors (&mine)[EACH], const Selectors (&others)[EACH],
-                                                  int adds) {
-        const u32 x = memory + ring.stage * STAGE, w = x + X_BYTES + group * EACH * W_BYTES;
+    // Multiplies COUNT steps of a stage. Their places go to `mine`; those of the stage before are in `others`.
+    template <int COUNT>
+    __device__ __forceinline__ void multiply_stage(Sums& sums, Places& mine, const Places& others, int adds) {
+        const u32 x = memory + ring.stage * STAGE, w = x + DEPTH * X_BYTES + group * EACH * DEPTH * W_BYTES;
         wait(full + ring.stage * 8, ring.phase);
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) mine[e].load(w + e * W_BYTES + PANELS, threadIdx.x % 128);
+        for (int e = 0; e < EACH; ++e)
+#pragma unroll
+            for (int d = 0; d < COUNT; ++d)
+                mine[e][d].load(w + (e * DEPTH + d) * W_BYTES + PANELS, threadIdx.x % 128);
         begin_multiplying();
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-            multiply<0>(sums[e], w + e * W_BYTES, x, mine[e], adds);
-            multiply<1>(sums[e], w + e * W_BYTES, x, mine[e], 1);
+        for (int d = 0; d < COUNT; ++d) {
+#pragma unroll
+            for (int e = 0; e < EACH; ++e) {
+                const u32 values = w + (e * DEPTH + d) * W_BYTES;
+                multiply<0>(sums[e], values, x + d * X_BYTES, mine[e][d], d ? 1 : adds);
+                multiply<1>(sums[e], values, x + d * X_BYTES, mine[e][d], 1);
+            }
         }
         end_multiplying();
-        wait_multiplied<1>(); // for the step before
+        wait_multiplied<1>(); // for the stage before
         keep(others);
         if (before && lane < BESIDE) arrive(before, lane);
         before = empty + ring.stage * 8;
         ring.next();
     }
 
-    __device__ __forceinline__ void keep(const Selectors (&selectors)[EACH]) const {
+    __device__ __forceinline__ void keep(const Places& places) const {
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) selectors[e].keep(memory, call.tokens);
+        for (int e = 0; e < EACH; ++e)
+#pragma unroll
+            for (int d = 0; d < DEPTH; ++d) places[e][d].keep(memory, call.tokens);
     }
 
     // Multiplies all steps of a tile.
     __device__ __forceinline__ void multiply_tile(Sums& sums, const Steps& steps) {
-        Selectors even[EACH], odd[EACH];
+        Places even, odd;
         before = 0;
-        for (int step = steps.begin; step < steps.end; step += 2) {
-            multiply_step(sums, even, odd, step > steps.begin);
-            if (step + 1 < steps.end) multiply_step(sums, odd, even, 1);
+        for (int step = steps.begin; step + DEPTH <= steps.end; step += 2 * DEPTH) {
+            multiply_stage<DEPTH>(sums, even, odd, step > steps.begin);
+            if (step + 2 * DEPTH <= steps.end) multiply_stage<DEPTH>(sums, odd, even, 1);
         }
+        end_stages(even, odd);
+        if (DEPTH > 1 && (steps.end - steps.begin) % DEPTH) {
+            multiply_stage<1>(sums, even, odd, steps.end - steps.begin > 1);
+            end_stages(even, odd);
+        }
+    }
+
+    // Waits for all that is multiplied, and gives the last stage back.
+    __device__ __forceinline__ void end_stages(const Places& even, const Places& odd) {
         wait_multiplied<0>();
         keep(even);
         keep(odd);
         if (before && lane < BESIDE) arrive(before, lane);
+        before = 0;
     }
 };
 
@@ -296,7 +316,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     if (threadIdx.x == CONSUMERS) fetch_early(call, rank);
+#if BESIDE > 1
     meet_cluster();
+#else
+    __syncthreads();
+#endif
     follow();
     if (threadIdx.x >= CONSUMERS) {
         fewer_registers();

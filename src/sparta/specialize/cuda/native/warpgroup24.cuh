@@ -17,6 +17,18 @@ constexpr int ITEM = 1, META_BYTES = 1024;
 constexpr int ITEM = 2, META_BYTES = 512; // bytes of an input; of the places of 64 outputs in a step
 #endif
 constexpr int PANELS = 64 * 64; // bytes of the values of 64 outputs in a step
+constexpr int LINE = 512;       // bytes of the weight in a line of its map
+
+// Has the copy engine read what describes a matrix before the first copy needs it.
+__device__ __forceinline__ void know_map(const void* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Copies a stage of the weight for all outputs of a block, from a line and a slab on.
+__device__ __forceinline__ void copy_panels(u32 to, const void* map, int line, int slab, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+                 "[%5];" ::"r"(to), "l"(map), "r"(0), "r"(line), "r"(slab), "r"(barrier) : "memory");
+}
 
 // Asks for bytes without a place to put them: only the L2 cache is filled, so what is still written to them is seen.
 __device__ __forceinline__ void ask_early(const void* from, u32 bytes) {
@@ -25,7 +37,7 @@ __device__ __forceinline__ void ask_early(const void* from, u32 bytes) {
 
 // Waits for all warpgroups that multiply.
 __device__ __forceinline__ void meet_consumers() {
-    asm volatile("bar.sync 3, %0;" ::"n"(GROUPS * 128) : "memory");
+    asm volatile("bar.sync 4, %0;" ::"n"(GROUPS * 128) : "memory");
 }
 
 __device__ __forceinline__ void write16(u32 to, float4 value) {
