@@ -29,7 +29,8 @@ TILES = [deepest(MatrixTile(t, g, 1, 2, ctas, each=e, split=s), 1) for t, g, e, 
     MatrixTile(64, 1, 2, 2), MatrixTile(32, 2, 1, 13, split=8), MatrixTile(128, 2, 1, 8, split=3),
     MatrixTile(64, 1, 1, 3, depth=2), MatrixTile(16, 3, 1, 2, depth=2), MatrixTile(128, 3, 1, 4),
     MatrixTile(64, 2, 1, 4, split=3, depth=2), MatrixTile(64, 3, 1, 3, split=2, depth=2),
-    MatrixTile(64, 1, 2, 2, depth=2), MatrixTile(64, 2, 1, 4, 2), MatrixTile(128, 2, 1, 4, each=2, split=4), MatrixTile(32, 1, 1, 2, 2, depth=2),
+    MatrixTile(64, 1, 2, 2, depth=2), MatrixTile(64, 2, 1, 4, 2), MatrixTile(128, 2, 1, 4, each=2, split=4),
+    MatrixTile(32, 1, 1, 2, 2, depth=2),
 ]  # fmt: skip
 FIRST, SMALL = MatrixTile(256, 2, 2, 4), MatrixTile(64, 1, 1, 14)
 SIZES = [(128, 256, 512), (17, 8, 16), (300, 136, 80), (1000, 520, 1040), (77, 1000, 2064), (4096, 1024, 1024)]

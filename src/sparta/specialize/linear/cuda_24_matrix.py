@@ -41,7 +41,7 @@ class _Call(ctypes.Structure):
         ("x_map", c_uint64 * 16),
         ("w_map", c_uint64 * 16),
         *((name, c_void_p) for name in ("weight", "scales", "x_scales", "bias", "residual", "y")),
-        *((name, c_int) for name in ("tokens", "outputs", "slabs", "steps", "token_tiles", "tiles", "group")),
+        *((name, c_int) for name in ("tokens", "outputs", "slabs", "steps", "token_tiles", "columns", "group")),
         ("rest", c_uint64 * 6),
     )
 
@@ -132,7 +132,7 @@ class MatrixKernel(LinearKernel):
             _words(map_of_x), _words(loaded.map_of_weight(weight.data_ptr(), slabs, steps * self._layout.lines)),
             weight.data_ptr(),
             *[None if each is None else each.data_ptr() for each in (w_scales, x_scales, bias, residual)], y.data_ptr(),
-            tokens, self._outputs, slabs, steps, token_tiles, tiles, tile.group,
+            tokens, self._outputs, slabs, steps, token_tiles, self._columns, tile.group,
         )  # fmt: skip
         blocks = min(tiles, loaded.processors * tile.ctas // tile.cluster) * tile.cluster
         loaded.function.launch((blocks if tile.split == 1 else tiles * tile.split, 1), call, device)

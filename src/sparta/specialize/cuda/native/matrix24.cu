@@ -41,18 +41,38 @@ struct Call {
     const u16* bias;
     const u16* residual;
     u16* y;
-    int tokens, outputs, slabs, steps, token_tiles, tiles, group;
+    int tokens, outputs, slabs, steps, token_tiles, columns, group; // columns: tiles of outputs
 };
 
 // Which outputs and tokens a tile of the cluster has: `group` tiles of tokens are worked on before the next ones.
 struct Place {
     int slab, token;
     __device__ __forceinline__ Place(const Call& call, int tile, int rank) {
-        const int columns = call.tiles / call.token_tiles;
-        const int before = tile / (call.group * columns), inside = tile - before * call.group * columns;
-        const int height = min(call.token_tiles - before * call.group, call.group);
-        token = (before * call.group + inside % height) * TOKENS;
-        slab = ((inside / height) * BESIDE + (BESIDE > 1 ? rank : 0)) * PIECES;
+        const int whole = call.group * call.columns, before = call.token_tiles > call.group ? tile / whole : 0;
+        const int inside = tile - before * whole, height = min(call.token_tiles - before * call.group, call.group);
+        const int column = height > 1 ? inside / height : inside;
+        token = (before * call.group + inside - column * height) * TOKENS;
+        slab = (column * BESIDE + (BESIDE > 1 ? rank : 0)) * PIECES;
+    }
+};
+
+// The tiles of a cluster, one after another.
+struct Tiles {
+    const Call& call;
+    int rank, tile;
+    Place place;
+
+    // Finds the first one: before this kernel waits for anything, as divisions take their time.
+    __device__ __forceinline__ Tiles(const Call& given, int rank)
+        : call(given), rank(rank), tile(blockIdx.x / CLUSTER), place(given, blockIdx.x / CLUSTER, rank) {
+        asm volatile("" : "+r"(place.slab), "+r"(place.token));
+    }
+
+    __device__ __forceinline__ bool left() const { return tile < call.token_tiles * call.columns; }
+
+    __device__ __forceinline__ void next() {
+        tile += gridDim.x / CLUSTER;
+        if (left()) place = Place(call, tile, rank);
     }
 };
 
@@ -75,24 +95,23 @@ struct Ring {
 };
 
 // Has the cache fetch the weight of a block's first steps, which nothing before this kernel has to wait for.
-__device__ __forceinline__ void fetch_early(const Call& call, int rank) {
+__device__ __forceinline__ void fetch_early(const Call& call, const Tiles& tiles) {
     know_map(call.w_map);
     know_map(call.x_map);
-    const Steps steps(call, rank);
-    const int slab = Place(call, blockIdx.x / CLUSTER, rank).slab, count = min(steps.end - steps.begin, STAGES * DEPTH);
+    const Steps steps(call, tiles.rank);
+    const int slab = tiles.place.slab, count = min(steps.end - steps.begin, STAGES * DEPTH);
     if (count <= 0) return;
     for (int piece = slab; piece < min(slab + PIECES, call.slabs); ++piece)
         ask_early(call.weight + ((long long)piece * call.steps + steps.begin) * W_BYTES, count * W_BYTES);
 }
 
 // What is fetched beyond the last step is not multiplied.
-__device__ __forceinline__ void fetch(const Call& call, u32 memory, u32 full, u32 empty, int rank) {
-    constexpr int PART = TOKENS / BESIDE;
-    const int part = BESIDE > 1 ? rank * PART : 0;
-    const Steps steps(call, rank);
+__device__ __forceinline__ void fetch(const Call& call, Tiles& tiles, u32 memory, u32 full, u32 empty) {
+    const int part = BESIDE > 1 ? tiles.rank * (TOKENS / BESIDE) : 0;
+    const Steps steps(call, tiles.rank);
     Ring ring;
-    for (int tile = blockIdx.x / CLUSTER; tile < call.tiles; tile += gridDim.x / CLUSTER) {
-        const Place place(call, tile, rank);
+    for (; tiles.left(); tiles.next()) {
+        const Place place = tiles.place;
         for (int step = steps.begin; step < steps.end; step += DEPTH, ring.next()) {
             const u32 stage = memory + ring.stage * STAGE, done = full + ring.stage * 8;
             wait(empty + ring.stage * 8, ring.phase ^ 1);
@@ -272,13 +291,13 @@ __device__ __forceinline__ void lay_parts(const Sums& sums, u32 memory, int grou
 }
 #endif
 
-__device__ __forceinline__ void compute(const Call& call, u32 memory, u32 full, u32 empty, u32 staging, int rank) {
-    const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+__device__ __forceinline__ void compute(const Call& call, Tiles& tiles, u32 memory, u32 full, u32 empty, u32 staging) {
+    const int group = threadIdx.x / 128, lane = threadIdx.x % 32, rank = tiles.rank;
     const Steps steps(call, rank);
     Consumer consumer{call, memory, full, empty, group, lane, Ring(), 0};
     Sums sums;
-    for (int tile = blockIdx.x / CLUSTER; tile < call.tiles; tile += gridDim.x / CLUSTER) {
-        const Place place(call, tile, rank);
+    for (; tiles.left(); tiles.next()) {
+        const Place place = tiles.place;
         consumer.multiply_tile(sums, steps);
 #if SPLIT > 1
         lay_parts(sums, memory, group, steps.begin < steps.end);
@@ -307,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
     extern __shared__ unsigned char raw[];
     const u32 memory = (address_of(raw) + 1023) / 1024 * 1024;
     const u32 staging = memory + STAGES * STAGE, full = staging + GROUPS * STAGING, empty = full + STAGES * 8;
-    const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
+    Tiles tiles(call, CLUSTER > 1 ? blockIdx.x % CLUSTER : 0);
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             make_barrier(full + s * 8, 1);
@@ -315,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    if (threadIdx.x == CONSUMERS) fetch_early(call, rank);
+    if (threadIdx.x == CONSUMERS) fetch_early(call, tiles);
 #if BESIDE > 1
     meet_cluster();
 #else
@@ -324,14 +343,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
     follow();
     if (threadIdx.x >= CONSUMERS) {
         fewer_registers();
-        if (threadIdx.x == CONSUMERS) fetch(call, memory, full, empty, rank);
+        if (threadIdx.x == CONSUMERS) fetch(call, tiles, memory, full, empty);
         __syncwarp();
 #if SPLIT > 1
         meet_cluster();
 #endif
     } else {
         more_registers();
-        compute(call, memory, full, empty, staging, rank);
+        compute(call, tiles, memory, full, empty, staging);
     }
     leave_cluster(); // others still copy into this block's memory, read it and arrive at its barriers
 }
