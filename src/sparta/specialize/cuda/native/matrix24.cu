@@ -5,8 +5,8 @@
 // engine fetch what is next: STAGES times DEPTH steps of the input channels, the weight of all outputs by one copy. Each of
 // GROUPS warpgroups multiplies EACH times 64 outputs.
 // Either the blocks of a cluster compute neighbouring outputs of the same tokens, and each fetches a part of x for all of
-// them; or SPLIT blocks share the steps of one tile, and in the end each adds up, in their order, the sums of all of them
-// for some of the tokens. The weight lies in memory as the instruction wants it in shared memory, see
+// them; or SPLIT blocks share the steps of one tile, and in the end each gets the sums of the others for some of the tokens
+// and adds them to its own, in a fixed order. The weight lies in memory as the instruction wants it in shared memory, see
 // cuda_24_matrix_layout.py.
 //
 // Compile-time numbers: IS_HALF, ACTIVATION, FORMAT (0: 16 bits, 1: fp8 with scales of tokens and outputs), RESIDUAL
@@ -26,11 +26,12 @@ constexpr int STAGE = (FETCHED + 1023) / 1024 * 1024;
 constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64;       // tokens that are written at once
 constexpr int UNIT = 16, UNITS = TOKENS / UNIT;        // tokens whose sums are written together
 constexpr int MOST_UNITS = (UNITS + SPLIT - 1) / SPLIT; // of one block
-constexpr int PITCH = 64 * 2 + 16;                     // bytes between them
+__device__ constexpr int first_unit(int rank) { return UNITS * rank / SPLIT; }
+constexpr int PITCH = 64 * 2 + 16;                     // bytes between tokens
 constexpr int STAGING = CHUNK * PITCH + TOKENS * 4;    // of a warpgroup: results and the scales of tokens
 static_assert(BESIDE == 1 || SPLIT == 1, "blocks either fetch x for each other or share its steps");
 static_assert(DEPTH <= 2, "one step at most is left where they do not fill a stage");
-static_assert(SPLIT == 1 || PIECES * 64 * TOKENS * 4 <= STAGES * STAGE, "sums of parts take the place of the ring");
+static_assert(SPLIT == 1 || SPLIT * PIECES * MOST_UNITS * 4096 <= STAGES * STAGE, "sums of parts lie where the ring was");
 
 struct Call {
     alignas(64) unsigned char x_map[128];
@@ -124,13 +125,13 @@ __device__ __forceinline__ void fetch(const Call& call, Tiles& tiles, u32 memory
     }
 }
 
-// Scales, adds and writes the sums of 64 outputs and the tokens of this block; `sums_of` gives those of a unit of tokens.
+// Scales, adds and writes the sums of 64 outputs and the tokens of this block; `sums_of` gives those of its units of tokens.
 template <class SumsOf>
 __device__ __forceinline__ void write(const Call& call, SumsOf sums_of, u32 staging, int first_output, int first_token,
                                       int group, int rank) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, thread = threadIdx.x % 128;
     const int output = first_output + warp * 16 + lane / 4;
-    const int begin = SPLIT > 1 ? UNITS * rank / SPLIT : 0, end = SPLIT > 1 ? UNITS * (rank + 1) / SPLIT : UNITS;
+    const int begin = SPLIT > 1 ? first_unit(rank) : 0, end = SPLIT > 1 ? first_unit(rank + 1) : UNITS;
     float bias[2] = {0.f, 0.f};
 #if FORMAT
     float scale[2] = {1.f, 1.f};
@@ -156,7 +157,7 @@ __device__ __forceinline__ void write(const Call& call, SumsOf sums_of, u32 stag
         float all[CHUNK / UNIT][8];
 #pragma unroll
         for (int u = 0; u < CHUNK / UNIT && chunk + u < MOST_UNITS; ++u)
-            if (begin + chunk + u < end) sums_of(begin + chunk + u, all[u]);
+            if (begin + chunk + u < end) sums_of(chunk + u, all[u]);
 #pragma unroll
         for (int u = 0; u < CHUNK / UNIT && chunk + u < MOST_UNITS; ++u) {
             if (begin + chunk + u >= end) break;
@@ -272,22 +273,52 @@ struct Consumer {
 };
 
 #if SPLIT > 1
-// Where a thread's sums of a unit of tokens are in shared memory, by slab of the block.
-__device__ __forceinline__ u32 part_of(u32 memory, int slab, int unit) {
-    return memory + ((slab * UNITS + unit) * 256 + threadIdx.x % 128) * 16;
+// Where a block has what block `from` gave it of a slab and of a unit of its tokens, for this thread.
+__device__ __forceinline__ u32 given_by(u32 memory, int from, int slab, int unit) {
+    return memory + (((from * PIECES + slab) * MOST_UNITS + unit) * 256 + threadIdx.x % 128) * 16;
 }
 
-// Lays the sums of a block's steps into the place of the ring, which all warpgroups have read.
-__device__ __forceinline__ void lay_parts(const Sums& sums, u32 memory, int group, bool any) {
-    meet_consumers();
+// Gives the other blocks of the cluster the sums of their tokens, into the place of their rings; 0 if it had no steps.
+__device__ __forceinline__ void give(const Sums& sums, bool any, u32 memory, int group, int rank) {
 #pragma unroll
-    for (int e = 0; e < EACH; ++e)
+    for (int q = 0; q < SPLIT; ++q) {
+        if (q == rank) continue;
 #pragma unroll
-        for (int half = 0; half < UNITS * 2; ++half) {
-            const float* four = sums[e] + half * 4;
-            const u32 to = part_of(memory, group * EACH + e, half / 2) + half % 2 * 2048;
-            write16(to, any ? make_float4(four[0], four[1], four[2], four[3]) : make_float4(0.f, 0.f, 0.f, 0.f));
+        for (int unit = first_unit(q); unit < first_unit(q + 1); ++unit)
+#pragma unroll
+            for (int e = 0; e < EACH; ++e) {
+                const u32 to = given_by(memory, rank, group * EACH + e, unit - first_unit(q));
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float* four = sums[e] + unit * 8 + half * 4;
+                    write16_there(to + half * 2048, q,
+                                  any ? make_float4(four[0], four[1], four[2], four[3]) : make_float4(0.f, 0.f, 0.f, 0.f));
+                }
+            }
+    }
+}
+
+// A unit of this block's tokens: its own sums, and then those of the others in their order.
+__device__ __forceinline__ void add_given(float (&total)[8], const float (&sums)[TOKENS / 2], bool any, u32 memory,
+                                          int slab, int unit, int rank) {
+#pragma unroll
+    for (int q = 0; q < SPLIT; ++q)
+        if (q == rank && first_unit(q) + unit < first_unit(q + 1)) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) total[i] = any ? sums[(first_unit(q) + unit) * 8 + i] : 0.f;
         }
+#pragma unroll
+    for (int q = 0; q < SPLIT; ++q) {
+        if (q == rank) continue;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint4 more = read16(given_by(memory, q, slab, unit) + half * 2048);
+            total[half * 4] += __uint_as_float(more.x);
+            total[half * 4 + 1] += __uint_as_float(more.y);
+            total[half * 4 + 2] += __uint_as_float(more.z);
+            total[half * 4 + 3] += __uint_as_float(more.w);
+        }
+    }
 }
 #endif
 
@@ -300,14 +331,16 @@ __device__ __forceinline__ void compute(const Call& call, Tiles& tiles, u32 memo
         const Place place = tiles.place;
         consumer.multiply_tile(sums, steps);
 #if SPLIT > 1
-        lay_parts(sums, memory, group, steps.begin < steps.end);
-        meet_cluster(); // there is one tile for each cluster
+        const bool any = steps.begin < steps.end;
+        meet_cluster(); // all have read their rings; there is one tile for each cluster
+        give(sums, any, memory, group, rank);
+        meet_cluster();
 #endif
 #pragma unroll
         for (int e = 0; e < EACH; ++e) {
             const auto sums_of = [&](int unit, float (&into)[8]) {
 #if SPLIT > 1
-                add_parts(into, part_of(memory, group * EACH + e, unit));
+                add_given(into, sums[e], any, memory, group * EACH + e, unit, rank);
 #else
 #pragma unroll
                 for (int i = 0; i < 8; ++i) into[i] = sums[e][unit * 8 + i];
@@ -347,10 +380,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
         __syncwarp();
 #if SPLIT > 1
         meet_cluster();
+        meet_cluster();
 #endif
     } else {
         more_registers();
         compute(call, tiles, memory, full, empty, staging);
     }
-    leave_cluster(); // others still copy into this block's memory, read it and arrive at its barriers
+#if BESIDE > 1
+    leave_cluster(); // others still copy into this block's memory and arrive at its barriers
+#endif
 }
