@@ -142,7 +142,7 @@ def matrix_tiles(shape: Sequence[int], tokens: int, itemsize: int) -> list[Matri
     """Return the tiles that are worth timing for a weight of this shape (N, K), the best guess first.
 
     >>> [matrix_tiles((4096, 4096), tokens, 2)[0].tokens for tokens in (64, 128, 4096)]
-    [64, 64, 256]
+    [64, 64, 176]
     """
     tiles = [shaped(shape, itemsize) for shape in SHAPES]
     fitting = [tile for tile in tiles if tile.fits(itemsize)]
