@@ -127,6 +127,8 @@ def two_four_bound(shape: tuple[int, int], tokens: int, dense_us: float, limits:
 def step_bound(row: Record, shape: tuple[int, int, int], limits: SparseRates, copied: float) -> float:
     """Return the bound of a training step with a 2:4 weight, of whose three products one or two are sparse.
 
+    No sparse product is taken to be more than twice as fast as the dense one.
+
     Parameters
     ----------
     shape
@@ -137,7 +139,7 @@ def step_bound(row: Record, shape: tuple[int, int, int], limits: SparseRates, co
     tokens, n, k = shape
     sparse = 2 if "both" in row["pattern"] else 1
     dense_us = row["graphed_dense_ms"] * 1e3
-    product = 2.0 * tokens * n * k / limits.products
+    product = max(2.0 * tokens * n * k / limits.products, dense_us / 6)
     packing = (_HALF + (1.0 + 0.125) * sparse) * n * k / copied
     return float(dense_us / (dense_us * (3 - sparse) / 3 + sparse * product + packing))
 
