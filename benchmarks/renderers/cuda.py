@@ -257,8 +257,8 @@ def training_step(found: Sequence[Record]) -> str:
         if parts_alone is not None:
             noted = (
                 "The bound of 2:4 is that of sparse products at the rate of a kernel that only multiplies what is in "
-                f"shared memory ({parts_alone.products / 1e6:.0f} TFLOP/s, those of zeros counted) and at most twice as "
-                "fast as dense, beside the dense products that are left and packing. "
+                f"shared memory ({parts_alone.products / 1e6:.0f} TFLOP/s, those of zeros counted) and at most twice "
+                "as fast as dense, beside the dense products that are left and packing. "
             )
         title = (
             f"Forward and both gradients of one layer, {'×'.join(map(str, results['shape']))} in {results['dtype']}, "
