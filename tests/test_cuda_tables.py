@@ -59,6 +59,27 @@ def test_products_attention_and_two_of_four_stand_beside_their_bounds(kernels):
     assert "| 64×64×128 | blocks, forward and backward | 0.50 | 1.50 | 2.0 | 1.30 | 1.2 | 75 % | 500 |" in page
 
 
+def test_two_of_four_stands_beside_what_parts_of_its_work_take(kernels):
+    parts = {"bytes": 4e6, "operations": 7e8, "sparse": {"bf16": 1e9, "fp8": 2e9}, "stream": [[1e6, 2.0], [81e6, 22.0]]}
+    layer = {"shape": [8192, 8192], "tokens": 1, "us": {"dense": 30.0}, "ratio": 1.6, "best": "cuda-24"}
+    many = {**layer, "tokens": 1024, "us": {"dense": 180}}
+    page = kernels.two_four(record({"dtype": "bf16", "linear": [layer, many], "ceilings": parts}))
+    assert "| 8192×8192, bound | 1.45 | 1.29 |" in page
+    assert "(1000 TFLOP/s, those of zeros counted)" in page
+    times = dict.fromkeys(("dense_ms", "ms", "graphed_dense_ms", "graphed_ms"), 1.2)
+    step = {"sparsity": 0.5, "runs": "cuda-24-matrix", "ratio": 1.0, "graphed_ratio": 1.0, "target": 1.3, "bound": 1.5}
+    steps = [{**step, **times, "pattern": pattern} for pattern in ("64×64", "2:4", "2:4 both ways")]
+    given = {"dtype": "bf16", "shape": [8192, 4096, 4096], "steps": steps, "ceilings": parts}
+    assert [line.split("|")[-2].strip() for line in kernels.training_step(record(given)).splitlines()[-3:]] == [
+        "1.50", "1.10", "1.24",
+    ]  # fmt: skip
+    case = {**layer, "pattern": "2:4", "format": "fp8_e4m3", "dense_us": 16.0, "us": 10.0, "product": 1.5, "aim": 1.4}
+    rows = [case | {"bound": 9.0, "over_bf16": 2.0}, case | {"pattern": "blocks", "bound": 9.0, "over_bf16": 2.0}]
+    page = kernels.fp8(record({"linear": rows, "ceilings": parts}))
+    assert "| 1.60 | 1.50 | 1.4 | 1.31 | 2.00 |" in page
+    assert "| 1.60 | 1.50 | 1.4 | 9.00 | 2.00 |" in page
+
+
 def test_stacks(tables):
     case = {
         "case": "llama decode 1, 2:4, 50%", "layers": 4, "ms": {"bf16": 2.0, "fp8": 1.0, "sparta": 0.5},

@@ -25,6 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from graphed import rotated
+from sparse_rates import sparse_limits
 
 from record import RESULTS, save
 from sparta.errors import SpartaError
@@ -178,7 +179,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="patterns with this text; results of an earlier run are kept")
     options = parser.parse_args()
     torch.manual_seed(0)
-    limits, known, records = ceilings(), {}, []
+    limits, known, records = ceilings() | sparse_limits(), {}, []
     earlier = RESULTS / "fp8.nvidia-h200.json"
     if options.only and earlier.exists():
         kept = json.loads(earlier.read_text(encoding="utf-8"))["results"]["linear"]

@@ -26,6 +26,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from ceilings import ceilings
+from sparse_rates import sparse_limits
+
 from record import RESULTS, path_of, save
 from sparta.nn import SparseLinear
 from sparta.tables import table
@@ -130,7 +133,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=8.0, help="seconds to tune one layer")
     parser.add_argument("--only", default="", help="patterns with this text")
     options = parser.parse_args()
-    device, found = torch.cuda.get_device_name(), {}
+    device, found, limits = torch.cuda.get_device_name(), {}, ceilings() | sparse_limits()
     earlier = path_of("training_step", device, options.out or RESULTS)
     if earlier.exists():
         kept = json.loads(earlier.read_text(encoding="utf-8"))["results"]["steps"]
@@ -144,7 +147,7 @@ def main() -> None:
         ratios = [f"{row['ratio']:.2f}", f"{row['graphed_ratio']:.2f}", row["target"], f"{row['bound']:.2f}"]
         cells.append([row["pattern"], row["sparsity"], row["runs"], *times, *ratios])
     print(table(head, cells))
-    results = {"shape": [TOKENS, OUTPUTS, INPUTS], "dtype": "bfloat16", "steps": rows}
+    results = {"shape": [TOKENS, OUTPUTS, INPUTS], "dtype": "bfloat16", "ceilings": limits, "steps": rows}
     print(save("training_step", device, results, options.out))
 
 

@@ -18,6 +18,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ceilings import ceilings
 from graphed import rotated
+from sparse_rates import sparse_limits
 
 from record import RESULTS, path_of, save
 from sparta.errors import SpartaError
@@ -61,9 +63,12 @@ def quickest(
     """Try all parameters; return the fastest, its graph and its plain call."""
     ((name, item),) = implement.space(spec).items()
     expected = linear_reference(x[:64], weight)
-    found = []
-    for value in item.domain.values:
-        kernel = implement.build(spec, {name: value})
+    values, found = item.domain.values, []
+    kernels = [implement.build(spec, {name: value}) for value in values]
+    if implement.first_run_compiles:
+        with ThreadPoolExecutor(len(kernels)) as pool:
+            list(pool.map(lambda kernel: kernel.run(kernel.pack(weight), x, None, None), kernels))
+    for value, kernel in zip(values, kernels, strict=True):
         packed = kernel.pack(weight)
         try:
             y = kernel.run(packed, x, None, None)
@@ -124,7 +129,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = 64
-    compiled, device, limits = torch.compile(functional.linear, dynamic=False), torch.cuda.get_device_name(), ceilings()
+    compiled, device = torch.compile(functional.linear, dynamic=False), torch.cuda.get_device_name()
+    limits = ceilings() | sparse_limits()
     found: dict[tuple[int, ...], dict[str, Any]] = {}
     earlier = path_of("two_four", device, options.out or RESULTS)
     if earlier.exists():

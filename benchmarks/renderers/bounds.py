@@ -3,6 +3,7 @@
 A bound is the time of the dense call over the least time that the sparse one can take: that of its products at the rate
 of the fastest dense product in the same file, or that of its bytes at the rate of a copy, whichever is longer. Blocks
 have a second bound: every kept one reads its columns of x from the L2 cache for all tokens, at the rate of the cache.
+Where kernels that only multiply by 2:4, or only bring bytes, were measured, they are the bound of 2:4 weights.
 """
 
 from __future__ import annotations
@@ -68,6 +69,79 @@ def cache_bound(row: Record, dense_us: float, limits: Rates) -> float:
         read = _HALF * share * n * k / height * (_TOKENS + height) * tokens / _TOKENS
         times.append(max(read / limits.cache, 2.0 * share * n * k * tokens / limits.products))
     return max(1.0, dense_us / min(times))
+
+
+class SparseRates(NamedTuple):
+    """What kernels that do a part of a 2:4 layer reach: operations a microsecond, pruned ones counted, and bytes."""
+
+    products: float
+    stream: tuple[tuple[float, float], ...]  # bytes, and the microseconds in which a call brings them
+
+    def stream_us(self, moved: float) -> float:
+        """Return how long a call takes to bring so many bytes, between and beyond what was measured.
+
+        >>> rates = SparseRates(1e9, ((1e6, 2.0), (5e6, 3.0), (9e6, 5.0)))
+        >>> rates.stream_us(3e6), rates.stream_us(13e6), rates.stream_us(0.0)
+        (2.5, 7.0, 2.0)
+        """
+        if moved <= self.stream[0][0]:
+            return self.stream[0][1]
+        pairs = list(zip(self.stream, self.stream[1:], strict=False))
+        (first, begin), (last, end) = next((pair for pair in pairs if moved <= pair[1][0]), pairs[-1])
+        return begin + (end - begin) * (moved - first) / (last - first)
+
+    @property
+    def text(self) -> str:
+        """Both in words."""
+        few, many = self.stream[0], self.stream[-1]
+        return (
+            f"one that only multiplies what is in shared memory ({self.products / 1e6:.0f} TFLOP/s, those of zeros "
+            f"counted) and one that only brings as many bytes ({few[0] / 1e6:.0f} MB in {few[1]:.1f} µs, "
+            f"{many[0] / 1e6:.0f} MB in {many[1]:.1f} µs)"
+        )
+
+
+def sparse_rates(results: Record, kind: str) -> SparseRates | None:
+    """Return what a file measured of the parts of 2:4 layers in bf16 or fp8; None where it did not."""
+    known = results.get("ceilings", {})
+    if "sparse" not in known:
+        return None
+    return SparseRates(known["sparse"][kind], tuple((size, us) for size, us in known["stream"]))
+
+
+def two_four_bound(shape: tuple[int, int], tokens: int, dense_us: float, limits: SparseRates, size: int) -> float:
+    """Return the bound of a 2:4 layer (N, K) whose elements have `size` bytes: 2 or 1.
+
+    >>> rates = SparseRates(1e9, ((1e6, 2.0), (9e6, 4.0)))
+    >>> round(two_four_bound((4096, 4096), 16, 12.0, rates, 2), 2)
+    1.84
+    >>> round(two_four_bound((1024, 1024), 10000, 45.94, rates, 1), 2)
+    2.0
+    """
+    n, k = shape
+    moved = (0.5 * size + 0.125) * n * k + tokens * (size * k + _HALF * n)
+    multiplied = limits.stream[0][1] + 2.0 * tokens * n * k / limits.products
+    return dense_us / max(limits.stream_us(moved), multiplied)
+
+
+def step_bound(row: Record, shape: tuple[int, int, int], limits: SparseRates, copied: float) -> float:
+    """Return the bound of a training step with a 2:4 weight, of whose three products one or two are sparse.
+
+    No sparse product is taken to be more than twice as fast as the dense one.
+
+    Parameters
+    ----------
+    shape
+        Tokens, outputs and inputs.
+    copied
+        Bytes a microsecond of a copy, by which the weight is packed.
+    """
+    tokens, n, k = shape
+    sparse = 2 if "both" in row["pattern"] else 1
+    dense_us = row["graphed_dense_ms"] * 1e3
+    product = max(2.0 * tokens * n * k / limits.products, dense_us / 6)
+    packing = (_HALF + (1.0 + 0.125) * sparse) * n * k / copied
+    return float(dense_us / (dense_us * (3 - sparse) / 3 + sparse * product + packing))
 
 
 def block_target(block: int, sparsity: float, tokens: int) -> float | None:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from renderers.bounds import block_target, cache_bound, linear_bound, product_bound, rates
+from renderers.bounds import (
+    SparseRates,
+    block_target,
+    cache_bound,
+    linear_bound,
+    product_bound,
+    rates,
+    sparse_rates,
+    step_bound,
+    two_four_bound,
+)
 from renderers.registry import Record, markdown, renderer, source
 
 _MANY = 4096  # tokens for which the targets of blocks stand in their table
@@ -72,7 +82,7 @@ def two_four(found: Sequence[Record]) -> str:
         cells = {(tuple(row["shape"]), row["tokens"]): row for row in results["linear"]}
         tokens = sorted({key[1] for key in cells})
         rows = []
-        limits = rates(results, _dense_products(results["linear"]))
+        limits, parts_alone = rates(results, _dense_products(results["linear"])), sparse_rates(results, "bf16")
         for shape in dict.fromkeys(key[0] for key in cells):
             line = [cells.get((shape, count)) for count in tokens]
             rows.append(
@@ -80,16 +90,23 @@ def two_four(found: Sequence[Record]) -> str:
             )
             if limits.products:
                 bounds = [
-                    c and linear_bound(shape, c["tokens"], 0.5, _dense_us(c), limits, stored=_STORED_24) for c in line
+                    c
+                    and (
+                        linear_bound(shape, c["tokens"], 0.5, _dense_us(c), limits, stored=_STORED_24)
+                        if parts_alone is None
+                        else two_four_bound(shape, c["tokens"], _dense_us(c), parts_alone, 2)
+                    )
+                    for c in line
                 ]
                 rows.append([f"{shape[0]}×{shape[1]}, bound", *(bound and f"{bound:.2f}" for bound in bounds)])
         if limits.products:
             rows.append(["target", *(1.4 if count < _MANY_24 else 1.6 for count in tokens)])
+        bound = f"Bounds are what {limits.text} of live products leave room for. " if limits.products else ""
+        if parts_alone is not None:
+            bound = f"The bound is the slower of two kernels: {parts_alone.text}. "
         title = (
             f"Times faster than the best dense in {results['dtype']}, by the number of tokens, and the fastest "
-            "implement for 2:4. Below 1.03, dense is chosen and runs. "
-            + (f"Bounds are what {limits.text} of live products leave room for. " if limits.products else "")
-            + source(record)
+            f"implement for 2:4. Below 1.03, dense is chosen and runs. {bound}{source(record)}"
         )
         parts.append(f"{title}\n\n{markdown(['weight', *map(str, tokens)], rows)}")
     return "\n\n".join(parts)
@@ -228,19 +245,35 @@ def training_step(found: Sequence[Record]) -> str:
     parts = []
     for record in found:
         results = record["results"]
-        rows = []
+        rows, parts_alone = [], sparse_rates(results, "bf16")
         for row in results["steps"]:
             times = [f"{row[name]:.2f}" for name in ("dense_ms", "ms", "graphed_dense_ms", "graphed_ms")]
-            ratios = [f"{row['ratio']:.2f}", f"{row['graphed_ratio']:.2f}", row["target"], f"{row['bound']:.2f}"]
+            bound = row["bound"]
+            if parts_alone is not None and row["pattern"].startswith("2:4"):
+                bound = step_bound(row, tuple(results["shape"]), parts_alone, results["ceilings"]["bytes"])
+            ratios = [f"{row['ratio']:.2f}", f"{row['graphed_ratio']:.2f}", row["target"], f"{bound:.2f}"]
             rows.append([row["pattern"], f"{100 * row['sparsity']:g} %", row["runs"], *times, *ratios])
+        noted = ""
+        if parts_alone is not None:
+            noted = (
+                "The bound of 2:4 is that of sparse products at the rate of a kernel that only multiplies what is in "
+                f"shared memory ({parts_alone.products / 1e6:.0f} TFLOP/s, those of zeros counted) and at most twice "
+                "as fast as dense, beside the dense products that are left and packing. "
+            )
         title = (
             f"Forward and both gradients of one layer, {'×'.join(map(str, results['shape']))} in {results['dtype']}, "
-            f"milliseconds, and times faster than dense, eagerly and replayed from CUDA graphs. {source(record)}"
+            f"milliseconds, and times faster than dense, eagerly and replayed from CUDA graphs. {noted}{source(record)}"
         )
         heads = ["pattern", "sparsity", "runs", "dense", "sparse", "dense, graph", "sparse, graph"]
         heads += ["over dense", "over dense, graph", "target", "bound"]
         parts.append(f"{title}\n\n{markdown(heads, rows)}")
     return "\n\n".join(parts)
+
+
+def _fp8_bound(row: Record, limits: SparseRates | None) -> float:
+    if limits is None or (row["pattern"], row["format"]) != ("2:4", "fp8_e4m3"):
+        return float(row["bound"])
+    return two_four_bound(tuple(row["shape"]), row["tokens"], row["dense_us"], limits, 1)
 
 
 @renderer("cuda-fp8", "fp8")
@@ -249,7 +282,7 @@ def fp8(found: Sequence[Record]) -> str:
     parts = []
     for record in found:
         results = record["results"]
-        alone = all("product" in row for row in results["linear"])
+        alone, parts_alone = all("product" in row for row in results["linear"]), sparse_rates(results, "fp8")
         rows = [
             [
                 row["pattern"],
@@ -262,19 +295,20 @@ def fp8(found: Sequence[Record]) -> str:
                 f"{row['ratio']:.2f}",
                 *([f"{row['product']:.2f}"] if alone else []),
                 f"{row['aim']:.1f}",
-                f"{row['bound']:.1f}",
+                f"{_fp8_bound(row, parts_alone):.2f}",
                 f"{row['over_bf16']:.2f}",
             ]
             for row in results["linear"]
         ]
         limits = results["ceilings"]
+        noted = "" if parts_alone is None else f"That of 2:4 is the slower of two kernels: {parts_alone.text}. "
         title = (
             "Times faster than the dense layer in the same format (fp8: `torch._scaled_mm` with fast sums on an x that "
             "is in fp8 already; int4: PyTorch's own), in CUDA graphs with weights out of the cache. "
             + ("The product alone is that of kernels which round x, from an x in fp8. " if alone else "")
             + "The aim stands "
             f"beside the bound: what {limits['bytes'] / 1e6:.1f} TB/s and {limits['operations'] / 1e6:.0f} TFLOP/s in "
-            f"fp8, both measured, leave room for. {source(record)}"
+            f"fp8, both measured, leave room for. {noted}{source(record)}"
         )
         names = [
             "weight",

@@ -10,7 +10,7 @@ from sparta.specialize.cuda.device import HOPPER, capability
 from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.linear.cuda_24_matrix import TwoFourMatrix
 from sparta.specialize.linear.cuda_24_matrix_layout import MatrixLayout
-from sparta.specialize.linear.cuda_24_matrix_tile import SHAPES, MatrixTile, deepest
+from sparta.specialize.linear.cuda_24_matrix_tile import SHAPES, MatrixTile, shaped
 from sparta.specialize.linear.op import LinearState, run_linear
 from sparta.specialize.linear.spec import linear_spec
 from sparta.specialize.scaled_linear.cuda_24_matrix import Fp8Matrix
@@ -24,9 +24,13 @@ if capability() != HOPPER:
 
 
 ACTIVATIONS = {None: lambda y: y, "relu": functional.relu, "gelu": functional.gelu, "silu": functional.silu}
-TILES = [deepest(MatrixTile(t, g, 1, 2, ctas, each=e, split=s), 1) for t, g, e, s, ctas in SHAPES] + [
+TILES = [shaped(shape, 1) for shape in SHAPES] + [
     MatrixTile(256, 2, 2, 4), MatrixTile(256, 1, 1, 5), MatrixTile(128, 1, 2, 8), MatrixTile(128, 2, 1, 6, group=1),
     MatrixTile(64, 1, 2, 2), MatrixTile(32, 2, 1, 13, split=8), MatrixTile(128, 2, 1, 8, split=3),
+    MatrixTile(64, 1, 1, 3, depth=2), MatrixTile(16, 3, 1, 2, depth=2), MatrixTile(128, 3, 1, 4),
+    MatrixTile(64, 2, 1, 4, split=3, depth=2), MatrixTile(64, 3, 1, 3, split=2, depth=2),
+    MatrixTile(64, 1, 2, 2, depth=2), MatrixTile(64, 2, 1, 4, 2), MatrixTile(128, 2, 1, 4, each=2, split=4),
+    MatrixTile(32, 1, 1, 2, 2, depth=2),
 ]  # fmt: skip
 FIRST, SMALL = MatrixTile(256, 2, 2, 4), MatrixTile(64, 1, 1, 14)
 SIZES = [(128, 256, 512), (17, 8, 16), (300, 136, 80), (1000, 520, 1040), (77, 1000, 2064), (4096, 1024, 1024)]

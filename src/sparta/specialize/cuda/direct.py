@@ -22,7 +22,7 @@ from sparta.errors import SpartaError, message
 from sparta.specialize.cuda.launch_config import launch_config, overlap_attribute
 from sparta.specialize.cuda.nvrtc import NO_CONTEXT, cuda_driver, driver_reason
 
-__all__ = ["DirectKernel", "direct_kernel", "parameter_layout", "tensor_map"]
+__all__ = ["DirectKernel", "direct_kernel", "parameter_layout", "tensor_map", "tensor_map_of_sheets"]
 
 _MAP_BYTES = 128  # of a tensor map
 _MAP = f"{_MAP_BYTES}s"
@@ -33,8 +33,9 @@ _MAP_KINDS = {  # CUtensorMapDataType; it has no fp8, and bytes are moved alike
     torch.bfloat16: 9,
     torch.float8_e4m3fn: 0,
     torch.int8: 0,
+    torch.int32: 3,
 }
-_PROMOTE_TO_128 = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+_PROMOTE_TO_128, _PROMOTE_TO_256 = 2, 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B, _256B
 _LAST_WITH_SMALL_MAPS = 13010  # up to this driver, a bit must be cleared in the maps of small tensors
 _SMALL_BYTES = 128 * 1024
 _MAPS = 256  # that are kept of each matrix
@@ -206,30 +207,79 @@ def tensor_map(
     context
         The one to use in a thread that has not used the GPU before.
     """
-    driver, kind = cuda_driver(), _MAP_KINDS[dtype]
-    box_height, box_width = box
-    boxes, steps = (c_uint32 * 2)(box_width, box_height), (c_uint32 * 2)(1, 1)
-    version = c_int()
-    driver.cuDriverGetVersion(byref(version))
-    mends_small = version.value <= _LAST_WITH_SMALL_MAPS
+    height, width = box
 
     @functools.lru_cache(maxsize=_MAPS)
     def encode(address: int, rows: int, columns: int, stride: int) -> bytes:
-        memory = (c_char * (_MAP_BYTES + 64))()
-        place = -(-addressof(memory) // 64) * 64  # the driver wants it aligned
-        sizes, pitch = (c_uint64 * 2)(columns, rows), (c_uint64 * 1)(stride * dtype.itemsize)
-        arguments = (
-            c_void_p(place), kind, 2, c_void_p(address), sizes, pitch, boxes, steps, 0, swizzle, _PROMOTE_TO_128, 0,
-        )  # fmt: skip
-        failed = driver.cuTensorMapEncodeTiled(*arguments)
-        if failed == NO_CONTEXT:
-            driver.cuCtxSetCurrent(context)
-            failed = driver.cuTensorMapEncodeTiled(*arguments)
-        if failed:
-            raise SpartaError(message(f"a matrix cannot be described: {driver_reason(failed)}"))
-        words = c_uint64.from_address(place + 8)
-        if mends_small and ((rows - 1) * stride + columns - 1) * dtype.itemsize + 1 < _SMALL_BYTES:
-            words.value &= ~(1 << 21)
-        return ctypes.string_at(place, _MAP_BYTES)
+        return _encoded(
+            dtype, address, (columns, rows), (stride,), (width, height), (swizzle, _PROMOTE_TO_128), context
+        )
 
     return encode
+
+
+def tensor_map_of_sheets(
+    dtype: torch.dtype, box: tuple[int, int, int], context: c_void_p
+) -> Callable[[int, int, int], bytes]:
+    """Return a function that encodes the map of matrices one after another, and keeps the last ones.
+
+    Their rows are as wide as the box, and lie in shared memory as in memory. The function takes an address, the number
+    of matrices and the rows of each.
+
+    Parameters
+    ----------
+    box
+        Matrices, and rows and columns of each, that are copied at once.
+    """
+    sheets, height, width = box
+
+    @functools.lru_cache(maxsize=_MAPS)
+    def encode(address: int, count: int, rows: int) -> bytes:
+        sizes, strides = (width, rows, count), (width, rows * width)
+        return _encoded(dtype, address, sizes, strides, (width, height, sheets), (0, _PROMOTE_TO_256), context)
+
+    return encode
+
+
+def _encoded(
+    dtype: torch.dtype,
+    address: int,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    how: tuple[int, int],
+    context: c_void_p,
+) -> bytes:
+    """Return a tensor map; sizes, strides in elements and the box begin with what is innermost.
+
+    Parameters
+    ----------
+    how
+        The swizzle and the promotion of reads in the L2 cache, as the driver numbers them.
+    """
+    driver, rank, size = cuda_driver(), len(sizes), dtype.itemsize
+    memory = (c_char * (_MAP_BYTES + 64))()
+    place = -(-addressof(memory) // 64) * 64  # the driver wants it aligned
+    given = (
+        c_void_p(place), _MAP_KINDS[dtype], rank, c_void_p(address), (c_uint64 * rank)(*sizes),
+        (c_uint64 * (rank - 1))(*(stride * size for stride in strides)), (c_uint32 * rank)(*box),
+        (c_uint32 * rank)(*[1] * rank), 0, *how, 0,
+    )  # fmt: skip
+    failed = driver.cuTensorMapEncodeTiled(*given)
+    if failed == NO_CONTEXT:
+        driver.cuCtxSetCurrent(context)
+        failed = driver.cuTensorMapEncodeTiled(*given)
+    if failed:
+        raise SpartaError(message(f"a matrix cannot be described: {driver_reason(failed)}"))
+    spanned = sum((count - 1) * stride for count, stride in zip(sizes, (1, *strides), strict=True)) * size + 1
+    if spanned < _SMALL_BYTES and _mends_small():
+        c_uint64.from_address(place + 8).value &= ~(1 << 21)
+    return ctypes.string_at(place, _MAP_BYTES)
+
+
+@functools.cache
+def _mends_small() -> bool:
+    """Whether this driver is one that needs a bit cleared in the maps of small tensors."""
+    version = c_int()
+    cuda_driver().cuDriverGetVersion(byref(version))
+    return version.value <= _LAST_WITH_SMALL_MAPS

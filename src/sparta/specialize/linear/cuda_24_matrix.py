@@ -10,19 +10,20 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import c_int, c_uint64, c_void_p
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.specialize.cuda.device import HALF_FORMATS, HOPPER, capability, takes
-from sparta.specialize.cuda.direct import tensor_map
+from sparta.specialize.cuda.direct import tensor_map, tensor_map_of_sheets
 from sparta.specialize.cuda.few_tokens import fitting_residual, load_tile, nvrtc_here
 from sparta.specialize.cuda.nvrtc import Function
 from sparta.specialize.implement import Cause, Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cuda_24 import is_two_four
-from sparta.specialize.linear.cuda_24_matrix_layout import MatrixLayout
+from sparta.specialize.linear.cuda_24_matrix_layout import LINE, MatrixLayout
 from sparta.specialize.linear.cuda_24_matrix_tile import ROW, MatrixTile, matrix_tiles
 from sparta.specialize.linear.spec import LinearKernel
 
@@ -38,10 +39,20 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         ("x_map", c_uint64 * 16),
+        ("w_map", c_uint64 * 16),
         *((name, c_void_p) for name in ("weight", "scales", "x_scales", "bias", "residual", "y")),
-        *((name, c_int) for name in ("tokens", "outputs", "steps", "token_tiles", "tiles", "group")),
-        ("rest", c_uint64 * 7),
+        *((name, c_int) for name in ("tokens", "outputs", "slabs", "steps", "token_tiles", "columns", "group")),
+        ("rest", c_uint64 * 6),
     )
+
+
+class _Loaded(NamedTuple):
+    """A function on one device, what describes x and the weight to it, and the number of multiprocessors."""
+
+    function: Function
+    map_of_x: Callable[[int, int, int, int], bytes]
+    map_of_weight: Callable[[int, int, int], bytes]
+    processors: int
 
 
 class MatrixKernel(LinearKernel):
@@ -59,7 +70,7 @@ class MatrixKernel(LinearKernel):
         self._layout = MatrixLayout(spec["weight"], operand.itemsize)
         self._outputs, self._inputs = spec["weight"].shape
         self._columns = -(-self._outputs // tile.outputs)
-        self._loaded: dict[tuple[torch.device, bool], tuple[Function, Callable[[int, int, int, int], bytes], int]] = {}
+        self._loaded: dict[tuple[torch.device, bool], _Loaded] = {}
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         """Return the packed weight (N, K) of the dtype that the kernel was built for."""
@@ -111,26 +122,28 @@ class MatrixKernel(LinearKernel):
             x = x.clone(memory_format=torch.contiguous_format)
         residual = fitting_residual(residual, tokens, self._outputs)
         bias = None if bias is None else bias.contiguous()
-        function, described, processors = self._load(device, residual is not None)
+        loaded = self._load(device, residual is not None)
         token_tiles = -(-tokens // tile.tokens)
         tiles = token_tiles * self._columns
         x_scales, w_scales = scales or (None, None)
-        map_of_x = described(x.data_ptr(), tokens, self._inputs, x.stride(0) if tokens > 1 else self._inputs)
+        slabs, steps = self._layout.grid
+        map_of_x = loaded.map_of_x(x.data_ptr(), tokens, self._inputs, x.stride(0) if tokens > 1 else self._inputs)
         call = _Call(
-            (c_uint64 * 16).from_buffer_copy(map_of_x), weight.data_ptr(),
+            _words(map_of_x), _words(loaded.map_of_weight(weight.data_ptr(), slabs, steps * self._layout.lines)),
+            weight.data_ptr(),
             *[None if each is None else each.data_ptr() for each in (w_scales, x_scales, bias, residual)], y.data_ptr(),
-            tokens, self._outputs, self._layout.grid[1], token_tiles, tiles, tile.group,
+            tokens, self._outputs, slabs, steps, token_tiles, self._columns, tile.group,
         )  # fmt: skip
-        blocks = min(tiles, processors * tile.ctas // tile.cluster) * tile.cluster
-        function.launch((blocks if tile.split == 1 else tiles * tile.split, 1), call, device)
+        blocks = min(tiles, loaded.processors * tile.ctas // tile.cluster) * tile.cluster
+        loaded.function.launch((blocks if tile.split == 1 else tiles * tile.split, 1), call, device)
         return y
 
     def _load(
         self,
         device: torch.device,
         residual: bool,  # noqa: FBT001 - the other half of a key
-    ) -> tuple[Function, Callable[[int, int, int, int], bytes], int]:
-        """Return the function, what describes x to it, and the number of multiprocessors; found again by both."""
+    ) -> _Loaded:
+        """Return the function and what goes with it; found again by device and residual."""
         known = self._loaded.get((device, residual))
         if known is not None:
             return known
@@ -139,10 +152,20 @@ class MatrixKernel(LinearKernel):
         spec, constants = (self._result, self._activation), {"FORMAT": int(size == 1), "RESIDUAL": int(residual)}
         constants |= {"BESIDE": tile.cluster, "CLUSTER": max(tile.cluster, tile.split)}
         function = load_tile("matrix24", tile, spec, block, device, constants, early=True, exactly=True)
-        described = tensor_map(self._operand, (tile.tokens // tile.cluster, ROW // size), _SWIZZLE, function.context)
-        loaded = function, described, torch.cuda.get_device_properties(device).multi_processor_count
+        loaded = _Loaded(
+            function,
+            tensor_map(self._operand, (tile.tokens // tile.cluster, ROW // size), _SWIZZLE, function.context),
+            tensor_map_of_sheets(
+                torch.int32, (tile.pieces, tile.depth * self._layout.lines, LINE // 4), function.context
+            ),
+            torch.cuda.get_device_properties(device).multi_processor_count,
+        )
         self._loaded[device, residual] = loaded
         return loaded
+
+
+def _words(described: bytes) -> ctypes.Array[c_uint64]:
+    return (c_uint64 * 16).from_buffer_copy(described)
 
 
 class TwoFourMatrix(TiledImplement):

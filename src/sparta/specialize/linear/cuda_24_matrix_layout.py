@@ -19,7 +19,10 @@ from sparta.specialize.linear.cuda_24_layout import live_pairs
 from sparta.tesa.attribute import TeSA
 from sparta.tesa.formats.blocks import pad_matrix
 
-__all__ = ["MatrixLayout"]
+__all__ = ["LINE", "MatrixLayout"]
+
+LINE = 512
+"""Bytes of the packed weight that the copy engine takes as a line."""
 
 _SLAB = 64  # outputs
 _SLABS = 4  # that a cluster of blocks may compute at once: there are always whole ones
@@ -64,6 +67,11 @@ class MatrixLayout:
         """Number of slabs and of steps."""
         n, k = self.weight.shape
         return max(1, -(-n // (_SLAB * _SLABS))) * _SLABS, max(1, -(-k * self.itemsize // _STEP))
+
+    @property
+    def lines(self) -> int:
+        """Number of lines of a step of a slab, values and places."""
+        return (_SLAB * _STEP // 2 + 1024 // self.itemsize) // LINE
 
     @property
     def _padded(self) -> tuple[int, int]:

@@ -14,29 +14,34 @@ from typing import ClassVar
 from sparta.specialize.cuda.few_tokens import SHARED_BYTES
 from sparta.specialize.cuda.text_tile import TextTile
 
-__all__ = ["ROW", "SHAPES", "MatrixTile", "matrix_tiles"]
+__all__ = ["ROW", "SHAPES", "MatrixTile", "matrix_tiles", "shaped"]
 
 ROW = 128
 """Bytes of a token that are copied at once."""
 _SLAB = 64  # outputs that a warpgroup multiplies at once
+_UNIT = 16  # tokens whose sums are written together
 _STAGED = 64  # tokens of a warpgroup's results on their way out
 _PITCH = 144  # bytes between them
 _MOST_OUTPUTS = 256  # the weight is laid out for so many at once
-_MOST_SUMS, _FEW_SUMS = 384, 128  # tokens times slabs of a warpgroup, whose sums are in its registers
+# Tokens times slabs of a warpgroup whose sums fit its registers, by blocks on a multiprocessor and warpgroups of each.
+_MOST_SUMS = {(1, 1): 384, (1, 2): 384, (1, 3): 128, (2, 1): 128, (2, 2): 64, (2, 3): 0}
 SHAPES = (
-    (16, 1, 1, 1, 1), (16, 2, 1, 1, 1), (16, 1, 1, 1, 2), (32, 1, 1, 1, 1), (32, 2, 1, 1, 1), (32, 1, 1, 1, 2),
-    (64, 1, 1, 1, 1), (64, 2, 1, 1, 1), (64, 1, 1, 1, 2), (64, 1, 1, 2, 1), (128, 1, 1, 1, 1), (128, 2, 1, 1, 1),
-    (128, 1, 1, 2, 1), (128, 2, 1, 2, 1), (128, 2, 2, 1, 1), (128, 2, 2, 2, 1), (256, 2, 1, 1, 1), (256, 2, 1, 2, 1),
-    (176, 2, 2, 1, 1), (192, 2, 2, 1, 1),
+    (16, 1, 1, 1, 1, 2), (16, 2, 1, 1, 1, 2), (16, 1, 1, 1, 2, 2), (16, 1, 1, 1, 1, 1), (32, 1, 1, 1, 1, 2),
+    (32, 2, 1, 1, 1, 2), (32, 1, 1, 1, 2, 2), (32, 1, 1, 2, 1, 2), (64, 1, 1, 1, 1, 2), (64, 1, 1, 2, 1, 2),
+    (64, 1, 1, 1, 2, 2), (64, 2, 1, 1, 1, 2), (64, 2, 1, 2, 1, 2), (64, 3, 1, 2, 1, 2), (64, 1, 1, 2, 2, 1),
+    (128, 1, 1, 1, 1, 1), (128, 1, 1, 2, 1, 1), (128, 2, 1, 1, 1, 1), (128, 2, 1, 2, 1, 1), (128, 3, 1, 1, 1, 1),
+    (128, 3, 1, 2, 1, 1), (128, 2, 2, 1, 1, 1), (128, 2, 2, 2, 1, 1), (256, 2, 1, 1, 1, 1), (256, 2, 1, 2, 1, 1),
+    (176, 2, 2, 1, 1, 1), (192, 2, 2, 1, 1, 1),
 )  # fmt: skip
-"""Tokens, groups, each, split and ctas of the tiles that were among the fastest somewhere on an H200."""
-_TIMED = 4
-# Measured on an H200: clusters of so many blocks that run at once, and cycles: of a multiplication of 64 outputs, and
-# for each token; of a step, for each warpgroup and for each token; to begin and end, and between two tiles.
+"""Tokens, groups, each, split, ctas and depth of the tiles that were among the fastest somewhere on an H200."""
+_TIMED = 5
+# What fits times on an H200. Clusters of so many blocks run at once. Shared memory moves 128 bytes a cycle, and what is
+# copied into it waits for what multiplications read: both operands of each. In cycles: of a copy and its barriers, to
+# begin and end, and between two tiles; and bytes of the weight that all of memory brings in one.
 _AT_ONCE = {1: 132, 2: 66}
-_MULTIPLIED, _MULTIPLIED_TOKEN = 15, 0.61
-_STEPPED, _MOST_STEPPED = 140, 128
-_AROUND, _BETWEEN = 4500, 1500
+_SHARED_RATE = 128
+_STEPPED, _AROUND, _BETWEEN = 100, 3000, 1500
+_STREAMED = 2200
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class MatrixTile(TextTile):
     cluster
         Blocks beside each other along the outputs, which fetch x for each other.
     stages
-        Steps of 128 bytes of a token that are on their way at once.
+        Copies that are on their way at once.
     ctas
         Blocks that share a multiprocessor.
     group
@@ -61,6 +66,8 @@ class MatrixTile(TextTile):
         Times 64 outputs of each warpgroup.
     split
         Blocks that share the input channels of one tile, where there are fewer tiles than multiprocessors.
+    depth
+        Steps of 128 bytes of a token that are copied, waited for and multiplied at once.
 
     Examples
     --------
@@ -76,16 +83,18 @@ class MatrixTile(TextTile):
     group: int = 8
     each: int = 1
     split: int = 1
+    depth: int = 1
 
     _choices: ClassVar[dict[str, tuple[int, ...]]] = {
         "tokens": (16, 32, 64, 128, 176, 192, 256),
-        "groups": (1, 2),
+        "groups": (1, 2, 3),
         "cluster": (1, 2),
         "stages": tuple(range(2, 33)),
         "ctas": (1, 2),
         "group": (1, 2, 4, 8, 16),
         "each": (1, 2),
         "split": tuple(range(1, 9)),
+        "depth": (1, 2),
     }
 
     @property
@@ -105,16 +114,15 @@ class MatrixTile(TextTile):
 
     def _ring_bytes(self, itemsize: int) -> int:
         step = self.tokens * ROW + self.pieces * (4096 + 1024 // itemsize)
-        return self.stages * -(-step // 1024) * 1024
+        return self.stages * -(-step * self.depth // 1024) * 1024
 
     def fits(self, itemsize: int) -> bool:
         """Whether a multiprocessor has room for its blocks, threads for their sums, and the ring for those of parts."""
-        sums = self.tokens * _SLAB * self.pieces * 4
+        units = self.tokens // _UNIT
+        sums = self.split * -(-units // self.split) * self.pieces * _UNIT * _SLAB * 4
         return (
             self.ctas * (self.shared_bytes(itemsize) + 1024) <= SHARED_BYTES + 1024
-            and self.tokens * self.each <= _MOST_SUMS
-            and (self.ctas == 1 or self.groups == 1)  # more take all registers
-            and (self.ctas == 1 or self.tokens * self.each <= _FEW_SUMS)
+            and self.tokens * self.each <= _MOST_SUMS[self.ctas, self.groups]
             and self.outputs <= _MOST_OUTPUTS
             and (self.split == 1 or (self.cluster == 1 and sums <= self._ring_bytes(itemsize)))
         )
@@ -134,11 +142,21 @@ def matrix_tiles(shape: Sequence[int], tokens: int, itemsize: int) -> list[Matri
     """Return the tiles that are worth timing for a weight of this shape (N, K), the best guess first.
 
     >>> [matrix_tiles((4096, 4096), tokens, 2)[0].tokens for tokens in (64, 128, 4096)]
-    [64, 128, 256]
+    [64, 64, 176]
     """
-    tiles = [deepest(MatrixTile(t, g, 1, 4, ctas, each=e, split=s), itemsize) for t, g, e, s, ctas in SHAPES]
+    tiles = [shaped(shape, itemsize) for shape in SHAPES]
     fitting = [tile for tile in tiles if tile.fits(itemsize)]
     return sorted(fitting, key=lambda tile: _guessed_cycles(tile, shape, tokens, itemsize))[:_TIMED]
+
+
+def shaped(numbers: Sequence[int], itemsize: int) -> MatrixTile:
+    """Return the deepest tile of one of :data:`SHAPES`.
+
+    >>> shaped((64, 2, 1, 2, 1, 2), 2).split
+    2
+    """
+    tokens, groups, each, split, ctas, depth = numbers
+    return deepest(MatrixTile(tokens, groups, 1, 2, ctas, each=each, split=split, depth=depth), itemsize)
 
 
 def _guessed_cycles(tile: MatrixTile, shape: Sequence[int], tokens: int, itemsize: int) -> float:
@@ -146,11 +164,13 @@ def _guessed_cycles(tile: MatrixTile, shape: Sequence[int], tokens: int, itemsiz
     n, k = shape
     pieces, steps = tile.pieces, -(-k * itemsize // ROW)
     tiles = -(-tokens // tile.tokens) * -(-n // (_SLAB * pieces))
-    multiplied = 2 * pieces * (_MULTIPLIED + _MULTIPLIED_TOKEN * tile.tokens)
-    step = max(multiplied, tile.groups * (_STEPPED + min(tile.tokens, _MOST_STEPPED)))
+    weight = 4096 + 1024 // itemsize
+    read = 2 * pieces * (tile.tokens * ROW // 2 + 2048)
+    step = (read + tile.tokens * ROW + pieces * weight) / _SHARED_RATE + _STEPPED / tile.depth
     at_once = _AT_ONCE[tile.split]
     beside = min(tile.ctas, -(-tiles // at_once))  # blocks that share a multiprocessor
     rounds = -(-tiles // (at_once * tile.ctas))
-    if tile.split > 1:  # each block has its own beginning
-        return rounds * (-(-steps // tile.split) * step + _AROUND * tile.split)
-    return _AROUND + rounds * (steps * step * beside + _BETWEEN)
+    work = -(-steps // tile.split) * step * beside
+    # Those that share steps begin anew in every round.
+    taken = rounds * (work + _AROUND) if tile.split > 1 else _AROUND + rounds * (work + _BETWEEN)
+    return max(taken, _AROUND + weight * n * steps / _SLAB / _STREAMED)

@@ -2,15 +2,16 @@
 // of a warpgroup (wgmma.sp).
 //
 // Blocks of threads stay and walk over tiles of 64 * GROUPS * EACH outputs and TOKENS tokens. One thread has the copy
-// engine fetch the next STAGES steps of the input channels; each of GROUPS warpgroups multiplies EACH times 64 outputs.
+// engine fetch what is next: STAGES times DEPTH steps of the input channels, the weight of all outputs by one copy. Each of
+// GROUPS warpgroups multiplies EACH times 64 outputs.
 // Either the blocks of a cluster compute neighbouring outputs of the same tokens, and each fetches a part of x for all of
-// them; or SPLIT blocks share the steps of one tile, and in the end each adds up, in their order, the sums of all of them
-// for some of the tokens. The weight lies in memory as the instruction wants it in shared memory, see
+// them; or SPLIT blocks share the steps of one tile, and in the end each gets the sums of the others for some of the tokens
+// and adds them to its own, in a fixed order. The weight lies in memory as the instruction wants it in shared memory, see
 // cuda_24_matrix_layout.py.
 //
 // Compile-time numbers: IS_HALF, ACTIVATION, FORMAT (0: 16 bits, 1: fp8 with scales of tokens and outputs), RESIDUAL
 // (whether there is one), TOKENS, GROUPS, EACH, BESIDE (blocks that fetch x for each other), SPLIT, CLUSTER (the larger of
-// both), STAGES, CTAS (blocks on a multiprocessor).
+// both), STAGES, DEPTH, CTAS (blocks on a multiprocessor).
 #include "few_tokens.cuh"
 #include "warpgroup.cuh"
 #include "warpgroup24.cuh"
@@ -20,35 +21,59 @@ constexpr int ROW = 128;                               // bytes of a token in a 
 constexpr int X_BYTES = TOKENS * ROW;                  // of a step
 constexpr int W_BYTES = PANELS + META_BYTES;           // of a step of 64 outputs
 constexpr int PIECES = GROUPS * EACH;                  // slabs of 64 outputs of a block
-constexpr int STAGE = (X_BYTES + PIECES * W_BYTES + 1023) / 1024 * 1024;
+constexpr int FETCHED = DEPTH * (X_BYTES + PIECES * W_BYTES); // of a stage
+constexpr int STAGE = (FETCHED + 1023) / 1024 * 1024;
 constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64;       // tokens that are written at once
 constexpr int UNIT = 16, UNITS = TOKENS / UNIT;        // tokens whose sums are written together
 constexpr int MOST_UNITS = (UNITS + SPLIT - 1) / SPLIT; // of one block
-constexpr int PITCH = 64 * 2 + 16;                     // bytes between them
+__device__ constexpr int first_unit(int rank) { return UNITS * rank / SPLIT; }
+constexpr int PITCH = 64 * 2 + 16;                     // bytes between tokens
 constexpr int STAGING = CHUNK * PITCH + TOKENS * 4;    // of a warpgroup: results and the scales of tokens
 static_assert(BESIDE == 1 || SPLIT == 1, "blocks either fetch x for each other or share its steps");
-static_assert(SPLIT == 1 || PIECES * 64 * TOKENS * 4 <= STAGES * STAGE, "sums of parts take the place of the ring");
+static_assert(DEPTH <= 2, "one step at most is left where they do not fill a stage");
+static_assert(SPLIT == 1 || SPLIT * PIECES * MOST_UNITS * 4096 <= STAGES * STAGE, "sums of parts lie where the ring was");
 
 struct Call {
     alignas(64) unsigned char x_map[128];
-    const unsigned char* weight; // (slabs of 64 outputs, steps, W_BYTES)
+    alignas(64) unsigned char w_map[128]; // of the weight as (slabs of 64 outputs, steps * W_BYTES / LINE, LINE)
+    const unsigned char* weight;
     const float* scales;         // of outputs
     const float* x_scales;       // of tokens
     const u16* bias;
     const u16* residual;
     u16* y;
-    int tokens, outputs, steps, token_tiles, tiles, group;
+    int tokens, outputs, slabs, steps, token_tiles, columns, group; // columns: tiles of outputs
 };
 
 // Which outputs and tokens a tile of the cluster has: `group` tiles of tokens are worked on before the next ones.
 struct Place {
     int slab, token;
     __device__ __forceinline__ Place(const Call& call, int tile, int rank) {
-        const int columns = call.tiles / call.token_tiles;
-        const int before = tile / (call.group * columns), inside = tile - before * call.group * columns;
-        const int height = min(call.token_tiles - before * call.group, call.group);
-        token = (before * call.group + inside % height) * TOKENS;
-        slab = ((inside / height) * BESIDE + (BESIDE > 1 ? rank : 0)) * PIECES;
+        const int whole = call.group * call.columns, before = call.token_tiles > call.group ? tile / whole : 0;
+        const int inside = tile - before * whole, height = min(call.token_tiles - before * call.group, call.group);
+        const int column = height > 1 ? inside / height : inside;
+        token = (before * call.group + inside - column * height) * TOKENS;
+        slab = (column * BESIDE + (BESIDE > 1 ? rank : 0)) * PIECES;
+    }
+};
+
+// The tiles of a cluster, one after another.
+struct Tiles {
+    const Call& call;
+    int rank, tile;
+    Place place;
+
+    // Finds the first one: before this kernel waits for anything, as divisions take their time.
+    __device__ __forceinline__ Tiles(const Call& given, int rank)
+        : call(given), rank(rank), tile(blockIdx.x / CLUSTER), place(given, blockIdx.x / CLUSTER, rank) {
+        asm volatile("" : "+r"(place.slab), "+r"(place.token));
+    }
+
+    __device__ __forceinline__ bool left() const { return tile < call.token_tiles * call.columns; }
+
+    __device__ __forceinline__ void next() {
+        tile += gridDim.x / CLUSTER;
+        if (left()) place = Place(call, tile, rank);
     }
 };
 
@@ -70,51 +95,49 @@ struct Ring {
     }
 };
 
-// What a block reads of the weight for a tile: a slab begins `stride` bytes after the one before it.
-struct Panels {
-    const unsigned char* from;
-    long long stride;
-    __device__ __forceinline__ Panels(const Call& call, const Place& place, const Steps& steps)
-        : from(call.weight + ((long long)place.slab * call.steps + steps.begin) * W_BYTES),
-          stride((long long)call.steps * W_BYTES) {}
-};
-
 // Has the cache fetch the weight of a block's first steps, which nothing before this kernel has to wait for.
-__device__ __forceinline__ void fetch_early(const Call& call, int rank) {
-    const Steps steps(call, rank);
-    const Panels panels(call, Place(call, blockIdx.x / CLUSTER, rank), steps);
-    const int bytes = min(steps.end - steps.begin, STAGES) * W_BYTES;
-    if (bytes > 0)
-        for (int g = 0; g < PIECES; ++g) ask_early(panels.from + g * panels.stride, bytes);
+__device__ __forceinline__ void fetch_early(const Call& call, const Tiles& tiles) {
+    know_map(call.w_map);
+    know_map(call.x_map);
+    const Steps steps(call, tiles.rank);
+    const int slab = tiles.place.slab, count = min(steps.end - steps.begin, STAGES * DEPTH);
+    if (count <= 0) return;
+    for (int piece = slab; piece < min(slab + PIECES, call.slabs); ++piece)
+        ask_early(call.weight + ((long long)piece * call.steps + steps.begin) * W_BYTES, count * W_BYTES);
 }
 
-__device__ __forceinline__ void fetch(const Call& call, u32 memory, u32 full, u32 empty, int rank) {
-    const Steps steps(call, rank);
+// What is fetched beyond the last step is not multiplied.
+__device__ __forceinline__ void fetch(const Call& call, Tiles& tiles, u32 memory, u32 full, u32 empty) {
+    const int part = BESIDE > 1 ? tiles.rank * (TOKENS / BESIDE) : 0;
+    const Steps steps(call, tiles.rank);
     Ring ring;
-    for (int tile = blockIdx.x / CLUSTER; tile < call.tiles; tile += gridDim.x / CLUSTER) {
-        const Place place(call, tile, rank);
-        Panels panels(call, place, steps);
-        for (int step = steps.begin; step < steps.end; ++step, panels.from += W_BYTES, ring.next()) {
+    for (; tiles.left(); tiles.next()) {
+        const Place place = tiles.place;
+        for (int step = steps.begin; step < steps.end; step += DEPTH, ring.next()) {
             const u32 stage = memory + ring.stage * STAGE, done = full + ring.stage * 8;
             wait(empty + ring.stage * 8, ring.phase ^ 1);
-            expect(done, X_BYTES + PIECES * W_BYTES);
-#pragma unroll 1
-            for (int g = 0; g < PIECES; ++g)
-                copy(stage + X_BYTES + g * W_BYTES, panels.from + g * panels.stride, W_BYTES, done);
-            constexpr int PART = TOKENS / BESIDE;
-            const int part = BESIDE > 1 ? rank * PART : 0;
-            copy_box(stage + part * ROW, call.x_map, step * (ROW / ITEM), place.token + part, done);
+            if (PIECES == 1) { // its steps stand side by side, and a plain copy is a little faster
+                const u32 bytes = min(DEPTH, call.steps - step) * W_BYTES;
+                expect(done, DEPTH * X_BYTES + bytes);
+                copy(stage + DEPTH * X_BYTES, call.weight + ((long long)place.slab * call.steps + step) * W_BYTES, bytes, done);
+            } else {
+                expect(done, FETCHED);
+                copy_panels(stage + DEPTH * X_BYTES, call.w_map, step * (W_BYTES / LINE), place.slab, done);
+            }
+#pragma unroll
+            for (int d = 0; d < DEPTH; ++d)
+                copy_box(stage + d * X_BYTES + part * ROW, call.x_map, (step + d) * (ROW / ITEM), place.token + part, done);
         }
     }
 }
 
-// Scales, adds and writes the sums of 64 outputs and the tokens of this block; `sums_of` gives those of a unit of tokens.
+// Scales, adds and writes the sums of 64 outputs and the tokens of this block; `sums_of` gives those of its units of tokens.
 template <class SumsOf>
 __device__ __forceinline__ void write(const Call& call, SumsOf sums_of, u32 staging, int first_output, int first_token,
                                       int group, int rank) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, thread = threadIdx.x % 128;
     const int output = first_output + warp * 16 + lane / 4;
-    const int begin = SPLIT > 1 ? UNITS * rank / SPLIT : 0, end = SPLIT > 1 ? UNITS * (rank + 1) / SPLIT : UNITS;
+    const int begin = SPLIT > 1 ? first_unit(rank) : 0, end = SPLIT > 1 ? first_unit(rank + 1) : UNITS;
     float bias[2] = {0.f, 0.f};
 #if FORMAT
     float scale[2] = {1.f, 1.f};
@@ -137,11 +160,14 @@ __device__ __forceinline__ void write(const Call& call, SumsOf sums_of, u32 stag
     for (int chunk = 0; chunk < MOST_UNITS; chunk += CHUNK / UNIT) {
         const int of_chunk = first_token + (begin + chunk) * UNIT; // its first token
         if (of_chunk >= call.tokens) break;
+        float all[CHUNK / UNIT][8];
+#pragma unroll
+        for (int u = 0; u < CHUNK / UNIT && chunk + u < MOST_UNITS; ++u)
+            if (begin + chunk + u < end) sums_of(chunk + u, all[u]);
 #pragma unroll
         for (int u = 0; u < CHUNK / UNIT && chunk + u < MOST_UNITS; ++u) {
             if (begin + chunk + u >= end) break;
-            float sums[8];
-            sums_of(begin + chunk + u, sums);
+            const float(&sums)[8] = all[u];
             u32 pairs[4];
 #pragma unroll
             for (int p = 0; p < 4; ++p) {
@@ -182,6 +208,7 @@ __device__ __forceinline__ void write(const Call& call, SumsOf sums_of, u32 stag
 }
 
 typedef float Sums[EACH][TOKENS / 2]; // of a thread
+typedef Selectors Places[EACH][DEPTH]; // of a stage
 
 // One warpgroup's way through the ring.
 struct Consumer {
@@ -189,86 +216,137 @@ struct Consumer {
     u32 memory, full, empty;
     int group, lane;
     Ring ring;
-    u32 before; // the barrier of the step whose multiplications may still run
+    u32 before; // the barrier of the stage whose multiplications may still run
 
-    // Multiplies one step, whose places go to `mine`; those of the step before are in `others`.
-    __device__ __forceinline__ void multiply_step(Sums& sums, Selectors (&mine)[EACH], const Selectors (&others)[EACH],
-                                                  int adds) {
-        const u32 x = memory + ring.stage * STAGE, w = x + X_BYTES + group * EACH * W_BYTES;
+    // Multiplies COUNT steps of a stage. Their places go to `mine`; those of the stage before are in `others`.
+    template <int COUNT>
+    __device__ __forceinline__ void multiply_stage(Sums& sums, Places& mine, const Places& others, int adds) {
+        const u32 x = memory + ring.stage * STAGE, w = x + DEPTH * X_BYTES + group * EACH * DEPTH * W_BYTES;
         wait(full + ring.stage * 8, ring.phase);
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) mine[e].load(w + e * W_BYTES + PANELS, threadIdx.x % 128);
+        for (int e = 0; e < EACH; ++e)
+#pragma unroll
+            for (int d = 0; d < COUNT; ++d)
+                mine[e][d].load(w + (e * DEPTH + d) * W_BYTES + PANELS, threadIdx.x % 128);
         begin_multiplying();
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-            multiply<0>(sums[e], w + e * W_BYTES, x, mine[e], adds);
-            multiply<1>(sums[e], w + e * W_BYTES, x, mine[e], 1);
+        for (int d = 0; d < COUNT; ++d) {
+#pragma unroll
+            for (int e = 0; e < EACH; ++e) {
+                const u32 values = w + (e * DEPTH + d) * W_BYTES;
+                multiply<0>(sums[e], values, x + d * X_BYTES, mine[e][d], d ? 1 : adds);
+                multiply<1>(sums[e], values, x + d * X_BYTES, mine[e][d], 1);
+            }
         }
         end_multiplying();
-        wait_multiplied<1>(); // for the step before
+        wait_multiplied<1>(); // for the stage before
         keep(others);
         if (before && lane < BESIDE) arrive(before, lane);
         before = empty + ring.stage * 8;
         ring.next();
     }
 
-    __device__ __forceinline__ void keep(const Selectors (&selectors)[EACH]) const {
+    __device__ __forceinline__ void keep(const Places& places) const {
 #pragma unroll
-        for (int e = 0; e < EACH; ++e) selectors[e].keep(memory, call.tokens);
+        for (int e = 0; e < EACH; ++e)
+#pragma unroll
+            for (int d = 0; d < DEPTH; ++d) places[e][d].keep(memory, call.tokens);
     }
 
     // Multiplies all steps of a tile.
     __device__ __forceinline__ void multiply_tile(Sums& sums, const Steps& steps) {
-        Selectors even[EACH], odd[EACH];
+        Places even, odd;
         before = 0;
-        for (int step = steps.begin; step < steps.end; step += 2) {
-            multiply_step(sums, even, odd, step > steps.begin);
-            if (step + 1 < steps.end) multiply_step(sums, odd, even, 1);
+        for (int step = steps.begin; step + DEPTH <= steps.end; step += 2 * DEPTH) {
+            multiply_stage<DEPTH>(sums, even, odd, step > steps.begin);
+            if (step + 2 * DEPTH <= steps.end) multiply_stage<DEPTH>(sums, odd, even, 1);
         }
+        end_stages(even, odd);
+        if (DEPTH > 1 && (steps.end - steps.begin) % DEPTH) {
+            multiply_stage<1>(sums, even, odd, steps.end - steps.begin > 1);
+            end_stages(even, odd);
+        }
+    }
+
+    // Waits for all that is multiplied, and gives the last stage back.
+    __device__ __forceinline__ void end_stages(const Places& even, const Places& odd) {
         wait_multiplied<0>();
         keep(even);
         keep(odd);
         if (before && lane < BESIDE) arrive(before, lane);
+        before = 0;
     }
 };
 
 #if SPLIT > 1
-// Where a thread's sums of a unit of tokens are in shared memory, by slab of the block.
-__device__ __forceinline__ u32 part_of(u32 memory, int slab, int unit) {
-    return memory + ((slab * UNITS + unit) * 256 + threadIdx.x % 128) * 16;
+// Where a block has what block `from` gave it of a slab and of a unit of its tokens, for this thread.
+__device__ __forceinline__ u32 given_by(u32 memory, int from, int slab, int unit) {
+    return memory + (((from * PIECES + slab) * MOST_UNITS + unit) * 256 + threadIdx.x % 128) * 16;
 }
 
-// Lays the sums of a block's steps into the place of the ring, which all warpgroups have read.
-__device__ __forceinline__ void lay_parts(const Sums& sums, u32 memory, int group, bool any) {
-    meet_consumers();
+// Gives the other blocks of the cluster the sums of their tokens, into the place of their rings; 0 if it had no steps.
+__device__ __forceinline__ void give(const Sums& sums, bool any, u32 memory, int group, int rank) {
 #pragma unroll
-    for (int e = 0; e < EACH; ++e)
+    for (int q = 0; q < SPLIT; ++q) {
+        if (q == rank) continue;
 #pragma unroll
-        for (int half = 0; half < UNITS * 2; ++half) {
-            const float* four = sums[e] + half * 4;
-            const u32 to = part_of(memory, group * EACH + e, half / 2) + half % 2 * 2048;
-            write16(to, any ? make_float4(four[0], four[1], four[2], four[3]) : make_float4(0.f, 0.f, 0.f, 0.f));
+        for (int unit = first_unit(q); unit < first_unit(q + 1); ++unit)
+#pragma unroll
+            for (int e = 0; e < EACH; ++e) {
+                const u32 to = given_by(memory, rank, group * EACH + e, unit - first_unit(q));
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float* four = sums[e] + unit * 8 + half * 4;
+                    write16_there(to + half * 2048, q,
+                                  any ? make_float4(four[0], four[1], four[2], four[3]) : make_float4(0.f, 0.f, 0.f, 0.f));
+                }
+            }
+    }
+}
+
+// A unit of this block's tokens: its own sums, and then those of the others in their order.
+__device__ __forceinline__ void add_given(float (&total)[8], const float (&sums)[TOKENS / 2], bool any, u32 memory,
+                                          int slab, int unit, int rank) {
+#pragma unroll
+    for (int q = 0; q < SPLIT; ++q)
+        if (q == rank && first_unit(q) + unit < first_unit(q + 1)) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) total[i] = any ? sums[(first_unit(q) + unit) * 8 + i] : 0.f;
         }
+#pragma unroll
+    for (int q = 0; q < SPLIT; ++q) {
+        if (q == rank) continue;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint4 more = read16(given_by(memory, q, slab, unit) + half * 2048);
+            total[half * 4] += __uint_as_float(more.x);
+            total[half * 4 + 1] += __uint_as_float(more.y);
+            total[half * 4 + 2] += __uint_as_float(more.z);
+            total[half * 4 + 3] += __uint_as_float(more.w);
+        }
+    }
 }
 #endif
 
-__device__ __forceinline__ void compute(const Call& call, u32 memory, u32 full, u32 empty, u32 staging, int rank) {
-    const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+__device__ __forceinline__ void compute(const Call& call, Tiles& tiles, u32 memory, u32 full, u32 empty, u32 staging) {
+    const int group = threadIdx.x / 128, lane = threadIdx.x % 32, rank = tiles.rank;
     const Steps steps(call, rank);
     Consumer consumer{call, memory, full, empty, group, lane, Ring(), 0};
     Sums sums;
-    for (int tile = blockIdx.x / CLUSTER; tile < call.tiles; tile += gridDim.x / CLUSTER) {
-        const Place place(call, tile, rank);
+    for (; tiles.left(); tiles.next()) {
+        const Place place = tiles.place;
         consumer.multiply_tile(sums, steps);
 #if SPLIT > 1
-        lay_parts(sums, memory, group, steps.begin < steps.end);
-        meet_cluster(); // there is one tile for each cluster
+        const bool any = steps.begin < steps.end;
+        meet_cluster(); // all have read their rings; there is one tile for each cluster
+        give(sums, any, memory, group, rank);
+        meet_cluster();
 #endif
 #pragma unroll
         for (int e = 0; e < EACH; ++e) {
             const auto sums_of = [&](int unit, float (&into)[8]) {
 #if SPLIT > 1
-                add_parts(into, part_of(memory, group * EACH + e, unit));
+                add_given(into, sums[e], any, memory, group * EACH + e, unit, rank);
 #else
 #pragma unroll
                 for (int i = 0; i < 8; ++i) into[i] = sums[e][unit * 8 + i];
@@ -287,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
     extern __shared__ unsigned char raw[];
     const u32 memory = (address_of(raw) + 1023) / 1024 * 1024;
     const u32 staging = memory + STAGES * STAGE, full = staging + GROUPS * STAGING, empty = full + STAGES * 8;
-    const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
+    Tiles tiles(call, CLUSTER > 1 ? blockIdx.x % CLUSTER : 0);
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             make_barrier(full + s * 8, 1);
@@ -295,19 +373,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    if (threadIdx.x == CONSUMERS) fetch_early(call, rank);
+    if (threadIdx.x == CONSUMERS) fetch_early(call, tiles);
+#if BESIDE > 1
     meet_cluster();
+#else
+    __syncthreads();
+#endif
     follow();
     if (threadIdx.x >= CONSUMERS) {
         fewer_registers();
-        if (threadIdx.x == CONSUMERS) fetch(call, memory, full, empty, rank);
+        if (threadIdx.x == CONSUMERS) fetch(call, tiles, memory, full, empty);
         __syncwarp();
 #if SPLIT > 1
+        meet_cluster();
         meet_cluster();
 #endif
     } else {
         more_registers();
-        compute(call, memory, full, empty, staging, rank);
+        compute(call, tiles, memory, full, empty, staging);
     }
-    leave_cluster(); // others still copy into this block's memory, read it and arrive at its barriers
+#if BESIDE > 1
+    leave_cluster(); // others still copy into this block's memory and arrive at its barriers
+#endif
 }

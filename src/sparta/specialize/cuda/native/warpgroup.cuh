@@ -97,7 +97,9 @@ __device__ __forceinline__ void fewer_registers() {
 }
 
 __device__ __forceinline__ void more_registers() {
-#if GROUPS == 2
+#if GROUPS == 2 && CTAS == 2 // blocks on a multiprocessor, where they are told
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 96;");
+#elif GROUPS == 2
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 #elif GROUPS == 3
     asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");

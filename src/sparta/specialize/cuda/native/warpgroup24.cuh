@@ -17,49 +17,30 @@ constexpr int ITEM = 1, META_BYTES = 1024;
 constexpr int ITEM = 2, META_BYTES = 512; // bytes of an input; of the places of 64 outputs in a step
 #endif
 constexpr int PANELS = 64 * 64; // bytes of the values of 64 outputs in a step
+constexpr int LINE = 512;       // bytes of the weight in a line of its map
+
+// Has the copy engine read what describes a matrix before the first copy needs it.
+__device__ __forceinline__ void know_map(const void* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Copies a stage of the weight for all outputs of a block, from a line and a slab on.
+__device__ __forceinline__ void copy_panels(u32 to, const void* map, int line, int slab, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+                 "[%5];" ::"r"(to), "l"(map), "r"(0), "r"(line), "r"(slab), "r"(barrier) : "memory");
+}
 
 // Asks for bytes without a place to put them: only the L2 cache is filled, so what is still written to them is seen.
 __device__ __forceinline__ void ask_early(const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
-// Waits for all warpgroups that multiply.
-__device__ __forceinline__ void meet_consumers() {
-    asm volatile("bar.sync 3, %0;" ::"n"(GROUPS * 128) : "memory");
+// Writes four sums to this place in block `rank` of the cluster.
+__device__ __forceinline__ void write16_there(u32 place, int rank, float4 four) {
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+                 "st.shared::cluster.v4.f32 [there], {%2,%3,%4,%5};\n}" ::"r"(place), "r"(rank), "f"(four.x), "f"(four.y),
+                 "f"(four.z), "f"(four.w) : "memory");
 }
-
-__device__ __forceinline__ void write16(u32 to, float4 value) {
-    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(value.x), "f"(value.y), "f"(value.z),
-                 "f"(value.w) : "memory");
-}
-
-#if SPLIT > 1
-// Adds up what the blocks of a cluster have at this place, in their order: eight sums of each.
-__device__ __forceinline__ void add_parts(float (&total)[8], u32 place) {
-    float4 parts[SPLIT][2];
-#pragma unroll
-    for (int q = 0; q < SPLIT; ++q) {
-        u32 there;
-        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(q));
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-                         : "=f"(parts[q][half].x), "=f"(parts[q][half].y), "=f"(parts[q][half].z), "=f"(parts[q][half].w)
-                         : "r"(there + half * 2048) : "memory");
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) total[i] = 0.f;
-#pragma unroll
-    for (int q = 0; q < SPLIT; ++q)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            total[half * 4] += parts[q][half].x;
-            total[half * 4 + 1] += parts[q][half].y;
-            total[half * 4 + 2] += parts[q][half].z;
-            total[half * 4 + 3] += parts[q][half].w;
-        }
-}
-#endif
 
 // Where the live values of a step are, as this thread hands them to the instruction. It reads these registers while it
 // runs, which the compiler does not know: they have to be kept until the multiplications of the step have ended.
