@@ -395,14 +395,12 @@ class DepthwiseConv(PackedImages):
         return int(self.library.handle.sparta_depthwise(call))
 
 
-def dense_images(
-    shape: tuple[int, ...], geometry: ConvGeometry, isa: str | None = None, *, fewer: bool = True
-) -> PackedImages:
-    """Return the kernel for a dense weight of this shape, which may compute with fewer products.
+def dense_images(shape: tuple[int, ...], geometry: ConvGeometry, isa: str | None = None) -> PackedImages:
+    """Return the kernel for a dense weight of this shape.
 
     >>> type(dense_images((8, 1, 3, 3), ConvGeometry.make(2, groups=8))).__name__
     'DepthwiseConv'
     """
     if len(shape) > 1 and shape[1] == 1 and geometry.groups > 1:
         return DepthwiseConv(shape, geometry, isa)
-    return DenseConv(shape, geometry, isa, fewer=fewer)
+    return DenseConv(shape, geometry, isa)

@@ -6,14 +6,12 @@ than PyTorch, is measured as for any other implement.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from sparta.common.tuning import TunableItemCfg
 from sparta.specialize.conv.cpu_dense import dense_images
-from sparta.specialize.conv.cpu_winograd import takes_winograd
 from sparta.specialize.conv.spec import ConvGeometry, ConvKernel
 from sparta.specialize.cpu.device import runs_here
 from sparta.specialize.cpu.library import fused_activation
@@ -27,10 +25,10 @@ _FEWEST_LIVE = 0.4  # with fewer, the kernels that skip zeros win everywhere
 
 
 class _CpuDenseKernel(ConvKernel):
-    def __init__(self, spec: KernelSpec, *, fewer: bool) -> None:
+    def __init__(self, spec: KernelSpec) -> None:
         weight = spec["weight"]
         self._masked, self._activation = Masked(weight), fused_activation(spec.epilogue)
-        self._images = dense_images(tuple(weight.shape), ConvGeometry.from_dict(spec.attributes), fewer=fewer)
+        self._images = dense_images(tuple(weight.shape), ConvGeometry.from_dict(spec.attributes))
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         return (self._images.pack(self._masked(operand)),)
@@ -64,19 +62,10 @@ class _CpuDenseConv(Implement):
             return Support.no(why, Cause.PATTERN)
         return runs_here(spec)
 
-    def space(self, spec: KernelSpec) -> Mapping[str, TunableItemCfg]:
-        """Return whether to compute with fewer products, where that can be."""
-        if not takes_winograd(tuple(spec["weight"].shape), ConvGeometry.from_dict(spec.attributes)):
-            return {}
-        return {"products": TunableItemCfg("choice", _value=["fewer", "all"])}
-
-    def default(self, spec: KernelSpec) -> dict[str, Any]:
-        """Return the best guess."""
-        return {name: item._value[0] for name, item in self.space(spec).items()}
-
     def build(self, spec: KernelSpec, params: Params) -> ConvKernel:
         """Compile the library if it is not there yet."""
-        return _CpuDenseKernel(spec, fewer=params.get("products") == "fewer")
+        del params
+        return _CpuDenseKernel(spec)
 
 
 class CpuDenseConv2d(_CpuDenseConv):
