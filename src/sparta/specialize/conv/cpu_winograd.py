@@ -56,7 +56,7 @@ class Winograd:
 
     def pack(self, weight: Tensor) -> Tensor:
         """Return the transformed values of a weight (N, C, 3, 3), place by place of a tile."""
-        # Tensors of 12 numbers: rows of the matrix that takes three taps to four places.
+        # The matrix that takes three taps to four places.
         rows = [[1.0, 0.0, 0.0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0.0, 0.0, 1.0]]
         matrix = torch.tensor(rows, dtype=torch.float64)
         tiles = torch.einsum("ir,ncrs,js->ijnc", matrix, weight.double(), matrix).float()
@@ -84,10 +84,10 @@ class Winograd:
         slot = _TILE_CHANNELS * plane
         offsets = [4 * (slot * which + at) for which, at in zip(plan.tap_slots, plan.tap_offsets, strict=True)]
         pixels = rows * columns
-        numbers = (images, channels * pixels, pixels, columns, 1, _TILE_CHANNELS, rows, columns, *plan.out_size, 2, 2)
-        numbers += (len(plan.slot_rows), plan.row_width, self._tokens + 1, plan.reach, plane, 0, 0, 0)
+        sizes = (images, channels * pixels, pixels, columns, 1, _TILE_CHANNELS, rows, columns, *plan.out_size, 2, 2)
+        copies = (len(plan.slot_rows), plan.row_width, self._tokens + 1, plan.reach, plane, 0, 0, 0)
         ends = (0, 0, 0, 0, *(array.data_ptr() for array in arrays))
-        made = ctypes.create_string_buffer(WINOGRAD_PLAN.pack(*ends, *numbers, self._chunk, *offsets))
+        made = ctypes.create_string_buffer(WINOGRAD_PLAN.pack(*ends, *sizes, *copies, self._chunk, *offsets))
         return ctypes.addressof(made), (made, *arrays)
 
 
