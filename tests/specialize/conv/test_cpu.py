@@ -12,7 +12,7 @@ from torch.nn import functional
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError
 from sparta.specialize.conv.cpu import CpuConv2d, conv_images
 from sparta.specialize.conv.cpu import conv_tiles as offered_tiles
-from sparta.specialize.conv.cpu_image import IMAGES
+from sparta.specialize.conv.cpu_image import IMAGES, plan_image
 from sparta.specialize.conv.cpu_packed import PackedConv
 from sparta.specialize.conv.spec import ConvGeometry, conv_spec, dense_conv
 from sparta.specialize.cpu import runnable_isas
@@ -114,6 +114,33 @@ def test_large_images_are_cut_into_bands(isa, image, channels, outputs, kernel, 
     check(results[0], expected(x, weight, mask, geometry), reduction=channels * kernel**2)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("isa", runnable_isas())
+@pytest.mark.parametrize("image", IMAGES)
+@pytest.mark.parametrize("size", [(7, 7), (14, 14), (9, 9), (4, 5), (3, 30)])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "chunk"), [(1, 1, 0), (1, 1, 5), (1, 2, 0), (3, 1, 0), (3, 1, 40), (3, 2, 0)]
+)
+def test_pixels_behind_whole_vectors_and_gaps_between_rows(isa, image, size, kernel, stride, chunk):
+    geometry = ConvGeometry.make(2, stride=stride, padding=kernel // 2)
+    weight, x, bias = torch.randn(36, 12, kernel, kernel), torch.randn(2, 12, *size), torch.randn(36)
+    mask = (torch.rand(9, *weight.shape[1:]) < 0.4).repeat_interleave(4, 0)
+    truth = expected(x, weight, mask, geometry, bias)
+    residual = torch.randn(truth.shape)
+    truth = functional.relu(truth + residual.double())
+    for block, mv in itertools.product((4, 8), (1, 2)):
+        packed = PackedConv(weight, mask, geometry, image=image, isa=isa, block=block, mv=mv, k_chunk=chunk)
+        results = [packed(x, bias, "relu_last", residual, threads=threads) for threads in (1, 2)]
+        check(results[0], truth, reduction=128)
+        assert torch.equal(*results)
+
+
+def test_rows_share_the_padding_between_them():
+    assert plan_image(ConvGeometry.make(2, padding=1), (3, 3), (14, 14)).row_width == 15
+    assert plan_image(ConvGeometry.make(2, padding=2), (5, 5), (14, 14)).row_width == 16
+    assert plan_image(ConvGeometry.make(2), (3, 3), (14, 14)).row_width == 14  # values, which no row shares
+    assert plan_image(ConvGeometry.make(2, padding=((1, 1), (0, 2))), (3, 3), (14, 14)).row_width == 16
 
 
 @settings(max_examples=60)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
@@ -135,6 +135,56 @@ def test_what_is_no_number_stays_where_it_belongs(groups):
     conv = dense_images(tuple(weight.shape), geometry)
     truth = functional.relu(dense_conv(x, weight, None, geometry))
     torch.testing.assert_close(conv(x, conv.pack(weight), None, "relu"), truth, equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=30)
+@given(
+    st.tuples(st.sampled_from([32, 36, 70]), st.sampled_from([32, 45, 130])),
+    st.tuples(st.sampled_from([14, 15, 30]), st.sampled_from([13, 14, 57])),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    st.sampled_from(runnable_isas()),
+    st.data(),
+)
+def test_fewer_products_give_the_same_result(channels, size, padding, isa, data):
+    geometry = ConvGeometry((1, 1), (padding, padding[::-1]), (1, 1))
+    conv = DenseConv((*channels, 3, 3), geometry, isa)
+    weight, x, bias = torch.randn(*channels, 3, 3), torch.randn(2, channels[1], *size), torch.randn(channels[0])
+    assume(conv._planned(tuple(x.shape), 1).rest[-1])  # the address of a plan
+    activation = data.draw(st.sampled_from([*ACTIVATIONS, "relu_last"]))
+    truth = dense_conv(x.double(), weight.double(), bias.double(), geometry)
+    residual = torch.randn(truth.shape)
+    if activation == "relu_last":
+        truth = functional.relu(truth + residual.double())
+    else:
+        truth = ACTIVATIONS[activation](truth) + residual.double()
+    results = [conv(x, conv.pack(weight), bias, activation, residual, threads=threads) for threads in (1, 2)]
+    check(results[0], truth, reduction=weight[0].numel())
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("where", ["image", "weight", "sums"])
+def test_fewer_products_do_not_spread_what_is_no_number(where):
+    geometry = ConvGeometry.make(2, padding=1)
+    weight, x = torch.randn(32, 40, 3, 3), torch.randn(2, 40, 20, 20)
+    if where == "image":
+        x[0, 2, 4, 4], x[1, 5, 0, 8], x[1, 5, 9, 9] = torch.nan, torch.inf, -torch.inf
+    elif where == "weight":
+        weight[3, 2, 1, 0] = torch.inf
+    else:  # finite, but not when transformed: such differences are beyond what a float holds
+        x[0, 2, 4, 4], x[0, 2, 6, 4] = 3e38, -3e38
+    conv, plain = (DenseConv(tuple(weight.shape), geometry, fewer=fewer) for fewer in (True, False))
+    y, truth = conv(x, conv.pack(weight)), plain(x, plain.pack(weight))
+    torch.testing.assert_close(y, truth, equal_nan=True, rtol=0, atol=0)
+    assert not y.isfinite().all()
+    assert not y.isnan().all()
+
+
+def test_weights_that_were_packed_for_all_products_still_run():
+    geometry, x = ConvGeometry.make(2, padding=1), torch.randn(1, 32, 20, 20)
+    conv, plain = DenseConv((32, 32, 3, 3), geometry), DenseConv((32, 32, 3, 3), geometry, fewer=False)
+    weight = torch.randn(32, 32, 3, 3)
+    assert torch.equal(conv(x, plain.pack(weight)), plain(x, plain.pack(weight)))
+    assert plain.pack(weight).numel() < conv.pack(weight).numel()
 
 
 def test_short_dtypes_are_computed_in_float32():

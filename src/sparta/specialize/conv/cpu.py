@@ -29,6 +29,7 @@ _VECTOR_BYTES = 64
 _NEAR_BYTES = 32 * 1024  # of the first level of caches, for the input
 _ENTRIES_AHEAD = 4
 _ROWS = 4  # of the blocks that kernels like best
+_SHORT_ROW = 14  # pixels: of fewer, a gap after each row costs more than a copy for each shift
 _FILLED = 0.7  # the share of live weights from which blocks with gaps are faster than single rows
 
 
@@ -152,8 +153,13 @@ def conv_images(spec: KernelSpec) -> tuple[str, ...]:
     """Return the layouts worth timing, the best guess first.
 
     An unstructured weight loads a vector for every multiplication and gains by aligned ones; blocks use what they load
-    several times, and gain by rows without gaps. With one tap, rows need no other alignment than pixels.
+    several times, and gain by rows without gaps where rows are short. With one tap, rows need no other alignment than
+    pixels.
     """
     if math.prod(spec["weight"].shape[2:]) == 1:
         return ("flat", "taps")
-    return ("rows", "taps", "flat") if block_height(spec) % _ROWS else ("columns", "flat", "taps")
+    if block_height(spec) % _ROWS:
+        return ("rows", "taps", "flat")
+    geometry = ConvGeometry.from_dict(spec.attributes)
+    short = geometry.output_size(spec["input"].shape[2:], spec["weight"].shape[2:])[-1] < _SHORT_ROW
+    return ("columns", "flat", "taps") if short else ("flat", "columns", "taps")

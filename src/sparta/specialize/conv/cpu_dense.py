@@ -9,15 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.specialize.conv.cpu_image import ImagePlan, plan_image
+from sparta.specialize.conv.cpu_winograd import Winograd, packed_blocks, takes_winograd
 from sparta.specialize.conv.spec import ConvGeometry
 from sparta.specialize.cpu.chain import ImageProduct, Step, StepKind
 from sparta.specialize.cpu.device import DTYPES
@@ -84,7 +83,7 @@ class PackedImages(ABC):
 
     @abstractmethod
     def _filled(
-        self, ends: tuple[int, int, int, int], plan: ImagesPlan, values: int, activation: int, threads: int
+        self, ends: tuple[int, int, int, int], plan: ImagesPlan, values: Tensor, activation: int, threads: int
     ) -> bytes:
         """Return a call; ends are the addresses of x, y, bias and residual."""
 
@@ -122,7 +121,7 @@ class PackedImages(ABC):
         added = None if residual is None else self._checked(residual, "residual", plan.shape)
         addresses = [0 if each is None else each.data_ptr() for each in (images, y, shift, added)]
         if y.numel():
-            self._done(self._filled(tuple(addresses), plan, values.data_ptr(), code, count))  # type: ignore[arg-type]
+            self._done(self._filled(tuple(addresses), plan, values, code, count))  # type: ignore[arg-type]
         return y if x.dtype == torch.float32 else y.to(x.dtype)
 
     def fast_path(
@@ -134,7 +133,7 @@ class PackedImages(ABC):
         """
         if bias is not None and not (is_float(bias) and bias.shape == self.shape[:1]):
             return None
-        code, shift, weights = activation_code(activation), 0 if bias is None else bias.data_ptr(), values.data_ptr()
+        code, shift = activation_code(activation), 0 if bias is None else bias.data_ptr()
 
         def call(x: Tensor, residual: Tensor | None = None, _alive: tuple[Any, ...] = (values, bias)) -> Tensor | None:
             if not is_float(x) or (residual is not None and not is_float(residual)):
@@ -146,7 +145,7 @@ class PackedImages(ABC):
             y = torch.empty(plan.shape)
             ends = (x.data_ptr(), y.data_ptr(), shift, 0 if residual is None else residual.data_ptr())
             if y.numel():
-                self._done(self._filled(ends, plan, weights, code, threads))
+                self._done(self._filled(ends, plan, values, code, threads))
             return y
 
         return call
@@ -166,7 +165,7 @@ class PackedImages(ABC):
             if len(shape) != self._dims + 2 or shape[1] != self.channels or 0 in shape:
                 return None
             plan = self.plan(shape, threads)
-            call = self._filled((0, 0, shift, 0), plan, values.data_ptr(), code, threads)
+            call = self._filled((0, 0, shift, 0), plan, values, code, threads)
             step = Step(self.kind, call, alive=(plan, values, bias))
             activated = None
             if activation is None:
@@ -227,6 +226,13 @@ class PackedImages(ABC):
 class DenseConv(PackedImages):
     """A convolution as products of a packed weight with the tokens of an image.
 
+    Parameters
+    ----------
+    shape, geometry, isa
+        As above.
+    fewer
+        Whether layers of 3x3 taps may be computed with fewer products; see :mod:`.cpu_winograd`.
+
     Examples
     --------
     >>> conv = DenseConv((4, 2, 3, 3), ConvGeometry.make(2, padding=1))
@@ -236,11 +242,18 @@ class DenseConv(PackedImages):
 
     kind = StepKind.DENSE_CONV
 
-    def __init__(self, shape: tuple[int, ...], geometry: ConvGeometry, isa: str | None = None) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], geometry: ConvGeometry, isa: str | None = None, *, fewer: bool = True
+    ) -> None:
         super().__init__(shape, geometry, isa)
         self._block, self._vectors = {"avx512": (8, 3), "avx2": (4, 3)}.get(self.library.isa, (4, 2))
         self._columns = shape[1] * self._kernel[0] * self._kernel[1]
         self._chunk = self._chunk_of(self._columns)
+        self._fewer = (
+            Winograd(self._block, self._vectors * self.library.lanes, self._chunk_of(shape[1]))
+            if fewer and takes_winograd(shape, geometry)
+            else None
+        )
 
     def _chunk_of(self, columns: int) -> int:
         """Return how many columns are multiplied together: all, or equal parts whose values stay in the near cache."""
@@ -251,14 +264,18 @@ class DenseConv(PackedImages):
         """Return the values of a weight: by group, chunk of columns, and block of rows."""
         if tuple(weight.shape) != self.shape:
             raise ShapeError(message(f"a weight of shape {tuple(weight.shape)}", f"{self.shape}"))
-        groups, block = self.geometry.groups, self._block
-        rows = weight.detach().to("cpu", torch.float32).reshape(groups, -1, self._columns)
-        missing = -rows.shape[1] % block
-        whole = functional.pad(rows, (0, 0, 0, missing)) if missing else rows
-        blocks = whole.reshape(groups, -1, block, self._columns).transpose(2, 3)
-        bounds = [*range(0, self._columns, self._chunk), self._columns]
-        chunks = [blocks[:, :, begin:end].reshape(groups, -1) for begin, end in pairwise(bounds)]
-        return torch.cat([torch.cat(chunks, 1).reshape(-1), torch.zeros(_PADDING)])
+        real = weight.detach().to("cpu", torch.float32)
+        found = [packed_blocks(real.reshape(self.geometry.groups, -1, self._columns), self._block, self._chunk)]
+        found += [self._fewer.pack(real)] if self._fewer is not None else []
+        return torch.cat([*found, torch.zeros(_PADDING)])
+
+    def _values_of(self, values: Tensor) -> tuple[int, int]:
+        """Return the addresses of packed values, and of those for fewer products."""
+        groups = self.geometry.groups
+        rows = -(-(self.shape[0] // groups) // self._block) * self._block
+        direct = groups * rows * self._columns
+        more = values.numel() > direct + _PADDING
+        return values.data_ptr(), values.data_ptr() + 4 * direct if more else 0
 
     def _planned(self, shape: tuple[int, ...], threads: int) -> ImagesPlan:
         del threads  # which cut up what is to be done by themselves
@@ -285,8 +302,9 @@ class DenseConv(PackedImages):
         numbers = (each, *work, *image.out_size, *self._stride, len(image.slot_rows), image.row_width)
         numbers += (image.band_tokens, image.reach, image.plane)
         addresses, tile = tuple(a.data_ptr() for a in arrays), (tiles, together, self._block, self._vectors)
-        rest = (addresses, (shape[0] * groups, *strides, *numbers, int(image.direct)), tile)
-        return ImagesPlan((shape[0], self.shape[0], *out_size[2 - self._dims :]), rest, arrays)
+        fewer, alive = (0, ()) if self._fewer is None else self._fewer.planned(self._padding, (shape[0], each, *size))
+        rest = (addresses, (shape[0] * groups, *strides, *numbers, int(image.direct)), tile, fewer)
+        return ImagesPlan((shape[0], self.shape[0], *out_size[2 - self._dims :]), rest, (*arrays, *alive))
 
     def _image(self, geometry: ConvGeometry, size: tuple[int, int], channels: int) -> tuple[ImagePlan, int, int]:
         """Return the layout of the copy, the tiles that tokens are cut into, and how many caches like to hold at once.
@@ -308,12 +326,13 @@ class DenseConv(PackedImages):
         return replace(plan, band_tokens=together * most, plane=plane), tiles, together
 
     def _filled(
-        self, ends: tuple[int, int, int, int], plan: ImagesPlan, values: int, activation: int, threads: int
+        self, ends: tuple[int, int, int, int], plan: ImagesPlan, values: Tensor, activation: int, threads: int
     ) -> bytes:
-        (rows, columns, used, offsets), numbers, tile = plan.rest
-        groups = self.geometry.groups
+        (rows, columns, used, offsets), numbers, tile, fewer = plan.rest
+        groups, (packed, transformed) = self.geometry.groups, self._values_of(values)
         sizes = (groups, self.shape[0] // groups, self._columns, self._chunk, *tile)
-        return DENSE_CONV_CALL.pack(*ends, rows, columns, used, *numbers, activation, threads, values, offsets, *sizes)
+        fixed = (*ends, rows, columns, used, *numbers, activation, threads, packed, offsets, *sizes)
+        return DENSE_CONV_CALL.pack(*fixed, fewer if transformed else 0, transformed)
 
     def _run(self, call: bytes) -> int:
         return int(self.library.handle.sparta_dense_conv(call))
@@ -355,9 +374,9 @@ class DepthwiseConv(PackedImages):
         return ImagesPlan((shape[0], outputs, *out_size[2 - self._dims :]), rest)
 
     def _filled(
-        self, ends: tuple[int, int, int, int], plan: ImagesPlan, values: int, activation: int, threads: int
+        self, ends: tuple[int, int, int, int], plan: ImagesPlan, values: Tensor, activation: int, threads: int
     ) -> bytes:
-        return DEPTHWISE_CALL.pack(*ends, values, *plan.rest, activation, threads, *_REAL_RESULT)
+        return DEPTHWISE_CALL.pack(*ends, values.data_ptr(), *plan.rest, activation, threads, *_REAL_RESULT)
 
     def _handing(self, step: Step) -> Callable[[bool, tuple[Any, ...] | None, bool], Step] | None:
         fixed = DEPTHWISE_CALL.unpack(step.call)[: -len(_REAL_RESULT)]
@@ -382,5 +401,6 @@ def dense_images(shape: tuple[int, ...], geometry: ConvGeometry, isa: str | None
     >>> type(dense_images((8, 1, 3, 3), ConvGeometry.make(2, groups=8))).__name__
     'DepthwiseConv'
     """
-    kind = DepthwiseConv if len(shape) > 1 and shape[1] == 1 and geometry.groups > 1 else DenseConv
-    return kind(shape, geometry, isa)
+    if len(shape) > 1 and shape[1] == 1 and geometry.groups > 1:
+        return DepthwiseConv(shape, geometry, isa)
+    return DenseConv(shape, geometry, isa)

@@ -103,7 +103,7 @@ def plan_image(
     --------
     >>> plan = plan_image(ConvGeometry.make(2, padding=1), (3, 3), (14, 14))
     >>> plan.row_width, plan.tap_offsets[:4]
-    (16, (0, 1, 2, 16))
+    (15, (0, 1, 2, 15))
     """
     if image not in IMAGES:
         raise NameNotFoundError(did_you_mean(str(image), IMAGES, "image layout"))
@@ -118,14 +118,16 @@ def plan_image(
     left_rows = [row[1] - key[2] for (row, _), key in zip(taps, keys, strict=True)]
     left_columns = [column[1] - key[3] for (_, column), key in zip(taps, keys, strict=True)]
     row_width = out_columns + max(left_columns)
-    if image == "rows":
+    if image == "flat":
+        row_width = _shared_width(geometry, size[1], out_columns, keys, left_columns)
+    elif image == "rows":
         row_width = -(-row_width // _LINE) * _LINE
     offsets = tuple(r * row_width + c for r, c in zip(left_rows, left_columns, strict=True))
     reach, tokens = max(offsets), (out_rows - 1) * row_width + out_columns
     down, right = geometry.stride
-    # The kernel reads whole vectors of the input and no more; what is less than a tile is better copied.
+    # The kernel reads whole vectors of the input and no more.
     alone = len(taps) == 1 and down == right == 1 and not any(map(sum, geometry.padding))
-    direct = contiguous and alone and image == "flat" and tokens >= max(tile, _LINE)
+    direct = contiguous and alone and image == "flat" and tokens >= _LINE
     copies = max(len(slots) * channels, 1)
     room = tile if image == "taps" else _BAND_FLOATS // copies - reach
     # An image that is little larger than a band is not worth two.
@@ -145,6 +147,18 @@ def plan_image(
         reach=reach,
         direct=direct,
     )
+
+
+def _shared_width(
+    geometry: ConvGeometry, columns: int, out_columns: int, keys: Sequence[tuple[int, ...]], shifts: Sequence[int]
+) -> int:
+    """Return the distance of two rows, of which the first may end in the padding that the second begins with."""
+    width, step = out_columns, geometry.stride[1]
+    for (_, phase, *_), shift in zip(keys, shifts, strict=True):
+        first, read = phase - geometry.padding[1][0], out_columns + shift
+        before, values_end = -(-max(-first, 0) // step), -(-(columns - first) // step)
+        width = max(width, min(values_end, read), read - before)
+    return width
 
 
 def _shifts(geometry: ConvGeometry, kernel: Sequence[int], dim: int) -> list[tuple[int, int]]:

@@ -26,6 +26,7 @@ __all__ = [
     "INT8_CONV_CALL",
     "PANEL_CALL",
     "STREAM_CALL",
+    "WINOGRAD_PLAN",
     "Library",
     "PanelMatrix",
     "ShortMatrix",
@@ -60,8 +61,10 @@ INT8_CONV_CALL = struct.Struct("@7P17q3i4PqfiiiiifiiPiffii4x")
 
 
 # The same for a dense weight; values, offsets; groups, outputs, columns, those of a chunk, tiles of an image and of a
-# band; rows and vectors of a tile.
-DENSE_CONV_CALL = struct.Struct("@7P17q3i2P6q2i")
+# band; rows and vectors of a tile; a plan with fewer products, and its values.
+DENSE_CONV_CALL = struct.Struct("@7P17q3i2P6q2i2P")
+# That plan: the copies of its tiles, the channels of a chunk, where the 16 values of a tile lie.
+WINOGRAD_PLAN = struct.Struct("@7P17q3iq16I")
 # x, y, bias, residual, values; planes, channels, multiplier, rows and columns of both; kernel, stride, padding,
 # dilation; activation, threads; a second result, and how the first is in bytes: see native/depthwise.h.
 DEPTHWISE_CALL = struct.Struct("@5P15q2iPf3i")

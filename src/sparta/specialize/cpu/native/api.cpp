@@ -53,7 +53,7 @@ SPARTA_EXPORT int sparta_multiply_conv(const sparta::PanelMatrix* matrix, const 
 SPARTA_EXPORT int sparta_dense_conv(const sparta::DenseConvCall* call) {
   if (!sparta::knows_dense_tile(*call)) return kUnknownTile;
   if (call->conv.images <= 0) return kDone;
-  return sparta::multiply_dense_conv(*call) ? kDone : kNoMemory;
+  return sparta::multiply_dense_images(*call) ? kDone : kNoMemory;
 }
 
 SPARTA_EXPORT int sparta_depthwise(const sparta::DepthwiseCall* call) {

@@ -19,6 +19,7 @@
 #include "rows.h"
 #include "short_stream.h"
 #include "spmm.h"
+#include "winograd.h"
 
 namespace sparta {
 
@@ -196,7 +197,7 @@ class ChainRun {
     call.conv.y = at<float>(step.places[1]);
     call.conv.residual = at<float>(step.places[2]);
     call.conv.threads = threads_;
-    return code(multiply_dense_conv(call));
+    return code(multiply_dense_images(call));
   }
 
   int depthwise_planes(const ChainStep& step) const {

@@ -8,6 +8,8 @@
 
 namespace sparta {
 
+struct WinogradPlan;
+
 struct DenseConvCall {
   ConvCall conv;            // of images times groups, with the channels of one group; rows are out_columns wide
   const float* values;      // [groups][chunks][blocks of bn rows][columns of the chunk][bn]
@@ -20,6 +22,8 @@ struct DenseConvCall {
   int64_t band_tiles;  // that are copied together, at most
   int32_t bn;
   int32_t mv;
+  const WinogradPlan* winograd;  // of a layer that is computed with fewer products, or null: see winograd.h
+  const float* winograd_values;
 };
 
 // Tokens behind the last whole vector of a tile that are computed for BN rows at once, and not as a vector of their own.
@@ -135,28 +139,15 @@ SPARTA_INLINE void put_token(const DenseRows& task, float sum, int64_t row, floa
   *y = sum;
 }
 
-// A token of each of BN rows.
+// The tokens behind the vectors of BN rows.
 template <int BN, int Tail>
-struct Tails {
-  using Rows = typename Vector<BN>::floats;
-  Rows sums[Tail] = {};
-  SPARTA_INLINE void multiply(const float* values, const float* tokens) {
-    const Rows weights = load<Rows>(values);
-#pragma GCC unroll 2
-    for (int t = 0; t < Tail; ++t) sums[t] += weights * tokens[t];
-  }
-  SPARTA_INLINE void put(const DenseRows& task, int64_t row, int64_t rows, float* y) const {
+SPARTA_INLINE void put_tails(const DenseRows& task, const Tails<BN, Tail>& tails, int64_t row, int64_t rows, float* y) {
+  if constexpr (Tail > 0) {
     for (int t = 0; t < Tail; ++t) {
-      for (int r = 0; r < BN && r < rows; ++r) put_token(task, sums[t][r], row + r, y + r * task.stride + t);
+      for (int r = 0; r < BN && r < rows; ++r) put_token(task, tails.sums[t][r], row + r, y + r * task.stride + t);
     }
   }
-};
-
-template <int BN>
-struct Tails<BN, 0> {
-  SPARTA_INLINE void multiply(const float*, const float*) {}
-  SPARTA_INLINE void put(const DenseRows&, int64_t, int64_t, float*) const {}
-};
+}
 
 // Weights are asked for ahead, as StreamAhead does it.
 template <int BN, int MV, int Tail, bool Packed>
@@ -189,7 +180,7 @@ void multiply_dense_rows(const DenseRows& given) {
         put_dense<MV, false>(task, sums[r], row + r, y + r * task.stride);
       }
     }
-    tails.put(task, row, rows, y + MV * kLanes);
+    put_tails(task, tails, row, rows, y + MV * kLanes);
   }
 }
 

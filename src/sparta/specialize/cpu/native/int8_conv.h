@@ -139,10 +139,8 @@ inline bool multiply_int8_band(const PanelMatrix& matrix, const Int8ConvCall& gi
                                int32_t zero, int64_t index, int64_t first, int64_t last) {
   static thread_local Scratch image_scratch, results_scratch;
   const ConvCall& call = given.conv;
-  const int64_t bands = bands_of(call), part = index % bands, tokens = tokens_of(call);
-  const int64_t band_end = part + 1 == bands ? tokens : (part + 1) * call.band_tokens;
-  const Band band{index / bands, part * call.band_tokens, band_end - part * call.band_tokens};
-  const int64_t tile = matrix.mv * kLanes;
+  const Band band = band_of(call, index);
+  const int64_t band_end = band.first + band.tokens, tile = matrix.mv * kLanes;
   float* results = results_scratch.get(kBlocksTogether * kBlockRows * tile);
   float* image = call.direct ? nullptr : image_scratch.get(call.slots * call.in_channels * call.plane + tile);
   if (!results || (!call.direct && !image)) return false;

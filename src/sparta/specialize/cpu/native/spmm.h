@@ -4,8 +4,7 @@
 // MV + BN loads, and an unstructured weight (BN = 1) gains by interleaving rows and by loading four of its values at once.
 #pragma once
 
-#include <limits>
-
+#include "finish.h"
 #include "panel.h"
 #include "threads.h"
 
@@ -46,23 +45,6 @@ struct PanelCall : StreamCall {
 };
 static_assert(sizeof(PanelCall) == sizeof(StreamCall) + 2 * sizeof(int32_t), "the bytes that Python packs");
 
-// An epilogue that is cheap enough for registers: max(min(max(sum + bias, floor), ceiling) + residual, last_floor).
-struct RowsFinish {
-  const float* bias;      // one a channel, or null
-  const float* residual;  // laid out as the output and from `first_row` on, or null
-  float floor;            // 0 for ReLU, -inf for none
-  float ceiling;          // 6 for ReLU6, inf for none
-  float last_floor;       // 0 for a ReLU behind the residual, -inf for none
-};
-
-inline bool fits_registers(int32_t activation) { return activation != kGelu && activation != kSilu; }
-
-inline RowsFinish rows_finish(const float* bias, const float* residual, int32_t activation) {
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  return {bias, residual, activation == kRelu || activation == kRelu6 ? 0.0f : -kInfinity,
-          activation == kRelu6 ? 6.0f : kInfinity, activation == kReluLast ? 0.0f : -kInfinity};
-}
-
 // One block of rows, one chunk of columns.
 struct RowsTask {
   const PanelMatrix* matrix;
@@ -75,6 +57,9 @@ struct RowsTask {
   int64_t y_stride;   // floats between two rows
   const RowsFinish* finish;  // null stores the sums as they are
   bool far = false;          // whether rows of the output lie far apart, where the processor does not look by itself
+  const PixelLanes* pixels = nullptr;  // of each vector, and of the tail; null where finished sums stay at `y`
+  float* image = nullptr;              // else, pixel 0 in row `first_row`; the residual begins there as well
+  int64_t plane = 0;                   // floats between two rows of it
 };
 
 SPARTA_INLINE const float* at_offset(const float* x, uint32_t offset) {
@@ -102,9 +87,26 @@ SPARTA_INLINE void multiply_entry(const float* values, const Vec (&inputs)[MV], 
   }
 }
 
-template <int BN, int MV, bool Prefetch>
+// Tokens behind the last vector of a tile, for BN rows at once: a few of them take less time than a vector of their own.
+template <int BN, int Tail>
+struct Tails {
+  using Rows = typename Vector<BN>::floats;
+  Rows sums[Tail] = {};
+  SPARTA_INLINE void multiply(const float* values, const float* tokens) {
+    const Rows weights = load<Rows>(values);
+#pragma GCC unroll 4
+    for (int t = 0; t < Tail; ++t) sums[t] += weights * tokens[t];
+  }
+};
+
+template <int BN>
+struct Tails<BN, 0> {
+  SPARTA_INLINE void multiply(const float*, const float*) {}
+};
+
+template <int BN, int MV, bool Prefetch, int Tail>
 SPARTA_INLINE void multiply(const float* x, const uint32_t* offsets, const float* values, int64_t entries,
-                            int64_t ahead, Vec (&sums)[BN][MV]) {
+                            int64_t ahead, Vec (&sums)[BN][MV], Tails<BN, Tail>& tails) {
   int64_t i = 0;
   if constexpr (BN == 1) {
     for (; i + 4 <= entries; i += 4) {
@@ -128,6 +130,7 @@ SPARTA_INLINE void multiply(const float* x, const uint32_t* offsets, const float
 #pragma GCC unroll 4
     for (int j = 0; j < MV; ++j) inputs[j] = load(from + j * kLanes);
     multiply_entry<BN, MV>(values + i * BN, inputs, sums);
+    tails.multiply(values + i * BN, from + MV * kLanes);
   }
 }
 
@@ -164,12 +167,31 @@ class StreamAhead {
 template <int BN, int MV>
 SPARTA_INLINE void announce_group(const RowsTask& task, int64_t group) {
   if (group >= task.group_end) return;
-  const int64_t at = (task.matrix->rows[group] - task.first_row) * task.y_stride;
+  const int64_t stride = task.pixels ? task.plane : task.y_stride, first = task.pixels ? task.pixels->pixel : 0;
+  const int64_t at = (task.matrix->rows[group] - task.first_row) * stride + first;
+  const float* to = task.pixels ? task.image : task.y;
   const float* residual = task.finish ? task.finish->residual : nullptr;
 #pragma GCC unroll 8
   for (int r = 0; r < BN; ++r) {
-    announce_early<MV>(task.y + at + r * task.y_stride);
-    if (residual) announce_early<MV>(residual + at + r * task.y_stride);
+    announce_early<MV>(to + at + r * stride);
+    if (residual) announce_early<MV>(residual + at + r * stride);
+  }
+}
+
+// Finished sums on their way to the pixels of an image.
+template <int MV>
+SPARTA_INLINE void put_pixels(const RowsTask& task, int64_t row, const float* y, const Vec (&sums)[MV]) {
+  const RowEnd<Vec> end(*task.finish, row);
+  const int64_t at = (row - task.first_row) * task.plane;
+  const float* residual = task.finish->residual ? task.finish->residual + at : nullptr;
+  float* image = task.image + at;
+#pragma GCC unroll 4
+  for (int j = 0; j < MV; ++j) {
+    const PixelLanes& pixels = task.pixels[j];
+    const Vec sum = together(task.chunk > 0 ? sums[j] + load(y + j * kLanes) : sums[j], pixels.lanes);
+    Vec out = end.before(sum);
+    if (residual) out += load_some(residual + pixels.pixel, pixels.count);
+    store_some(image + pixels.pixel, end.after(out), pixels.count);
   }
 }
 
@@ -177,17 +199,15 @@ SPARTA_INLINE void announce_group(const RowsTask& task, int64_t group) {
 template <int MV>
 SPARTA_INLINE void put(const RowsTask& task, int64_t row, float* y, const Vec (&sums)[MV]) {
   const bool adds = task.chunk > 0;
+  if (task.finish && task.pixels) return put_pixels<MV>(task, row, y, sums);
   if (task.finish) {
-    const RowsFinish& finish = *task.finish;
-    const Vec shift = splat(finish.bias ? finish.bias[row] : -0.0f);  // adding -0 changes nothing, not even a -0
-    const Vec floor = splat(finish.floor), ceiling = splat(finish.ceiling), last_floor = splat(finish.last_floor);
+    const RowEnd<Vec> end(*task.finish, row);
+    const float* residual = task.finish->residual ? task.finish->residual + (y - task.y) : nullptr;
 #pragma GCC unroll 4
     for (int j = 0; j < MV; ++j) {
-      const Vec sum = (adds ? sums[j] + load(y + j * kLanes) : sums[j]) + shift;
-      Vec out = sum < floor ? floor : sum;  // NaN is not below and stays
-      out = out > ceiling ? ceiling : out;
-      if (finish.residual) out += load(finish.residual + (y - task.y) + j * kLanes);
-      store(y + j * kLanes, out < last_floor ? last_floor : out);
+      Vec out = end.before(adds ? sums[j] + load(y + j * kLanes) : sums[j]);
+      if (residual) out += load(residual + j * kLanes);
+      store(y + j * kLanes, end.after(out));
     }
     return;
   }
@@ -195,7 +215,27 @@ SPARTA_INLINE void put(const RowsTask& task, int64_t row, float* y, const Vec (&
   for (int j = 0; j < MV; ++j) store(y + j * kLanes, adds ? sums[j] + load(y + j * kLanes) : sums[j]);
 }
 
-template <int BN, int MV, bool Prefetch>
+// The same for the tokens of one row behind its vectors; `y` is at the first.
+template <int MV, int BN, int Tail>
+SPARTA_INLINE void put_tail(const RowsTask& task, int64_t row, float* y, const Tails<BN, Tail>& tails, int which) {
+  using Tokens = typename Vector<Tail>::floats;
+  Tokens sum;
+#pragma GCC unroll 4
+  for (int t = 0; t < Tail; ++t) sum[t] = tails.sums[t][which];
+  if (task.chunk > 0) sum += load<Tokens>(y);
+  if (task.finish) {
+    const RowEnd<Tokens> end(*task.finish, row);
+    const float* residual = task.finish->residual;
+    const int64_t at = task.pixels ? (row - task.first_row) * task.plane + task.pixels[MV].pixel : y - task.y;
+    sum = end.before(sum);
+    if (residual) sum += load<Tokens>(residual + at);
+    sum = end.after(sum);
+    if (task.pixels) y = task.image + at;
+  }
+  store(y, sum);
+}
+
+template <int BN, int MV, bool Prefetch, int Tail = 0>
 void multiply_groups(const RowsTask& task) {
   const PanelMatrix& matrix = *task.matrix;
   const int64_t* starts = matrix.starts + task.chunk * matrix.groups;
@@ -211,11 +251,14 @@ void multiply_groups(const RowsTask& task) {
       weights.ask(matrix.values + starts[group + 1] * BN);
     }
     Vec sums[BN][MV] = {};
+    Tails<BN, Tail> tails;
     multiply<BN, MV, Prefetch>(task.x, matrix.offsets + begin, matrix.values + begin * BN, starts[group + 1] - begin,
-                               matrix.prefetch, sums);
+                               matrix.prefetch, sums, tails);
 #pragma GCC unroll 8
     for (int r = 0; r < BN; ++r) {
-      if (BN == 1 || row + r < matrix.channels) put<MV>(task, row + r, y + r * task.y_stride, sums[r]);
+      if (BN > 1 && row + r >= matrix.channels) break;
+      put<MV>(task, row + r, y + r * task.y_stride, sums[r]);
+      if constexpr (Tail > 0) put_tail<MV>(task, row + r, y + r * task.y_stride + MV * kLanes, tails, r);
     }
   }
 }
@@ -256,7 +299,8 @@ void multiply_interleaved(const RowsTask& task) {
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
       const int64_t rest = starts[group + r + 1] - starts[group + r] - common;
-      multiply<1, MV, false>(task.x, offsets[r] + common, values[r] + common, rest, 0, sums[r]);
+      Tails<1, 0> none;
+      multiply<1, MV, false>(task.x, offsets[r] + common, values[r] + common, rest, 0, sums[r], none);
       put<MV>(task, matrix.rows[group + r], y[r], sums[r][0]);
     }
   }
@@ -267,28 +311,45 @@ void multiply_interleaved(const RowsTask& task) {
 
 using RowsKernel = void (*)(const RowsTask&);
 
-template <int MV>
+template <int BN, int MV, int Tail>
+RowsKernel find_kernel_of(bool prefetch) {
+  return prefetch ? multiply_groups<BN, MV, true, Tail> : multiply_groups<BN, MV, false, Tail>;
+}
+
+template <int MV, int Tail>
 RowsKernel find_kernel_for(int32_t bn, int32_t interleave, bool prefetch) {
-  if (bn == 1) {
-    if (interleave == 1) return prefetch ? multiply_groups<1, MV, true> : multiply_groups<1, MV, false>;
-    if (interleave == 2 && !prefetch) return multiply_interleaved<2, MV>;
-    if (interleave == 4 && !prefetch) return multiply_interleaved<4, MV>;
+  if constexpr (Tail == 0) {
+    if (bn == 1) {
+      if (interleave == 1) return find_kernel_of<1, MV, 0>(prefetch);
+      if (interleave == 2 && !prefetch) return multiply_interleaved<2, MV>;
+      if (interleave == 4 && !prefetch) return multiply_interleaved<4, MV>;
+    }
   }
   if (interleave != 1) return nullptr;
-  if (bn == 4) return prefetch ? multiply_groups<4, MV, true> : multiply_groups<4, MV, false>;
+  if (bn == 4) return find_kernel_of<4, MV, Tail>(prefetch);
   if constexpr (MV <= 3) {
-    if (bn == 8) return prefetch ? multiply_groups<8, MV, true> : multiply_groups<8, MV, false>;
+    if (bn == 8) return find_kernel_of<8, MV, Tail>(prefetch);
   }
   return nullptr;
 }
 
-// Null for a tile that this library does not hold.
-inline RowsKernel find_kernel(int32_t bn, int64_t mv, int32_t interleave, bool prefetch) {
+template <int Tail>
+RowsKernel find_kernel_for(int32_t bn, int64_t mv, int32_t interleave, bool prefetch) {
   switch (mv) {
-    case 1: return find_kernel_for<1>(bn, interleave, prefetch);
-    case 2: return find_kernel_for<2>(bn, interleave, prefetch);
-    case 3: return find_kernel_for<3>(bn, interleave, prefetch);
-    case 4: return find_kernel_for<4>(bn, interleave, prefetch);
+    case 1: return find_kernel_for<1, Tail>(bn, interleave, prefetch);
+    case 2: return find_kernel_for<2, Tail>(bn, interleave, prefetch);
+    case 3: return find_kernel_for<3, Tail>(bn, interleave, prefetch);
+    case 4: return find_kernel_for<4, Tail>(bn, interleave, prefetch);
+    default: return nullptr;
+  }
+}
+
+// Null for a tile that this library does not hold. Square images leave 1, 4 or 9 tokens behind their vectors.
+inline RowsKernel find_kernel(int32_t bn, int64_t mv, int32_t interleave, bool prefetch, int64_t tail = 0) {
+  switch (tail) {
+    case 0: return find_kernel_for<0>(bn, mv, interleave, prefetch);
+    case 1: return find_kernel_for<1>(bn, mv, interleave, prefetch);
+    case 4: return find_kernel_for<4>(bn, mv, interleave, prefetch);
     default: return nullptr;
   }
 }
