@@ -126,8 +126,8 @@ def test_what_does_not_fit_is_refused_with_a_reason():
     implement = CudaLanes()
     assert "17 tokens" in implement.supports(linear_spec(tesa, 17, torch.bfloat16, device="cuda")).reason
     assert "fp32" in implement.supports(linear_spec(tesa, 4, torch.float32, device="cuda")).reason
-    long = TeSA.from_mask(torch.rand(16, 40000) < 0.1)
-    assert "40000 inputs" in implement.supports(linear_spec(long, 4, torch.bfloat16, device="cuda")).reason
+    long = TeSA.from_mask(torch.rand(16, 70000) < 0.1)
+    assert "70000 inputs" in implement.supports(linear_spec(long, 4, torch.bfloat16, device="cuda")).reason
     dense = linear_spec(TeSA.dense((32, 256)), 4, torch.bfloat16, device="cuda")
     assert "1.00 of the weight" in implement.supports(dense).reason
     little = TeSA.from_mask(torch.rand(64, 512) < 0.02)

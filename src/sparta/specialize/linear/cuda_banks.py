@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from sparta.specialize.cuda.device import AMPERE, HALF_FORMATS, bulk_copies, takes
 from sparta.specialize.cuda.few_tokens import SHARED_BYTES, nvrtc_here
@@ -62,6 +61,8 @@ class BanksTile(TextTile):
         Blocks for which a multiprocessor has registers at the same time.
     stages
         Places in shared memory into which each warp has `depth` pieces copied at once; 0: pieces come into registers.
+    early
+        Per cent of the pieces that are asked for, into the L2 cache, before the kernel ahead has ended.
 
     Examples
     --------
@@ -76,6 +77,7 @@ class BanksTile(TextTile):
     nibbles: int = 1
     ctas: int = 2
     stages: int = 0
+    early: int = 100
 
     _choices: ClassVar[dict[str, tuple[int, ...]]] = {
         "tokens": tuple(_MOST_LIVE),
@@ -85,6 +87,7 @@ class BanksTile(TextTile):
         "nibbles": (0, 1),
         "ctas": (1, 2, 3, 4, 5, 6, 8),
         "stages": tuple(range(17)),
+        "early": tuple(range(101)),
     }
 
     @property
@@ -115,7 +118,7 @@ class BanksKernel(StreamedKernel):
     """See ``native/banks.cu``."""
 
     source = "banks"
-    call = streamed_call(3, "each")
+    call = streamed_call(3)
     early = True
 
     def __init__(self, spec: KernelSpec, tile: BanksTile, constants: Mapping[str, int] | None = None) -> None:
@@ -124,11 +127,6 @@ class BanksKernel(StreamedKernel):
         numbers = {"SEGMENTS": segments_of(inputs), "RUN": run_of(inputs), **(constants or {})}
         block = (tile.warps * 32, tile.shared_bytes(inputs, narrow="FORMAT" in numbers))
         super().__init__(spec, tile, layout, (tile.tokens, tile.rows, 1), block, constants=numbers)
-        self._all_warps = layout.grid[0] * tile.warps * tile.piece_bytes(narrow="FORMAT" in numbers)
-
-    def counted(self, packed: Sequence[Tensor]) -> tuple[int, ...]:
-        """Return how many pieces each warp has."""
-        return (packed[0].numel() // self._all_warps,)
 
 
 class CudaBanks(TiledImplement):
@@ -136,7 +134,7 @@ class CudaBanks(TiledImplement):
 
     name = "cuda-banks"
     op = "linear"
-    version = 3
+    version = 4
     first_run_compiles = True
 
     def supports(self, spec: KernelSpec) -> Support:

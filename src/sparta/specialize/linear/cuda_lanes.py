@@ -110,9 +110,7 @@ class _LanesKernel(StreamedKernel):
 
     def __init__(self, spec: KernelSpec, tile: LanesTile) -> None:
         parts, ring = tile.along * tile.cluster, tile.stages * COPIED
-        layout = LanesLayout(
-            spec["weight"], tile.group, tile.span, tile.slabs, tile.beside, ring, tile.apart, parts
-        )
+        layout = LanesLayout(spec["weight"], tile.group, tile.span, tile.slabs, tile.beside, ring, tile.apart, parts)
         super().__init__(
             spec, tile, layout, (tile.tokens, tile.rows, tile.cluster), (tile.warps * 32, tile.shared_bytes())
         )
