@@ -55,9 +55,7 @@ def test_every_tile_is_right(m, n, k, density, dtype):
         check(y, expected, reduction=k, what=tile)
 
 
-@pytest.mark.parametrize(
-    "shape", [(256, 1, 2, 6, 1, 6), (128, 2, 3, 4, 3, 8), (256, 5, 1, 2, 3, 12), (128, 3, 1, 12, 1, 7)]
-)
+@pytest.mark.parametrize("shape", [(1, 7, 2, 1, 15), (2, 2, 3, 2, 10), (3, 1, 4, 4, 16), (1, 1, 1, 1, 6)])
 @pytest.mark.parametrize(("tokens", "group"), list(itertools.product((8, 16), (1, 2))))
 def test_every_layout_is_right(tokens, group, shape):
     mask = mask_of(200, 1500, 0.5)

@@ -61,8 +61,6 @@ class BanksTile(TextTile):
         Blocks for which a multiprocessor has registers at the same time.
     stages
         Places in shared memory into which each warp has `depth` pieces copied at once; 0: pieces come into registers.
-    early
-        Per cent of the pieces that are asked for, into the L2 cache, before the kernel ahead has ended.
 
     Examples
     --------
@@ -77,7 +75,6 @@ class BanksTile(TextTile):
     nibbles: int = 1
     ctas: int = 2
     stages: int = 0
-    early: int = 100
 
     _choices: ClassVar[dict[str, tuple[int, ...]]] = {
         "tokens": tuple(_MOST_LIVE),
@@ -87,7 +84,6 @@ class BanksTile(TextTile):
         "nibbles": (0, 1),
         "ctas": (1, 2, 3, 4, 5, 6, 8),
         "stages": tuple(range(17)),
-        "early": tuple(range(101)),
     }
 
     @property

@@ -1,7 +1,7 @@
 """``cuda-lanes``: unstructured weights for few tokens, every lane with live values and a bank of its own.
 
 The kernel is CUDA C++ (``native/lanes.cu``), compiled at run time for one tile. It reads a weight as bits and live
-values, and makes of them in registers what the dense matrix unit takes; x waits in registers from the begin on.
+values, and makes of them in registers what the dense matrix unit takes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ from sparta.specialize.linear.streamed import StreamedKernel, streamed_call, wal
 
 __all__ = ["CudaLanes", "LanesTile"]
 
-_MOST_LIVE = {8: 0.6, 16: 0.6}  # density by tokens
-_LEAST_LIVE = 0.04  # below, what is fixed in its time weighs more than what lanes save
+_MOST_LIVE = {8: 0.55, 16: 0.4}  # density by tokens
+_LEAST_LIVE = 0.08  # below, what is fixed in its time weighs more than what lanes save
 _SPARSE, _DENSE = 0.16, 0.4  # densities between which neither kind of bits is always the better one
-_SPANS = {8: (512, 256), 16: (256, 128)}  # inputs of a warp by tokens: what has room in registers
 _MULTIPROCESSORS = 132
-_LEAST_STAGES, _BOX_PITCH = 6, 20
-_MOST_WARPS, _MOST_BLOCKS, _MOST_STAGES, _SHAPES = 16, 8, 12, 3
+_MOST_WARPS, _SHAPES = 16, 4
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class LanesTile(TextTile):
     ----------
     tokens
         Rows of x that a block multiplies.
-    group, span, slabs
+    group, slabs
         How the weight is packed, see :class:`~sparta.specialize.linear.cuda_lanes_layout.LanesLayout`.
     beside
         Warps of a block that have outputs of their own.
@@ -57,28 +55,26 @@ class LanesTile(TextTile):
 
     Examples
     --------
-    >>> LanesTile.parse(str(LanesTile(16, slabs=1, beside=4))).rows
+    >>> LanesTile.parse(str(LanesTile(16, slabs=1))).rows
     64
     """
 
     tokens: int = 8
     group: int = 1
-    span: int = 256
     slabs: int = 2
-    beside: int = 1
-    along: int = 16
+    beside: int = 4
+    along: int = 4
     cluster: int = 1
-    stages: int = 10
+    stages: int = 12
     apart: int = 64
 
     _choices: ClassVar[dict[str, tuple[int, ...]]] = {
         "tokens": tuple(_MOST_LIVE),
         "group": (1, 2),
-        "span": (128, 256, 512),
-        "slabs": tuple(range(1, 257)),
+        "slabs": tuple(range(1, 9)),
         "beside": tuple(range(1, 33)),
         "along": tuple(range(1, 33)),
-        "cluster": tuple(range(1, 9)),
+        "cluster": (1, 2, 4, 8),
         "stages": tuple(range(2, 33)),
         "apart": tuple(range(257)),
     }
@@ -94,11 +90,10 @@ class LanesTile(TextTile):
         return self.beside * self.along
 
     def shared_bytes(self) -> int:
-        """Return the shared memory of a block: barriers, rings, boxes for sums of slabs, and sums of the block."""
-        barriers = -(-(self.warps * self.stages + self.beside) * 8 // 128) * 128
+        """Return the shared memory of a block: barriers and rings, later the partial sums."""
+        barriers = -(-self.warps * self.stages * 8 // 128) * 128
         ring = self.warps * (self.stages + 1) * COPIED * LANES * 4
-        boxes = 2 * self.warps * self.tokens * _BOX_PITCH * 4
-        return barriers + ring + boxes + self.tokens * (self.rows + 4) * 4
+        return barriers + max(ring, self.along * self.tokens * (self.rows + 4) * 4)
 
 
 class _LanesKernel(StreamedKernel):
@@ -110,7 +105,7 @@ class _LanesKernel(StreamedKernel):
 
     def __init__(self, spec: KernelSpec, tile: LanesTile) -> None:
         parts, ring = tile.along * tile.cluster, tile.stages * COPIED
-        layout = LanesLayout(spec["weight"], tile.group, tile.span, tile.slabs, tile.beside, ring, tile.apart, parts)
+        layout = LanesLayout(spec["weight"], tile.group, tile.slabs, tile.beside, parts, ring, tile.apart)
         super().__init__(
             spec, tile, layout, (tile.tokens, tile.rows, tile.cluster), (tile.warps * 32, tile.shared_bytes())
         )
@@ -121,7 +116,6 @@ class CudaLanes(TiledImplement):
 
     name = "cuda-lanes"
     op = "linear"
-    version = 2
     first_run_compiles = True
 
     def supports(self, spec: KernelSpec) -> Support:
@@ -145,38 +139,24 @@ def _tiles(spec: KernelSpec) -> list[LanesTile]:
     """Return tiles that fit into shared memory, the best guess first."""
     tokens, density = walking_width(spec, _MOST_LIVE), spec["weight"].density
     groups = (1,) if density > _DENSE else (2,) if density < _SPARSE else (2, 1)
-    shapes = _shapes(*spec["weight"].shape, tokens)
-    return [LanesTile(tokens, group, *shape) for shape in shapes for group in groups]
+    return [LanesTile(tokens, group, *shape) for shape in _shapes(spec["weight"].shape[0]) for group in groups]
 
 
-def _shapes(outputs: int, inputs: int, tokens: int) -> list[tuple[int, int, int, int, int, int]]:
-    """Return span, slabs, beside, along, cluster and stages such that the busiest multiprocessor has the least to do."""
+def _shapes(outputs: int) -> list[tuple[int, int, int, int, int]]:
+    """Return slabs, beside, along, cluster and stages such that the busiest multiprocessor has the least to do."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 0
-    processors, slabs_of_all = processors or _MULTIPROCESSORS, -(-outputs // SLAB)
+    processors = processors or _MULTIPROCESSORS
     found = []
-    for span, cluster in itertools.product(_SPANS[tokens], range(1, _MOST_BLOCKS + 1)):
-        along = -(-inputs // (span * cluster))
-        if along > _MOST_WARPS or (cluster > 1 and along * span * (cluster - 1) >= inputs):
-            continue
-        for beside in range(1, _MOST_WARPS // along + 1):
-            slabs = -(-slabs_of_all // (_clusters(processors, cluster) * beside))
-            tile = LanesTile(tokens, 1, span, slabs, beside, along, cluster, 2)
-            stages = _stages(tile)
-            blocks = -(-slabs_of_all // (slabs * beside)) * cluster
-            waves = -(-blocks // (_clusters(processors, cluster) * cluster))
-            busiest = waves * slabs * beside * along * span
-            idle = _MOST_WARPS - tile.warps
-            if stages >= _LEAST_STAGES:
-                found.append((busiest, cluster, idle, -span, (span, slabs, beside, along, cluster, stages)))
+    for slabs, cluster, beside in itertools.product((1, 2), (1, 2), range(1, _MOST_WARPS + 1)):
+        along = _MOST_WARPS // beside
+        blocks = -(-outputs // (slabs * beside * SLAB)) * cluster
+        waves = -(-blocks // processors)
+        busiest = waves * slabs * beside / cluster
+        idle = _MOST_WARPS - beside * along
+        found.append((waves, busiest, -slabs, idle, (slabs, beside, along, cluster, _stages(beside * along))))
     return [shape for *_, shape in sorted(found)[:_SHAPES]]
 
 
-def _clusters(processors: int, cluster: int) -> int:
-    """Return how many clusters run at once: one stands within a group of 16 multiprocessors, or a few more."""
-    return processors // cluster if cluster <= 2 else max(1, processors // 16 * (16 // cluster))
-
-
-def _stages(tile: LanesTile) -> int:
-    """Return how many copies of each warp have a place in shared memory."""
-    left = SHARED_BYTES - 1024 - tile.shared_bytes()
-    return min(_MOST_STAGES, tile.stages + left // (tile.warps * COPIED * LANES * 4))
+def _stages(warps: int) -> int:
+    """Return how many copies have a place in shared memory if each of the warps has as many."""
+    return min(12, (SHARED_BYTES - 1024) // warps // (COPIED * LANES * 4) - 1)

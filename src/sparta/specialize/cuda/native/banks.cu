@@ -6,12 +6,12 @@
 // are sorted by length and hardly anything is added to make them equal. A position in a run is a byte: it is stored as it
 // is where little is live, else as distances of half a byte, eight of which one multiplication adds up. What a warp
 // reads lies in one piece of memory. It comes by bulk copies into STAGES places of DEPTH pieces each in shared memory,
-// which keeps many bytes on their way; or, with STAGES of 0, into registers. EARLY per cent of it are asked for before the
-// kernel ahead has ended: only the L2 cache is filled by that, so what that kernel still writes is seen. Where pieces begin
-// is looked up before that one has ended, too. Sums of strips meet in shared memory and are added in a fixed order. What is
+// which keeps many bytes on their way; or, with STAGES of 0, into registers, and is then asked for before the kernel ahead
+// has ended: only the L2 cache is filled by that, so what that kernel still writes is seen. Where pieces begin is looked up
+// before that one has ended in any case. Sums of strips meet in shared memory and are added in a fixed order. What is
 // needed only at the end is loaded at the begin and waited for at the end. See linear/cuda_banks_layout.py for the layout.
 //
-// Compile-time numbers: TOKENS, WARPS, TASKS, DEPTH, NIBBLES, CTAS, STAGES, EARLY, SEGMENTS, RUN, IS_HALF, ACTIVATION, FORMAT
+// Compile-time numbers: TOKENS, WARPS, TASKS, DEPTH, NIBBLES, CTAS, STAGES, SEGMENTS, RUN, IS_HALF, ACTIVATION, FORMAT
 // (0: 16 bits, 1: fp8 e4m3, 2: int8).
 
 #define CLUSTER 1
@@ -307,8 +307,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) banks(const Call cal
     const int end_of = lane < TURNS ? __ldg(ends + which * TURNS + lane) : 0; // where task `lane` ends
     const unsigned char* mine = call.pieces + (long long)__ldg(call.index + which) * PIECE;
     const int count = __shfl_sync(0xffffffff, end_of, TURNS - 1);
-#if __CUDA_ARCH__ >= 900 && EARLY
-    if (lane == 0) ask_early(mine, (count * EARLY + 99) / 100 * PIECE);
+#if __CUDA_ARCH__ >= 900 && !STAGES
+    if (lane == 0) ask_early(mine, count * PIECE);
 #endif
     const u32 base_of_all = (u32)__cvta_generic_to_shared(shared);
     Pieces pieces(mine, count, base_of_all, warp, lane);

@@ -4,12 +4,8 @@
 // the next one to the same place.
 #pragma once
 
-__device__ __forceinline__ void prepare_barrier(u32 barrier, int arrivals = 1) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+__device__ __forceinline__ void prepare_barrier(u32 barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
 
 // What the lanes that prepared barriers call before any of them is used.

@@ -1,19 +1,16 @@
 // y = activation(x W^T + bias) + residual for an unstructured weight and few tokens: each lane walks through live values of
 // its own, and makes of them what the dense matrix unit takes.
 //
-// A warp owns SPAN inputs, and holds them in registers for all tokens: x is read once and takes part in no traffic after
-// that. It multiplies SLABS slabs of 16 outputs by them, one after the other. The live values of what a lane owns of a slab
+// A warp multiplies SLABS slabs of 16 outputs by all tokens, over a part of K. The live values of what a lane owns of them
 // stand in one bank of shared memory, one behind the other, and bits say which elements they are: an element that is live
 // takes the value where the lane is, and the lane goes on; another is 0. Lanes go on at their own pace and still never meet
 // in a bank. Values come by bulk copies into a ring of rows, one word for each lane; where lanes are so far apart that the
-// ring could not hold it, packing lets them go on in the same row. Bits come from memory to registers. Inputs are ordered
-// such that a lane's share of x is 16 bytes in a row. The ALONG warps that share outputs lay the sums of a slab into one of
-// two boxes, and add up the slab before: they wait for each other only if one is a whole slab behind. Sums are added in a
-// fixed order, in the block and over the cluster, so equal inputs give equal bits. See linear/cuda_lanes_layout.py for the
-// layout.
+// ring could not hold it, packing lets them go on in the same row. Bits and x come from memory to registers, inputs
+// being ordered such that a lane's share of x is 16 bytes in a row. Parts of K are summed in a fixed order, in the block
+// and over the cluster, so equal inputs give equal bits. See linear/cuda_lanes_layout.py for the layout.
 //
-// Compile-time numbers: TOKENS, GROUP (elements that a bit stands for), SPAN, SLABS, BESIDE (warps that have slabs of their
-// own), ALONG (warps that share outputs), CLUSTER, STAGES, IS_HALF, ACTIVATION.
+// Compile-time numbers: TOKENS, GROUP (elements that a bit stands for), SLABS, BESIDE (warps that have slabs of their own),
+// ALONG (warps that share K), CLUSTER, STAGES, IS_HALF, ACTIVATION.
 
 #include "few_tokens.cuh"
 #include "bulk.cuh"
@@ -21,29 +18,23 @@
 constexpr int WARPS = BESIDE * ALONG;
 constexpr int THREADS = WARPS * 32;
 constexpr int ROWS = BESIDE * SLABS * 16;         // outputs of a block
-constexpr int PITCH = ROWS + 4;                   // of the block's sums: keeps those of a warp in different banks
-constexpr int CHUNK = 64 * GROUP;                 // inputs for which a lane has a word of bits
-constexpr int CHUNKS = SPAN / CHUNK;              // of a slab
-constexpr int STEPS = CHUNK / 16;                 // multiplications of 16 inputs
-constexpr int BITS = 32 / STEPS;                  // of a lane in a step
+constexpr int PITCH = ROWS + 4;                   // of partial sums: keeps those of a warp in different banks
+constexpr int CHUNK = 64 * GROUP;                 // inputs for which a lane has a word of bits of each slab
+constexpr int STEPS = CHUNK / 32;                 // of 32 inputs, two multiplications
+constexpr int BITS = 32 / STEPS;                  // of a lane in a step of a slab
+constexpr int UNITS = STEPS * SLABS;              // steps of all slabs
 constexpr u32 ROW = 128;                          // bytes of a row of the ring
 constexpr int COPY = 8;                           // rows that are copied at once
-constexpr int RING = STAGES * COPY;               // rows; 8 more repeat the first ones, so that two steps read straight on
+constexpr int RING = STAGES * COPY;               // rows; 8 more repeat the first ones, so that a step reads straight on
 constexpr u32 WARP_BYTES = (RING + COPY) * ROW;
-constexpr int BOX_PITCH = 20;                     // of the sums of a slab: keeps those of a warp in different banks
-constexpr int BOX = TOKENS * BOX_PITCH;           // floats that a warp lays down
-constexpr int MEETINGS_AT = WARPS * STAGES * 8;   // barriers of warps that share outputs, behind those of copies
-constexpr int RINGS_AT = (MEETINGS_AT + BESIDE * 8 + 127) / 128 * 128;
-constexpr int BOXES_AT = RINGS_AT + WARPS * WARP_BYTES;
-constexpr int SUMS_AT = BOXES_AT + 2 * WARPS * BOX * 4;
-static_assert(SPAN % CHUNK == 0, "a warp has whole chunks");
+constexpr int BARRIERS = (WARPS * STAGES * 8 + 127) / 128 * 128;
 
 struct Call {
     const u16* x;
     const unsigned char* values; // rows of 128 bytes
-    const u32* bits;             // (tiles, CLUSTER * ALONG, BESIDE, SLABS, CHUNKS, 32)
-    const int2* marks;           // (tiles, ..., CHUNKS): rows that a chunk needs, and rows that are done with after it
-    const int* firsts;           // (tiles, CLUSTER * ALONG, BESIDE) and the end: first rows
+    const u32* bits;             // (tiles, BESIDE, chunks, SLABS, 32)
+    const int2* marks;           // (tiles, BESIDE, chunks): rows that a chunk needs, and rows that are done with after it
+    const int* firsts;           // (tiles, BESIDE, CLUSTER * ALONG) and the end: first rows
     const u16* bias;
     const u16* residual;
     u16* y;
@@ -57,25 +48,23 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const u32* a, u32 b0, 
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// What a warp holds of x: of token lane / 4 (and those 8 further) a lane has 8 inputs in every 32, from 8 (lane % 4) on.
-struct Held {
-    u32 words[SPAN / 32][TOKENS / 8][4];
+// A lane's way through x: of token lane / 4 (and those 8 further) it takes 8 inputs in every 32, from 8 (lane % 4) on.
+struct Stream {
+    const u16* from;
+    long long stride; // of 8 tokens
+    int k, inputs, tokens;
 
-    __device__ __forceinline__ void load(const Call& call, int first_token, int first, int lane) {
+    __device__ __forceinline__ void next(uint4 (&x)[TOKENS / 8]) {
 #pragma unroll
         for (int n = 0; n < TOKENS / 8; ++n) {
-            const int token = first_token + n * 8 + lane / 4;
-            const u16* from = call.x + token * call.x_stride + first + lane % 4 * 8;
-#pragma unroll
-            for (int u = 0; u < SPAN / 32; ++u) {
-                u32(&x)[4] = words[u][n];
-                x[0] = x[1] = x[2] = x[3] = 0;
-                if (token < call.tokens && first + u * 32 + lane % 4 * 8 < call.inputs)
-                    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                                 : "l"(from + u * 32));
-            }
+            x[n] = make_uint4(0, 0, 0, 0);
+            if (k < inputs && n * 8 < tokens)
+                asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
+                             : "=r"(x[n].x), "=r"(x[n].y), "=r"(x[n].z), "=r"(x[n].w)
+                             : "l"(from + n * stride));
         }
+        k += 32;
+        from += 32;
     }
 };
 
@@ -130,7 +119,7 @@ struct Walk {
             if (at[i] >= end) at[i] -= RING * ROW;
     }
 
-    // Takes what a lane owns of 16 outputs and 16 inputs; `which`: the bit of the first of them.
+    // Takes what a lane owns of 16 outputs and 32 inputs; `which`: the bit of the first of them.
     __device__ __forceinline__ void expand(u32 (&found)[BITS], u32 bits, int which) {
 #pragma unroll
         for (int i = 0; i < BITS; ++i) {
@@ -153,52 +142,24 @@ struct Walk {
     }
 };
 
-// Multiplies what a lane took of a slab by 16 inputs of all tokens, the lower or the upper half of 32.
-__device__ __forceinline__ void multiply_step(float (&sums)[TOKENS / 8][4], const u32 (&found)[BITS],
-                                              const u32 (&x)[TOKENS / 8][4], int half) {
-    u32 a[4];
+// Multiplies what a lane took of a slab by 32 inputs of all tokens.
+__device__ __forceinline__ void multiply_unit(float (&sums)[TOKENS / 8][4], const u32 (&found)[BITS],
+                                              const uint4 (&x)[TOKENS / 8]) {
+    u32 a[8];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 8; ++i) {
 #if GROUP == 1
-        a[i] = __byte_perm(found[2 * i], found[2 * i + 1], 0x5410);
+        a[i] = found[2 * i] | found[2 * i + 1] << 16;
 #else
         a[i] = found[i];
 #endif
     }
 #pragma unroll
-    for (int n = 0; n < TOKENS / 8; ++n) multiply(sums[n], a, x[n][2 * half], x[n][2 * half + 1]);
+    for (int n = 0; n < TOKENS / 8; ++n) {
+        multiply(sums[n], a, x[n].x, x[n].y);
+        multiply(sums[n], a + 4, x[n].z, x[n].w);
+    }
 }
-
-// The warps that share outputs: each lays down its sums of a slab, and all of them add up the slab before.
-struct Meeting {
-    float* boxes; // (2, ALONG, TOKENS, BOX_PITCH)
-    float* sums;  // of the block: (TOKENS, PITCH), from the first output of these warps on
-    u32 barrier;
-    int along, lane;
-
-    __device__ __forceinline__ void add_up(int slab) const {
-        wait(barrier, slab & 1);
-        const float* box = boxes + slab % 2 * (ALONG * BOX);
-        for (int i = along * 32 + lane; i < TOKENS * 16; i += ALONG * 32) {
-            const int token = i / 16, row = i % 16;
-            float total = 0.f;
-#pragma unroll
-            for (int part = 0; part < ALONG; ++part) total += box[part * BOX + token * BOX_PITCH + row];
-            sums[token * PITCH + slab * 16 + row] = total;
-        }
-    }
-
-    __device__ __forceinline__ void lay(int slab, const float (&mine)[TOKENS / 8][4]) const {
-        float* box = boxes + (slab % 2 * ALONG + along) * BOX + lane / 4;
-#pragma unroll
-        for (int n = 0; n < TOKENS / 8; ++n) {
-            float* to = box + (n * 8 + lane % 4 * 2) * BOX_PITCH;
-            to[0] = mine[n][0], to[BOX_PITCH] = mine[n][1], to[8] = mine[n][2], to[BOX_PITCH + 8] = mine[n][3];
-        }
-        __syncwarp();
-        if (lane == 0) arrive(barrier);
-    }
-};
 
 extern "C" __global__ void
 #if CLUSTER > 1
@@ -208,74 +169,83 @@ __launch_bounds__(THREADS, 1) lanes(const Call call) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int tile = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, first_token = blockIdx.y * TOKENS;
-    const int along = warp / BESIDE, beside = warp % BESIDE, part = rank * ALONG + along;
-    const int stream = (tile * (CLUSTER * ALONG) + part) * BESIDE + beside;
+    const int part = rank * ALONG + warp / BESIDE, parts = CLUSTER * ALONG, group = tile * BESIDE + warp % BESIDE;
+    const int begin = (int)((long long)call.chunks * part / parts);
+    const int end = (int)((long long)call.chunks * (part + 1) / parts);
     const u32 base = (u32)__cvta_generic_to_shared(shared);
 
     Ring ring = {};
-    ring.places = base + RINGS_AT + warp * WARP_BYTES, ring.barriers = base + warp * STAGES * 8;
+    ring.places = base + BARRIERS + warp * WARP_BYTES, ring.barriers = base + warp * STAGES * 8;
     if (lane < STAGES) prepare_barrier(ring.barriers + lane * 8);
-    const Meeting meeting = {reinterpret_cast<float*>(shared + BOXES_AT) + beside * (2 * ALONG * BOX),
-                             reinterpret_cast<float*>(shared + SUMS_AT) + beside * SLABS * 16,
-                             base + MEETINGS_AT + beside * 8, along, lane};
-    if (along == 0 && lane == 0) prepare_barrier(meeting.barrier, ALONG);
     barriers_prepared();
-    const int first = __ldg(call.firsts + stream);
-    ring.left = __ldg(call.firsts + stream + 1) - first;
+    const int first = __ldg(call.firsts + group * parts + part);
+    ring.left = __ldg(call.firsts + group * parts + part + 1) - first;
     ring.from = call.values + (long long)first * ROW;
-    const u32* bits_from = call.bits + (long long)stream * (SLABS * CHUNKS * 32) + lane;
-    const int2* marks = call.marks + (long long)stream * (SLABS * CHUNKS);
-    if (lane == 0) {
-        ask_early(bits_from, SLABS * CHUNKS * 128);
-        if (ring.left > 0) ask_early(ring.from, min(ring.left, RING) * ROW);
-    }
-    __syncthreads();
+    const u32* bits_from = call.bits + ((long long)group * call.chunks + begin) * (SLABS * 32) + lane;
+    const int2* marks = call.marks + (long long)group * call.chunks + begin;
+    if (lane == 0 && begin < end) ask_early(bits_from, (end - begin) * (SLABS * 128));
+    __syncwarp();
 
     follow(); // where values are is older than the kernel before this one; values and x may not be
     ring.fill(0, lane);
-    Held held;
-    held.load(call, first_token, part * SPAN, lane);
+    Stream stream;
+    stream.k = begin * CHUNK + lane % 4 * 8, stream.inputs = min(call.inputs, end * CHUNK);
+    stream.from = call.x + (first_token + lane / 4) * call.x_stride + stream.k, stream.stride = 8 * call.x_stride;
+    stream.tokens = call.tokens - first_token - lane / 4;
+    uint4 x[2][TOKENS / 8];
+    stream.next(x[0]);
+    stream.next(x[1]);
     constexpr int AHEAD = 2; // chunks whose bits are on their way
-    u32 bits[AHEAD + 1];
+    u32 bits[AHEAD + 1][SLABS];
     int2 mark[AHEAD + 1];
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-        const int which = min(i, SLABS * CHUNKS - 1);
-        mark[i] = __ldg(marks + which), bits[i] = __ldg(bits_from + which * 32);
-    }
+    for (int i = 0; i < AHEAD; ++i)
+        if (begin + i < end) {
+            mark[i] = __ldg(marks + i);
+#pragma unroll
+            for (int s = 0; s < SLABS; ++s) bits[i][s] = __ldg(bits_from + (i * SLABS + s) * 32);
+        }
 
+    float sums[SLABS][TOKENS / 8][4] = {};
     Walk walk;
     walk.set(ring, 0, lane);
-    for (int slab = 0; slab < SLABS; ++slab) {
-        float sums[TOKENS / 8][4] = {};
+    for (int chunk = begin; chunk < end; ++chunk) {
+        marks += 1, bits_from += SLABS * 32;
+        if (chunk + AHEAD < end) {
+            mark[AHEAD] = __ldg(marks + AHEAD - 1);
 #pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            const int next = min(slab * CHUNKS + chunk + AHEAD, SLABS * CHUNKS - 1);
-            mark[AHEAD] = __ldg(marks + next), bits[AHEAD] = __ldg(bits_from + next * 32);
-            ring.need(mark[0].x);
-            u32 found[2][BITS]; // one is taken while the one before is multiplied
-#pragma unroll
-            for (int step = 0; step <= STEPS; ++step) {
-                if (step < STEPS) {
-                    walk.expand(found[step % 2], bits[0], step * BITS);
-                    if (step % 2) walk.around(ring);
-                }
-                if (step > 0) {
-                    const int now = step - 1;
-                    multiply_step(sums, found[now % 2], held.words[chunk * STEPS / 2 + now / 2], now % 2);
-                }
-            }
-            if (mark[0].x == mark[0].y) walk.set(ring, mark[0].x, lane);
-            __syncwarp();
-            ring.fill(mark[0].y, lane);
-#pragma unroll
-            for (int i = 0; i < AHEAD; ++i) mark[i] = mark[i + 1], bits[i] = bits[i + 1];
+            for (int s = 0; s < SLABS; ++s) bits[AHEAD][s] = __ldg(bits_from + ((AHEAD - 1) * SLABS + s) * 32);
         }
-        if (slab > 0) meeting.add_up(slab - 1);
-        meeting.lay(slab, sums);
+        ring.need(mark[0].x);
+        u32 found[2][BITS]; // one is taken while the one before is multiplied
+#pragma unroll
+        for (int unit = 0; unit <= UNITS; ++unit) {
+            if (unit < UNITS) {
+                walk.expand(found[unit % 2], bits[0][unit % SLABS], unit / SLABS * BITS);
+                walk.around(ring);
+            }
+            if (unit > 0) {
+                const int slab = (unit - 1) % SLABS, step = (unit - 1) / SLABS;
+                multiply_unit(sums[slab], found[(unit - 1) % 2], x[step % 2]);
+                if (slab == SLABS - 1) stream.next(x[step % 2]);
+            }
+        }
+        if (mark[0].x == mark[0].y) walk.set(ring, mark[0].x, lane);
+        __syncwarp();
+        ring.fill(mark[0].y, lane);
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            mark[i] = mark[i + 1];
+#pragma unroll
+            for (int s = 0; s < SLABS; ++s) bits[i][s] = bits[i + 1][s];
+        }
     }
-    meeting.add_up(SLABS - 1);
+
+    // The ring is free now: it takes the partial sums, (ALONG, TOKENS, PITCH); what was a barrier takes nothing else.
+    __syncthreads();
+    float* partials = reinterpret_cast<float*>(shared + BARRIERS) + warp / BESIDE * TOKENS * PITCH;
+    lay_sums<PITCH>(partials, sums, warp % BESIDE * SLABS * 16, lane);
     meet_cluster();
-    write<1, ROWS, PITCH, THREADS>(call, base + SUMS_AT, tile, rank, first_token);
+    write<ALONG, ROWS, PITCH, THREADS>(call, base + BARRIERS, tile, rank, first_token);
     leave_cluster();
 }
