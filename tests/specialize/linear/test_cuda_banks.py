@@ -91,7 +91,7 @@ def test_more_inputs_than_bytes_count_are_cut_into_segments(nibbles):
     assert torch.equal(walked(layout, weight), torch.where(mask, weight, 0).double())
 
 
-@pytest.mark.parametrize(("density", "nibbles", "most"), [(0.3, True, 1.18), (0.1, False, 1.3)])
+@pytest.mark.parametrize(("density", "nibbles", "most"), [(0.3, True, 1.12), (0.1, False, 1.25)])
 def test_little_is_added_to_make_strips_equal(density, nibbles, most):
     torch.manual_seed(0)
     mask = torch.rand(64, 8192) < density
