@@ -29,7 +29,7 @@ from graphed import rotated
 
 from record import save
 from sparta.errors import SpartaError
-from sparta.specialize.implement import implement_named
+from sparta.specialize.implement import Cause, implement_named
 from sparta.specialize.linear.spec import LinearKernel, linear_spec
 from sparta.specialize.linear.threshold import threshold_linear
 from sparta.tables import table
@@ -63,7 +63,8 @@ class Kernels:
         wanted = []
         for name, most in IMPLEMENTS.items():
             implement = implement_named(name, "linear")
-            if implement.answer(spec):
+            answer = implement.answer(spec)
+            if answer or answer.cause == Cause.PATTERN:  # also where so much is live that it is not chosen
                 wanted += [(name, str(tile)) for tile in implement.space(spec)["tile"].domain.values[:most]]
 
         def ready(key: tuple[str, str]) -> Built | None:
