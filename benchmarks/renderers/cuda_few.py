@@ -41,8 +41,8 @@ def _parts(rows: Sequence[Record], targets: dict[float, float]) -> str:
     title = (
         "The same by kernel, in µs. The bound is dense over the longest of the parts, each of which was measured alone "
         "by a kernel that does nothing else: a launch, reading the fewest bytes (in brackets; MB) that live values and "
-        "where they are can be stored in, looking up one input for each of them, expanding them to what the matrix "
-        "unit takes."
+        "where they are can be stored in, looking up one input for each, expanding them to what the matrix unit "
+        "takes, a bit at a time as `cuda-lanes` does; another way to expand would have another bound."
     )
     heads = ["weight", "pruned", "tokens", "dense", *names, "× dense", "target", "bound", "MB"]
     return f"{title}\n\n{markdown([*heads, 'launch', 'bytes', 'looks', 'expanding'], lines)}"
