@@ -5,7 +5,8 @@ the L2 cache flatters anyone. Dense is PyTorch's product in fp8 with fast sums, 
 for each token and output, on an x that is in fp8 already: the faster of both. Sparse kernels take x in bf16, and those
 that round it to fp8 do so inside the time; their product alone, on an x that is in fp8 as dense has it, is timed beside
 that. The bound of a case is the larger of its bytes over the measured bandwidth of a
-copy and its live operations over the measured rate of a large dense product in fp8.
+copy and its live operations over the measured rate of a large dense product in fp8; unstructured weights have the times
+of their parts alone beside that, see ``floors.py``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from floors import floors
 from graphed import rotated
 from sparse_rates import sparse_limits
 
@@ -142,7 +144,7 @@ def quickest(case: Case, spec: KernelSpec, weight: Tensor, x: Tensor) -> tuple[s
     for name in case.implements:
         implement = implement_named(name, OP)
         if implement.answer(spec):
-            tiles = implement.space(spec)["tile"].domain.values[:5]
+            tiles = implement.space(spec)["tile"].domain.values[:6]
             built += [(name, implement.build(spec, {"tile": tile})) for tile in tiles]
 
     def first_run(kernel: Any) -> tuple[Tensor, ...] | None:
@@ -208,6 +210,8 @@ def main() -> None:
                      "us": took, "dense_us": rival, "ratio": rival / took, "product": rival / product,
                      "over_bf16": times["bf16"] / took, "aim": case.aim, "bound": rival / bound}
                 )  # fmt: skip
+                if case.pattern.startswith("unstructured"):
+                    records[-1]["floors"] = floors(shape, tesa.density, tokens, 1)
                 print(case.pattern, case.format, shape, tokens, name, f"{took:.1f} us {rival / took:.2f}x", flush=True)
     rows = [
         [r["pattern"], r["format"], f"{r['shape'][0]}x{r['shape'][1]}", r["tokens"], r["best"], f"{r['us']:.1f}",

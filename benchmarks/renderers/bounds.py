@@ -173,3 +173,12 @@ def product_bound(row: Record, limits: Rates) -> float:
     times = 3.0 if row["backward"] else 1.0
     least = max(_HALF * moved / limits.copy, 2.0 * multiplied / limits.products) * times * row["batches"]
     return float(row["us"]["dense"] / least)
+
+
+def floor_bound(parts: Record, dense_us: float) -> float:
+    """Return the bound of a layer whose parts were timed alone, in microseconds: the longest of them is left.
+
+    >>> floor_bound({"bytes": 15_000_000, "launch": 2.0, "stream": 5.0, "look": 1.5}, 20.0)
+    4.0
+    """
+    return dense_us / max(value for name, value in parts.items() if name != "bytes")

@@ -9,6 +9,7 @@ from renderers.bounds import (
     SparseRates,
     block_target,
     cache_bound,
+    floor_bound,
     linear_bound,
     product_bound,
     rates,
@@ -188,32 +189,6 @@ def host(found: Sequence[Record]) -> str:
     return "\n\n".join(parts)
 
 
-@renderer("cuda-decode", "decode")
-def decode(found: Sequence[Record]) -> str:
-    """Return layers with few tokens: unstructured weights, and small inputs that are skipped."""
-    parts = []
-    for record in found:
-        results = record["results"]
-        for kind, what in (("bitmap", "weights pruned"), ("threshold", "inputs skipped")):
-            tokens = sorted({row["tokens"] for row in results[kind]})
-            cells: dict[tuple[float, int], list[float]] = {}
-            for row in results[kind]:
-                cells.setdefault((row["sparsity"], row["tokens"]), []).append(row["ratio"])
-            sparsities = sorted({key[0] for key in cells})
-            rows = [
-                [f"{100 * s:g} %", *(f"{statistics.geometric_mean(cells[s, m]):.2f}" for m in tokens)]
-                for s in sparsities
-            ]
-            shapes = len({tuple(row["shape"]) for row in results[kind]})
-            name = {"bitmap": "`cuda-bitmap`, unstructured weights", "threshold": "`ThresholdLinear`"}[kind]
-            title = (
-                f"{name}: times faster than the best dense in {results['dtype']}, by the number of tokens; geometric "
-                f"means over {shapes} shapes. {source(record)}"
-            )
-            parts.append(f"{title}\n\n{markdown([what, *map(str, tokens)], rows)}")
-    return "\n\n".join(parts)
-
-
 @renderer("cuda-products", "batch_matmul")
 def products(found: Sequence[Record]) -> str:
     """Return batched products with one sparse matrix, sparse softmax, and attention made of them."""
@@ -271,6 +246,8 @@ def training_step(found: Sequence[Record]) -> str:
 
 
 def _fp8_bound(row: Record, limits: SparseRates | None) -> float:
+    if "floors" in row:
+        return floor_bound(row["floors"], row["dense_us"])
     if limits is None or (row["pattern"], row["format"]) != ("2:4", "fp8_e4m3"):
         return float(row["bound"])
     return two_four_bound(tuple(row["shape"]), row["tokens"], row["dense_us"], limits, 1)
@@ -308,7 +285,8 @@ def fp8(found: Sequence[Record]) -> str:
             + ("The product alone is that of kernels which round x, from an x in fp8. " if alone else "")
             + "The aim stands "
             f"beside the bound: what {limits['bytes'] / 1e6:.1f} TB/s and {limits['operations'] / 1e6:.0f} TFLOP/s in "
-            f"fp8, both measured, leave room for. {noted}{source(record)}"
+            "fp8, both measured, leave room for; of unstructured weights, what the longest part alone takes (a launch, "
+            f"reading the fewest bytes, looking inputs up). {noted}{source(record)}"
         )
         names = [
             "weight",

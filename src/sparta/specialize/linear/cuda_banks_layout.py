@@ -8,8 +8,7 @@ filled up to the longest with values of 0. So the lanes of a warp end together t
 A lane reads its strip in pieces: a word that says where the inputs are, and the live values. With nibbles, a piece has
 8 values and the word 8 distances, each from the input before (the first from the begin of the run); one that does not
 fit is walked in several steps, over values of 0. Otherwise a piece has 4 values and the word 4 positions in the run.
-The pieces of the 32 lanes stand side by side, those of a task and the tasks of a warp one after the other. All warps
-have as many pieces as the one that needs most, the last of which may be of zeros.
+The pieces of the 32 lanes stand side by side, those of a task and the tasks of a warp one after the other.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class _Index(NamedTuple):
 
     plan: Tensor  # int32 (pieces, 32, step): the element of the weight that stands there, or -1
     positions: Tensor  # uint8 (pieces, 32, 4)
-    places: Tensor  # int32: ends of tasks in the pieces of their warp, then the outputs of blocks
+    places: Tensor  # int32: first pieces of warps, ends of tasks in the pieces of their warp, outputs of blocks
     owners: Tensor  # uint8 (blocks, warps, turns, 32): the strip of each lane, output * segments + segment
 
 
@@ -173,9 +172,9 @@ class BanksLayout:
         counts = longest.new_zeros(blocks, self.warps, self.turns)
         counts[dealt] = needed
         ends = counts.cumsum(2)  # in the pieces of the warp
-        pieces = int(ends[..., -1].max()) * blocks * self.warps
-        begins_of_warps = torch.arange(0, pieces, pieces // (blocks * self.warps), device=device)
-        firsts = begins_of_warps.view(blocks, self.warps, 1) + ends - counts
+        upto = ends[..., -1].flatten().cumsum(0).view(blocks, self.warps)
+        pieces, begins_of_warps = int(upto[-1, -1]), upto - ends[..., -1]
+        firsts = begins_of_warps[..., None] + ends - counts
         owners = order.new_zeros(blocks, self.warps, self.turns, BANKS)
         owners[dealt] = order
         rank = torch.empty_like(order).scatter_(
@@ -190,7 +189,7 @@ class BanksLayout:
         plan[place], positions[place] = found.source.to(torch.int32), found.position.to(torch.uint8)
         if self.nibbles:
             positions = positions[0::2] | positions[1::2] << 4
-        places = torch.cat([ends.flatten(), outputs]).to(torch.int32)
+        places = torch.cat([begins_of_warps.flatten(), ends.flatten(), outputs]).to(torch.int32)
         return _Index(
             plan.view(pieces, BANKS, self.step), positions.view(pieces, BANKS, 4), places, owners.to(torch.uint8)
         )

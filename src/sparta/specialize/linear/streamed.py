@@ -127,10 +127,6 @@ class StreamedKernel(LinearKernel):
             raise ValueRangeError(message(f"a weight in {operand.dtype}", f"{self._dtype}, as when built"))
         return self._layout.pack(operand)
 
-    def counted(self, packed: Sequence[Tensor]) -> tuple[int, ...]:  # noqa: ARG002 - for those that override it
-        """Return the numbers that the source takes last, which only a packed weight tells."""
-        return ()
-
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
         """Return (M, N) for the inputs x (M, K), bias (N,) or None, residual (M, N) or None."""
         x, bias, residual = inputs
@@ -161,7 +157,6 @@ class StreamedKernel(LinearKernel):
         call = self.call(
             x.data_ptr(), *[each.data_ptr() for each in packed], None if bias is None else bias.data_ptr(),
             None if residual is None else residual.data_ptr(), y.data_ptr(), stride, tokens, *self._sizes,
-            *self.counted(packed),
         )  # fmt: skip
         function.launch(grid, call, device)
         return y

@@ -26,7 +26,7 @@ _ADA = (8, 9)  # from here on there is an instruction that widens fp8
 
 
 class _ScaledBanksKernel(BanksKernel):
-    call = streamed_call(4, "each")
+    call = streamed_call(4)
 
     def __init__(self, spec: KernelSpec, tile: BanksTile) -> None:
         self._weight = spec["weight"]
@@ -43,7 +43,7 @@ class ScaledBanks(TiledImplement):
 
     name = "cuda-banks"
     op = OP
-    version = 3
+    version = 4
     first_run_compiles = True
 
     def supports(self, spec: KernelSpec) -> Support:

@@ -7,10 +7,9 @@
 // is where little is live, else as distances of half a byte, eight of which one multiplication adds up. What a warp
 // reads lies in one piece of memory. It comes by bulk copies into STAGES places of DEPTH pieces each in shared memory,
 // which keeps many bytes on their way; or, with STAGES of 0, into registers, and is then asked for before the kernel ahead
-// has ended: only the L2 cache is filled by that, so what that kernel still writes is seen. Sums of strips meet in shared
-// memory and are added in a fixed order. All warps have equally many pieces, so that the first ones are asked for without
-// a look at where they begin: such a look takes as long as a tenth of the whole. What is needed only at the end is loaded
-// at the begin and waited for at the end. See linear/cuda_banks_layout.py for the layout.
+// has ended: only the L2 cache is filled by that, so what that kernel still writes is seen. Where pieces begin is looked up
+// before that one has ended in any case. Sums of strips meet in shared memory and are added in a fixed order. What is
+// needed only at the end is loaded at the begin and waited for at the end. See linear/cuda_banks_layout.py for the layout.
 //
 // Compile-time numbers: TOKENS, WARPS, TASKS, DEPTH, NIBBLES, CTAS, STAGES, SEGMENTS, RUN, IS_HALF, ACTIVATION, FORMAT
 // (0: 16 bits, 1: fp8 e4m3, 2: int8).
@@ -46,7 +45,8 @@ constexpr int SUMS_AT = OUTPUTS_AT + ROWS * 12;
 struct Call {
     const u16* x;
     const unsigned char* pieces;
-    const int* index;            // (blocks, WARPS, TURNS) ends of tasks in the pieces of their warp; (blocks, ROWS) outputs
+    const int* index;            // (blocks, WARPS) first pieces; (blocks, WARPS, TURNS) ends of tasks in the pieces of their
+                                 // warp; (blocks, ROWS) outputs
     const unsigned char* owners; // (blocks, WARPS, TURNS, 32): the strip of a lane, output * SEGMENTS + segment
 #if FORMAT
     const float* scales;
@@ -55,7 +55,7 @@ struct Call {
     const u16* residual;
     u16* y;
     long long x_stride;
-    int tokens, outputs, inputs, blocks, each; // each: pieces of a warp
+    int tokens, outputs, inputs, blocks;
 };
 
 // Live values of one lane and where their inputs are.
@@ -302,8 +302,11 @@ struct Pieces {
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) banks(const Call call) {
     extern __shared__ __align__(128) unsigned char shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_token = blockIdx.y * TOKENS;
-    const int which = blockIdx.x * WARPS + warp, count = call.each;
-    const unsigned char* mine = call.pieces + (long long)which * count * PIECE;
+    const int which = blockIdx.x * WARPS + warp;
+    const int* ends = call.index + call.blocks * WARPS;
+    const int end_of = lane < TURNS ? __ldg(ends + which * TURNS + lane) : 0; // where task `lane` ends
+    const unsigned char* mine = call.pieces + (long long)__ldg(call.index + which) * PIECE;
+    const int count = __shfl_sync(0xffffffff, end_of, TURNS - 1);
 #if __CUDA_ARCH__ >= 900 && !STAGES
     if (lane == 0) ask_early(mine, count * PIECE);
 #endif
@@ -312,9 +315,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) banks(const Call cal
 
     follow(); // where values are is older than the kernel before this one; values, scales and x may not be
     pieces.begin();
-    const int end_of = lane < TURNS ? __ldg(call.index + which * TURNS + lane) : 0; // where task `lane` ends
     Endings endings;
-    endings.load(call, call.index + call.blocks * (WARPS * TURNS) + blockIdx.x * ROWS);
+    endings.load(call, ends + call.blocks * (WARPS * TURNS) + blockIdx.x * ROWS);
     const uint4* owned = reinterpret_cast<const uint4*>(call.owners + (long long)blockIdx.x * STRIPS * 32);
     for (int i = threadIdx.x; i < STRIPS * 2; i += THREADS)
         reinterpret_cast<uint4*>(shared + OWNERS_AT)[i] = __ldg(owned + i);
