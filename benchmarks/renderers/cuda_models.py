@@ -20,13 +20,27 @@ def stacks_fp8(found: Sequence[Record]) -> str:
             runs += f" ({row['joined']} products of several)" if row.get("joined") else ""
             change = None if row["change"] is None else f"{100 * row['change']:.1f} %"
             own = f"{row['products']:.3f}" if row.get("products") else None
-            line = [row["case"], row["layers"], *times, own, over[0], row["over_fp8"], over[1], row["over_bf16"], runs]
-            rows.append([*line, change])
+            bound = f"{row['bound_bf16']:.2f}" if row.get("bound_bf16") else None
+            least = [f"{row[name]:.3f}" if row.get(name) else None for name in ("rest", "least")]
+            line = [
+                row["case"],
+                row["layers"],
+                *times,
+                own,
+                *least,
+                over[0],
+                row["over_fp8"],
+                over[1],
+                row["over_bf16"],
+            ]
+            rows.append([*line, bound, runs, change])
         title = (
             "Milliseconds of a whole stack: dense in bf16 (the best of eager, `torch.compile`, and both replayed from "
             "CUDA graphs) and in fp8 (`torch.compile`, replayed from a CUDA graph), and after `sparta.compile` in fp8, "
-            "or in bf16 where the row says so, with the sum of its linear layers, each alone with its rounding; "
-            "times faster than both, beside the aims; how far rounding changes the outputs. "
+            "or in bf16 where the row says so, with the sum of its linear layers, each alone with its rounding, of all "
+            "other kernels, by the profiler, and what linear layers take at least, by what memory, the L2 cache and "
+            "the matrix unit were measured to give; times faster than both, beside the aims and the bound, which is "
+            "bf16 over the rest and that least; how far rounding changes the outputs. "
             f"{source(record)}"
         )
         heads = [
@@ -36,10 +50,13 @@ def stacks_fp8(found: Sequence[Record]) -> str:
             "fp8",
             "sparta",
             "linear",
+            "rest",
+            "linear at least",
             "× fp8",
             "aim",
             "× bf16",
             "aim",
+            "bound",
             "runs",
             "change",
         ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from sparta.specialize.cuda.device import HALF_FORMATS
@@ -40,7 +41,7 @@ class _ScaledKernel(FewBlocksKernel):
         """Return the kept blocks of a real weight (N, K) as codes, their columns, the schedule, scales of outputs."""
         codes, scales = packed_codes(operand, self._weight, self._half)
         values, *index = self._layout.pack(codes)
-        ordered = values.unflatten(-1, (-1, 4))[..., _ORDER].flatten(-2).contiguous()
+        ordered = torch.unflatten(values, -1, (-1, 4))[..., _ORDER].flatten(-2).contiguous()
         return ordered, *index, scales[:, 0].contiguous()
 
 
