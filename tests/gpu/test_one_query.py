@@ -10,7 +10,7 @@ from sparta.specialize.attention.one_query import attention_of_one_query
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("batches", "heads", "groups", "keys", "width"),
-    [(1, 8, 4, 1024, 128), (2, 1, 1, 1, 64), (16, 8, 4, 1000, 128), (3, 2, 16, 77, 64), (1, 2, 5, 40000, 128)],
+    [(1, 8, 4, 1024, 128), (2, 1, 1, 1, 64), (2, 8, 4, 1000, 128), (3, 2, 16, 77, 64), (1, 2, 5, 40000, 128)],
 )
 def test_it_is_attention(batches, heads, groups, keys, width, dtype):
     q = torch.randn(batches, 1, heads * groups, width, device="cuda").to(dtype).transpose(1, 2)

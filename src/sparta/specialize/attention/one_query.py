@@ -15,6 +15,7 @@ from sparta.specialize.cuda.device import triton_here
 __all__ = ["attention_of_one_query"]
 
 _WIDTHS = (64, 128)
+_MOST_KEY_HEADS = 16  # of all batches; for 8 the kernels take 0.73 of the time of cuDNN's on an H200, for 128 1.26
 
 
 def attention_of_one_query(
@@ -52,5 +53,6 @@ def _takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     trained = torch.is_grad_enabled() and any(each.requires_grad for each in (q, k, v))
     fits = q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and q.shape[3] in _WIDTHS and k.numel() > 0
+    fits = fits and k.shape[0] * k.shape[1] <= _MOST_KEY_HEADS
     whole = fits and q.shape[1] % k.shape[1] == 0 and all(each.stride(3) == 1 for each in (q, k, v))
     return whole and not trained and bool(triton_here())

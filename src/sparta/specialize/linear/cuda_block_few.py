@@ -29,10 +29,11 @@ __all__ = ["CudaBlockFew", "FewBlocksKernel", "FewBlocksTile", "few_blocks_fit",
 _SLAB = 16  # outputs that the matrix unit multiplies at once
 _ROW = 64  # bytes of a row of a kept block
 _TOKENS = (1, 8, 16, 32)
-_MOST_TOKENS = 64
+_MOST_TOKENS = 32  # for more, tiles that come by the copy engine are faster
 _MOST_COVERED = 0.7
 _NO_MORE = 1.05  # times what lower blocks store
-_SHAPES = ((2, 2, 3), (4, 4, 2), (1, 2, 4), (2, 4, 2), (1, 4, 2), (1, 1, 6))  # slabs, warps, stages
+# slabs, warps, stages: what was among the fastest somewhere on an H200
+_SHAPES = ((1, 8, 1), (2, 8, 1), (1, 4, 2), (2, 4, 2), (4, 8, 1), (4, 4, 2))
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class FewBlocksKernel(StreamedKernel):
 
 
 class CudaBlockFew(TiledImplement):
-    """CUDA C++ on kept blocks of 16 to 64 outputs, for up to 64 tokens on Hopper."""
+    """CUDA C++ on kept blocks of 16 to 64 outputs, for up to 32 tokens on Hopper."""
 
     name = "cuda-block-few"
     op = "linear"
@@ -143,7 +144,7 @@ def few_blocks_fit(spec: KernelSpec, itemsize: int) -> Support:
     >>> from sparta.specialize.linear.spec import linear_spec
     >>> from sparta.tesa.attribute import TeSA
     >>> few_blocks_fit(linear_spec(TeSA.dense((16, 256)), 100, torch.bfloat16, device="cuda"), 2).reason
-    '100 tokens; it reads the weight for at most 64'
+    '100 tokens; it reads the weight for at most 32'
     """
     weight, tokens = spec["weight"], spec["input"].shape[0]
     if min(weight.shape) < 1:

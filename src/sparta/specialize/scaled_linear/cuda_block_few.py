@@ -46,7 +46,7 @@ class _ScaledKernel(FewBlocksKernel):
 
 
 class ScaledBlockFew(TiledImplement):
-    """CUDA C++ on kept blocks of 16 to 64 outputs in 8 bits, for up to 64 tokens on Hopper; x stays as it is."""
+    """CUDA C++ on kept blocks of 16 to 64 outputs in 8 bits, for up to 32 tokens on Hopper; x stays as it is."""
 
     name = "cuda-block-few"
     op = OP
