@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "compiler"))
 
 from ceilings import ceilings
 from networks import EncoderLayer
-from stack_bounds import is_product, kernel_times, linear_microseconds
+from stack_bounds import kernel_times, linear_microseconds
 from stacks import rotated
 
 from record import RESULTS, save
@@ -227,9 +227,9 @@ def measure(case: Case, device: torch.device, seconds: float) -> dict[str, Any]:
     sizes = {name: value for name, value in asdict(case).items() if name in _STORED}
     known = [layer.first.entry for layer in layers]
     products = None if None in known else sum(entry.milliseconds for entry in known if entry is not None)
-    bounds = _bounds(case, layers, calls["sparta"], medians["bf16"]) if fp8 else {}
+    least = _least(case, layers, calls["sparta"]) if fp8 else {}
     return {
-        **sizes, **bounds, "case": str(case), "ms": medians, "implements": implements, "joined": joined,
+        **sizes, **least, "case": str(case), "ms": medians, "implements": implements, "joined": joined,
         "compile_seconds": took,
         "products": products, "change": change, "notes": list(fast.report.notes),
         "ratio_fp8": medians["fp8"] / medians["sparta"] if fp8 else None,
@@ -237,15 +237,13 @@ def measure(case: Case, device: torch.device, seconds: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _bounds(case: Case, layers: Sequence[Any], run: Callable[[], object], dense: float) -> dict[str, float]:
-    """Return the milliseconds of what is no linear layer, what those take at least, and times dense with both."""
-    times = kernel_times(run)
-    for name, (count, took) in sorted(times.items(), key=lambda each: -each[1][1])[:12]:
+def _least(case: Case, layers: Sequence[Any], run: Callable[[], object]) -> dict[str, float]:
+    """Print where the time of a call goes; return the milliseconds that linear layers take at least."""
+    for name, (count, took) in sorted(kernel_times(run).items(), key=lambda each: -each[1][1])[:12]:
         print(f"{took:9.1f} us {count:4} x {name[:90]}")
-    rest = sum(took for name, (_, took) in times.items() if not is_product(name)) / 1e3
     size = 1 if case.precision == "fp8" else 2
-    least = linear_microseconds(layers, case.batch * case.tokens, case.pattern, size, ceilings()) / 1e3
-    return {"rest": rest, "least": least, "bound_bf16": dense / (rest + least)}
+    found = linear_microseconds(layers, case.batch * case.tokens, case.pattern, size, ceilings())
+    return {"least": found / 1e3}
 
 
 def _last(name: str) -> str:

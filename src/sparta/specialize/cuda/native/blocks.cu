@@ -85,12 +85,6 @@ __device__ __forceinline__ void fetch(const Call& call, u32 memory, u32 full, u3
     }
 }
 
-// The kept blocks of the first tiles may come while the kernel before still makes x.
-__device__ __forceinline__ void fetch_early(const Call& call) {
-    for (Tiles tiles(call); tiles.left() && GROUPS > tiles.round; tiles.next())
-        for (int step = tiles.row.y; step < tiles.row.z; ++step) ask_early(call.w_map, 0, step * 64);
-}
-
 #if TOKENS == 64
 #define WIDE "n64"
 #define SUMS SUMS_32
@@ -309,7 +303,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) blocks(const __grid_con
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    if (threadIdx.x == CONSUMERS) fetch_early(call);
     meet_cluster();
     follow();
     if (threadIdx.x >= CONSUMERS) {

@@ -51,11 +51,6 @@ __device__ __forceinline__ void copy_box(u32 to, const void* map, int column, in
 #endif
 }
 
-// Has a box come as far as the L2 cache, so that what is still written to it is seen.
-__device__ __forceinline__ void ask_early(const void* map, int column, int row) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row) : "memory");
-}
-
 // Waits for the other threads of a warpgroup.
 __device__ __forceinline__ void meet(int group) {
     if (GROUPS == 1 || group == 0) { // numbers that are known, or the compiler reserves all barriers there are
