@@ -84,12 +84,12 @@ def test_stacks(tables):
     case = {
         "case": "llama decode 1, 2:4, 50%", "layers": 4, "ms": {"bf16": 2.0, "fp8": 1.0, "sparta": 0.5},
         "ratio_fp8": 2.0, "ratio_bf16": 4.0, "over_fp8": 1.3, "over_bf16": None,
-        "implements": {"cuda-24": 28}, "change": 0.025, "products": 0.25,
+        "implements": {"cuda-24": 28}, "change": 0.025, "products": 0.25, "least": 0.15,
     }  # fmt: skip
     page = tables.stacks_fp8(record({"cases": [case, {**case, "change": None, "ratio_fp8": None, "products": None}]}))
-    numbers = "| 4 | 2.000 | 1.000 | 0.500 | 0.250 | 2.00 | 1.3 | 4.00 |  |"
+    numbers = "| 4 | 2.000 | 1.000 | 0.500 | 0.250 | 0.150 | 2.00 | 1.3 | 4.00 |  | 5.00 |"
     assert f"| llama decode 1, 2:4, 50% {numbers} 28 cuda-24 | 2.5 % |" in page
-    assert "| 0.500 |  |  | 1.3 | 4.00 |  | 28 cuda-24 |  |" in page
+    assert "| 0.500 |  |  |  | 1.3 | 4.00 |  |  | 28 cuda-24 |  |" in page
 
 
 def test_training_of_a_model(tables):

@@ -68,14 +68,14 @@ class Case:
 
 
 _TWO_FOUR = ("cuda-24-resident", "cuda-24", "cuda-24-matrix-fp8")
-_BLOCKS = ("cuda-block-fp8", "triton-block-fp8", "triton-block")
+_BLOCKS = ("cuda-block-few", "cuda-block-fp8", "triton-block-fp8", "triton-block")
 CASES = (
     Case("2:4", FP8, (WIDE, SQUARE), (1, 16, 64, 256, 2048, 16384), _TWO_FOUR, 1.4),
     Case("2:4", "int4", (WIDE,), (1,), _TWO_FOUR, 1.3, 128),
     Case("unstructured 70 %", FP8, (WIDE, SQUARE), (1,), ("cuda-gather", "cuda-banks"), 1.8),
     Case("unstructured 90 %", FP8, (WIDE, SQUARE), (1,), ("cuda-gather", "cuda-banks"), 3.0),
-    Case("blocks of 64, 90 %", FP8, (WIDE,), (1, 16, 256, 2048, 16384), _BLOCKS, 3.0),
-    Case("blocks of 128, 90 %", FP8, (WIDE,), (1, 2048, 16384), _BLOCKS, 3.0),
+    Case("blocks of 64, 90 %", FP8, (WIDE,), (1, 16, 64, 256, 2048, 16384), _BLOCKS, 3.0),
+    Case("blocks of 128, 90 %", FP8, (WIDE,), (1, 16, 64, 256, 2048, 16384), _BLOCKS, 3.0),
 )
 
 

@@ -17,7 +17,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,7 +36,9 @@ from sparta.testing import compare
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "compiler"))
 
+from ceilings import ceilings
 from networks import EncoderLayer
+from stack_bounds import kernel_times, linear_microseconds
 from stacks import rotated
 
 from record import RESULTS, save
@@ -225,13 +227,23 @@ def measure(case: Case, device: torch.device, seconds: float) -> dict[str, Any]:
     sizes = {name: value for name, value in asdict(case).items() if name in _STORED}
     known = [layer.first.entry for layer in layers]
     products = None if None in known else sum(entry.milliseconds for entry in known if entry is not None)
+    least = _least(case, layers, calls["sparta"]) if fp8 else {}
     return {
-        **sizes, "case": str(case), "ms": medians, "implements": implements, "joined": joined,
+        **sizes, **least, "case": str(case), "ms": medians, "implements": implements, "joined": joined,
         "compile_seconds": took,
         "products": products, "change": change, "notes": list(fast.report.notes),
         "ratio_fp8": medians["fp8"] / medians["sparta"] if fp8 else None,
         "ratio_bf16": medians["bf16"] / medians["sparta"],
     }  # fmt: skip
+
+
+def _least(case: Case, layers: Sequence[Any], run: Callable[[], object]) -> dict[str, float]:
+    """Print where the time of a call goes; return the milliseconds that linear layers take at least."""
+    for name, (count, took) in sorted(kernel_times(run).items(), key=lambda each: -each[1][1])[:12]:
+        print(f"{took:9.1f} us {count:4} x {name[:90]}")
+    size = 1 if case.precision == "fp8" else 2
+    found = linear_microseconds(layers, case.batch * case.tokens, case.pattern, size, ceilings())
+    return {"least": found / 1e3}
 
 
 def _last(name: str) -> str:

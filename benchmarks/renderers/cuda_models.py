@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from renderers.registry import Record, markdown, renderer, source
 
@@ -20,13 +21,17 @@ def stacks_fp8(found: Sequence[Record]) -> str:
             runs += f" ({row['joined']} products of several)" if row.get("joined") else ""
             change = None if row["change"] is None else f"{100 * row['change']:.1f} %"
             own = f"{row['products']:.3f}" if row.get("products") else None
-            line = [row["case"], row["layers"], *times, own, over[0], row["over_fp8"], over[1], row["over_bf16"], runs]
-            rows.append([*line, change])
+            least, bound = _at_best(row)
+            reached = [over[0], row["over_fp8"], over[1], row["over_bf16"]]
+            line = [row["case"], row["layers"], *times, own, least, *reached]
+            rows.append([*line, bound, runs, change])
         title = (
             "Milliseconds of a whole stack: dense in bf16 (the best of eager, `torch.compile`, and both replayed from "
             "CUDA graphs) and in fp8 (`torch.compile`, replayed from a CUDA graph), and after `sparta.compile` in fp8, "
-            "or in bf16 where the row says so, with the sum of its linear layers, each alone with its rounding; "
-            "times faster than both, beside the aims; how far rounding changes the outputs. "
+            "or in bf16 where the row says so, with the sum of its linear layers, each alone with its rounding, and "
+            "what they take at least, by what memory, the L2 cache and the matrix unit were measured to give; times "
+            "faster than both, beside the aims and the bound, with linear layers at that least and all else as it is; "
+            "how far rounding changes the outputs. "
             f"{source(record)}"
         )
         heads = [
@@ -36,15 +41,25 @@ def stacks_fp8(found: Sequence[Record]) -> str:
             "fp8",
             "sparta",
             "linear",
+            "at least",
             "× fp8",
             "aim",
             "× bf16",
             "aim",
+            "bound",
             "runs",
             "change",
         ]
         parts.append(f"{title}\n\n{markdown(heads, rows)}")
     return "\n\n".join(parts)
+
+
+def _at_best(row: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the least that linear layers take, and times dense in bf16 with that; None where it was not measured."""
+    least, products, times = row.get("least"), row.get("products"), row["ms"]
+    if not least or not products:
+        return None, None
+    return f"{least:.3f}", f"{times['bf16'] / (times['sparta'] - products + least):.2f}"
 
 
 @renderer("cuda-generate", "generate")

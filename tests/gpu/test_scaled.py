@@ -21,6 +21,7 @@ from sparta.specialize.tuning.select import tune_kernel
 from sparta.tesa.attribute import TeSA
 from sparta.testing import block_mask, check
 
+_NAMES = ["cuda-24", "cuda-24-resident", "cuda-gather", "cuda-block-few", "triton-block", "triton-block-fp8"]
 ACTIVATIONS = {None: lambda y: y, "relu": functional.relu, "gelu": functional.gelu, "silu": functional.silu}
 
 
@@ -104,11 +105,18 @@ def test_unstructured(m, n, k, density, format):
     [(1, 256, 512, 64, 0.8), (16, 272, 528, 16, 0.8), (100, 300, 400, 32, 0.7), (300, 512, 512, 128, 0.7)],
 )
 @pytest.mark.parametrize(
-    ("name", "format"), [("triton-block-fp8", FP8), ("triton-block", FP8), ("triton-block", "int8")]
+    ("name", "format"),
+    [
+        ("triton-block-fp8", FP8),
+        ("triton-block", FP8),
+        ("triton-block", "int8"),
+        ("cuda-block-few", FP8),
+        ("cuda-block-few", "int8"),
+    ],
 )
 def test_blocks(m, n, k, block, sparsity, name, format):
-    if name == "triton-block" and m > 128:
-        pytest.skip("triton-block takes weights in few bits for up to 128 tokens; it refuses more with that reason")
+    if m > {"triton-block": 128, "cuda-block-few": 32}.get(name, m):
+        pytest.skip(f"{name} takes weights in few bits for few tokens; it refuses {m} with that reason")
     check_all(name, block_mask((n, k), (block, block), sparsity), m, format, activations=FP8)
 
 
@@ -118,7 +126,7 @@ def test_dense_in_fp8(input_scale):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("name", ["cuda-24", "cuda-24-resident", "cuda-gather", "triton-block", "triton-block-fp8"])
+@pytest.mark.parametrize("name", _NAMES)
 def test_epilogue_strides_and_other_sizes(name, activation):
     n, k, rows = 320, 2048, 4
     mask = two_four(n, k) if "24" in name else block_mask((n, k), (32, 32), 0.9)
@@ -134,7 +142,7 @@ def test_epilogue_strides_and_other_sizes(name, activation):
     assert kernel.run(kernel.pack(weight), draw(0, k), bias, None).shape == (0, n)
 
 
-@pytest.mark.parametrize("name", ["cuda-24", "cuda-24-resident", "cuda-gather", "triton-block", "triton-block-fp8"])
+@pytest.mark.parametrize("name", _NAMES)
 def test_same_bits_twice_and_in_a_graph_of_many_calls(name):
     n, k = 1024, 2048
     mask = two_four(n, k) if "24" in name else block_mask((n, k), (64, 64), 0.9)
@@ -157,7 +165,7 @@ def test_same_bits_twice_and_in_a_graph_of_many_calls(name):
         assert torch.equal(y, kernel.run(packed, x + i, None, None)), i
 
 
-@pytest.mark.parametrize("name", ["cuda-24", "cuda-24-resident", "cuda-gather", "triton-block", "triton-block-fp8"])
+@pytest.mark.parametrize("name", _NAMES)
 def test_what_is_not_finite_is_not_hidden(name):
     n, k = 64, 2048
     mask = two_four(n, k) if "24" in name else block_mask((n, k), (16, 16), 0.9)

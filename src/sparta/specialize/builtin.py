@@ -36,6 +36,7 @@ from sparta.specialize.linear.cuda_24_resident import TwoFourResident
 from sparta.specialize.linear.cuda_banks import CudaBanks
 from sparta.specialize.linear.cuda_bitmap import CudaBitmap
 from sparta.specialize.linear.cuda_block import CudaBlock
+from sparta.specialize.linear.cuda_block_few import CudaBlockFew
 from sparta.specialize.linear.cuda_gather import CudaGather
 from sparta.specialize.linear.cuda_lanes import CudaLanes
 from sparta.specialize.linear.cusparselt import CuSparseLt
@@ -54,6 +55,7 @@ from sparta.specialize.scaled_linear.cuda_24 import ScaledResident, ScaledTwoFou
 from sparta.specialize.scaled_linear.cuda_24_matrix import Fp8Matrix
 from sparta.specialize.scaled_linear.cuda_banks import ScaledBanks
 from sparta.specialize.scaled_linear.cuda_block import Fp8CudaBlock
+from sparta.specialize.scaled_linear.cuda_block_few import ScaledBlockFew
 from sparta.specialize.scaled_linear.cuda_gather import ScaledGather
 from sparta.specialize.scaled_linear.dense import DenseFp8, DenseScaled
 from sparta.specialize.scaled_linear.triton_block import Fp8Block, ScaledBlock
@@ -72,6 +74,7 @@ _LINEAR: tuple[type[Implement], ...] = (
     CuSparseLt,
     TwoFourMatrix,
     CudaBlock,
+    CudaBlockFew,
     TritonBlock,
     TwoFour,
     TwoFourResident,
@@ -117,6 +120,7 @@ _SCALED_LINEAR: tuple[type[Implement], ...] = (
     DenseFp8,
     Fp8Matrix,
     Fp8CudaBlock,
+    ScaledBlockFew,
     Fp8Block,
     ScaledBlock,
     ScaledTwoFour,

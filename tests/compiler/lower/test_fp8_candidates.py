@@ -63,7 +63,7 @@ def specs_of(pattern, sparsity, rows):
         (sparta.NM(2, 4), 0.5, 1, {"cuda-24"}),
         (sparta.NM(2, 4), 0.5, 64, {"cuda-24", "cuda-24-matrix-fp8"}),
         (sparta.NM(2, 4), 0.5, 512, {"cuda-24-matrix-fp8"}),
-        (sparta.Block(64, 64), 0.75, 1, {"triton-block", "triton-block-fp8"}),
+        (sparta.Block(64, 64), 0.75, 1, {"cuda-block-few", "triton-block", "triton-block-fp8"}),
         (sparta.Block(64, 64), 0.75, 512, {"cuda-block-fp8", "triton-block-fp8"}),
     ],
     ids=lambda value: " ".join(sorted(value)) if isinstance(value, set) else str(value),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from sparta.compiler.run.attending import with_own_attention
 from sparta.compiler.run.chain.chained import Chained
 from sparta.compiler.run.cuda_graph import Graphed, on_cuda
 from sparta.compiler.run.eager import with_fast_paths
@@ -82,7 +83,7 @@ def hosted(
     if on_cuda(module) and not any_size:
         stages = host.graphed if stages is None else stages
         rounded = with_shared_rounding(module, traced=stages and host.compiles)
-        rounded = with_own_norms(rounded) if plain is Host.EAGER else rounded
+        rounded = with_own_attention(with_own_norms(rounded) if plain is Host.EAGER else rounded)
     else:
         stages, rounded = False, module
     if host.compiles and stages:

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from sparta.compiler.graph.program import copied
 from sparta.compiler.run.eager import with_fast_paths
 from sparta.compiler.run.rounding import ROUNDING_CALLS
+from sparta.specialize.attention.one_query import attention_of_one_query
 
 __all__ = ["calls_to_compile", "staged", "tuned"]
 
@@ -27,6 +28,7 @@ _aten = torch.ops.aten
 # Convolutions come from libraries: Inductor's own template for kernels larger than 1x1 gives wrong results with 8 warps
 # for some shapes (pytorch/pytorch#173068, mended in PyTorch 2.13), and to time it on depthwise ones takes long.
 _TUNED = {"max_autotune": True, "coordinate_descent_tuning": True, "max_autotune_conv_backends": "ATEN"}
+_OWN_CALLS = ROUNDING_CALLS | {attention_of_one_query}
 Compiler = Callable[[fx.GraphModule], Callable[..., Any]]
 
 
@@ -177,7 +179,7 @@ def _stages(graph: fx.Graph) -> list[tuple[list[fx.Node], _Stretch]]:
 
 
 def _is_layer(node: fx.Node) -> bool:
-    return node.op == "call_module" or node.target is _aten.linear.default or node.target in ROUNDING_CALLS
+    return node.op == "call_module" or node.target is _aten.linear.default or node.target in _OWN_CALLS
 
 
 def _is_part_of_layer(node: fx.Node) -> bool:

@@ -176,6 +176,7 @@ class BlockLinearLauncher:
         middle = (
             columns.data_ptr(),
             schedule.data_ptr(),
+            values.data_ptr(),
             *[0 if each is None else each.data_ptr() for each in (*added, scales)],
         )
         if not call.tma:
@@ -199,7 +200,7 @@ class BlockLinearLauncher:
             _described(x, [tokens, inputs], stride, [tile.tokens, tile.width]) if tma else x,
             _described(values, [values.shape[0] * tile.height, tile.step], tile.step, [tile.height, tile.width])
             if tma else values,
-            columns, schedule, *added, scales,
+            columns, schedule, values, *added, scales,
             _described(y, [tokens, outputs], outputs, [tile.tokens, tile.height]) if tma == 2 else y,
             *numbers, *self._constants, tma, *self._switches, *[each is not None for each in (*added, scales)],
             precision, INTERPRETED,
