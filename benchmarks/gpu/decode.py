@@ -68,16 +68,16 @@ class Kernels:
                 wanted += [(name, str(tile)) for tile in implement.space(spec)["tile"].domain.values[:most]]
 
         def ready(key: tuple[str, str]) -> Built | None:
-            kernel, packed = self._built.get(key) or (None, None)
             try:
-                if kernel is None or packed is None:
-                    kernel = implement_named(key[0], "linear").build(spec, {"tile": key[1]})
-                    packed = tuple(kernel.pack(self._weight))
-                check(kernel.run(packed, x, None, None), expected, reduction=x.shape[1])
+                built = self._built.get(key)
+                if built is None:
+                    kernel: Any = implement_named(key[0], "linear").build(spec, {"tile": key[1]})
+                    built = (kernel, tuple(kernel.pack(self._weight)))
+                check(built[0].run(built[1], x, None, None), expected, reduction=x.shape[1])
             except SpartaError as error:
                 print(f"  {key}: {error}", flush=True)
                 return None
-            return kernel, packed
+            return built
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             found = dict(zip(wanted, pool.map(ready, wanted), strict=True))
@@ -198,7 +198,7 @@ def main() -> None:
             torch.cuda.empty_cache()
     print(table(["N x K", "sparsity", *(f"M = {m}" for m in TOKENS)], rows_of(weights)))
     print(table(["N x K", "inputs skipped", "M = 1", "M = 4"], rows_of(threshold)))
-    results = {"dtype": "bf16", "unit": "us a call", "targets": [[s, t] for s, t in TARGETS.items()]}
+    results: dict[str, Any] = {"dtype": "bf16", "unit": "us a call", "targets": [[s, t] for s, t in TARGETS.items()]}
     results |= {"weights": weights, "threshold": threshold}
     print(save("decode", torch.cuda.get_device_name(), results, options.out))
 
