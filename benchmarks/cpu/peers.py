@@ -235,6 +235,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one layer of each kind")
     parser.add_argument("--deepsparse", metavar="PYTHON", help="interpreter of an environment with deepsparse")
+    here = f"{platform.machine()} cpu"
+    parser.add_argument("--machine", default=here, help="a name, for results that stand beside those of other ones")
     parser.add_argument("--out", type=Path, help="folder for the JSON instead of benchmarks/results")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -259,7 +261,7 @@ def main() -> None:
             results = [{**cell, "deepsparse": theirs.get(cell["name"], {})} for cell in results]
             results = [{**cell, "ahead": (ahead(cell) or {}).get("ahead")} for cell in results]
     found = {"layers": results, "load": [load_before, os.getloadavg()[0]]}
-    path = save("cpu_peers", f"{platform.machine()} cpu", found, folder=options.out)
+    path = save("cpu_peers", options.machine, found, folder=options.out)
     print(show(results))
     print(f"saved {path}")
 
