@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="patterns with this text; results of an earlier run are kept")
     options = parser.parse_args()
     torch.manual_seed(0)
-    limits, known, records = ceilings() | sparse_limits(), {}, []
+    limits, known, records = ceilings() | sparse_limits("fp8"), {}, []
     earlier = RESULTS / "fp8.nvidia-h200.json"
     if options.only and earlier.exists():
         kept = json.loads(earlier.read_text(encoding="utf-8"))["results"]["linear"]

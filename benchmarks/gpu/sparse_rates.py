@@ -29,6 +29,7 @@ _HEADERS = ("few_tokens.cuh", "warpgroup.cuh", "warpgroup24.cuh")
 _SHAPES = ((256, 2, 1), (192, 2, 2), (128, 2, 2))  # tokens, warpgroups, and times 64 outputs of each
 _ROUNDS, _TURNS = 8000, 2
 _PIECE, _RING = 16384, 12 * 16384 + 2048  # bytes of a copy; of the place for them
+_BYTES = {"bf16": 2, "fp8": 1}
 _MEGABYTES = (1, 8, 20, 40, 80)
 _NIBBLES = torch.tensor([4, 8, 12, 9, 13, 14])  # two different places of four
 
@@ -107,14 +108,14 @@ def stream_times() -> list[tuple[float, float]]:
     return found
 
 
-def sparse_limits() -> dict[str, Any]:
-    """Return both rates of products, in bf16 and fp8, and the times of bytes."""
-    return {"sparse": {"bf16": sparse_rate(2), "fp8": sparse_rate(1)}, "stream": stream_times()}
+def sparse_limits(*names: str) -> dict[str, Any]:
+    """Return the rates of products, in bf16, fp8 or both, and the times of bytes."""
+    return {"sparse": {name: sparse_rate(_BYTES[name]) for name in names}, "stream": stream_times()}
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    limits = sparse_limits()
+    limits = sparse_limits(*_BYTES)
     for name, found in limits["sparse"].items():
         print(f"{name}: {found / 1e6:.0f} TFLOP/s of a dense product")
     for size, us in limits["stream"]:

@@ -133,7 +133,8 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=8.0, help="seconds to tune one layer")
     parser.add_argument("--only", default="", help="patterns with this text")
     options = parser.parse_args()
-    device, found, limits = torch.cuda.get_device_name(), {}, ceilings() | sparse_limits()
+    device, found, limits = torch.cuda.get_device_name(), {}, ceilings() | sparse_limits("bf16")
+    del limits["cache"]  # its bound is of products alone
     earlier = path_of("training_step", device, options.out or RESULTS)
     if earlier.exists():
         kept = json.loads(earlier.read_text(encoding="utf-8"))["results"]["steps"]

@@ -130,7 +130,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = 64
     compiled, device = torch.compile(functional.linear, dynamic=False), torch.cuda.get_device_name()
-    limits = ceilings() | sparse_limits()
+    limits = ceilings() | sparse_limits("bf16")
     found: dict[tuple[int, ...], dict[str, Any]] = {}
     earlier = path_of("two_four", device, options.out or RESULTS)
     if earlier.exists():

@@ -11,6 +11,9 @@ import sys
 
 __all__ = ["give_back"]
 
+# Looked up once, when this module is imported: reading a file opens no library.
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+
 
 def give_back() -> bool:
     """Give freed memory back to the system; return whether the C library can (glibc's can, others cannot).
@@ -18,10 +21,7 @@ def give_back() -> bool:
     >>> give_back() in (True, False)
     True
     """
-    if not sys.platform.startswith("linux"):
+    if _TRIM is None:
         return False
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is None:
-        return False
-    trim(ctypes.c_size_t(0))
+    _TRIM(ctypes.c_size_t(0))
     return True

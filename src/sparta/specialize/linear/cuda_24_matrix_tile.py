@@ -171,6 +171,6 @@ def _guessed_cycles(tile: MatrixTile, shape: Sequence[int], tokens: int, itemsiz
     beside = min(tile.ctas, -(-tiles // at_once))  # blocks that share a multiprocessor
     rounds = -(-tiles // (at_once * tile.ctas))
     work = -(-steps // tile.split) * step * beside
-    # Those that share steps begin anew in every round.
+    # Those that share steps begin again in every round.
     taken = rounds * (work + _AROUND) if tile.split > 1 else _AROUND + rounds * (work + _BETWEEN)
     return max(taken, _AROUND + weight * n * steps / _SLAB / _STREAMED)
