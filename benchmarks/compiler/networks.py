@@ -173,3 +173,14 @@ def load_minilm(model: SentenceEncoder, folder: Path) -> Path:
                 state[f"layers.{number}.{name}.{kind}"] = given[f"encoder.layer.{number}.{theirs}.{kind}"]
     model.load_state_dict(state)
     return files[0]
+
+
+def pruned_layers(model: nn.Module) -> list[str]:
+    """Return the names of the weights that are pruned: not depthwise, not the first of an image model, of whole blocks."""
+    return [
+        f"{name}.weight"
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | nn.Conv2d)
+        and getattr(layer, "groups", 1) == 1
+        and all(size % 8 == 0 for size in layer.weight.shape[:2])
+    ]

@@ -34,7 +34,7 @@ from sparta.tables import table
 from sparta.tesa.patterns import parse_pattern
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from networks import encoder, mobilenet, resnet
+from networks import encoder, mobilenet, pruned_layers, resnet
 from runtimes import rival_calls
 
 from record import RESULTS, path_of, save
@@ -186,21 +186,12 @@ def _compiled(
 ) -> Any:
     sparse, spec = copy.deepcopy(model), None
     if sparsity:
-        layers = [n for n, m in sparse.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and _wide(m)]
-        spec = sparta.Spec.from_pattern(
-            sparse, parse_pattern(pattern), sparsity, include=[f"{n}.weight" for n in layers]
-        )
+        spec = sparta.Spec.from_pattern(sparse, parse_pattern(pattern), sparsity, include=pruned_layers(sparse))
         spec.apply(sparse)
     given: dict[str, Any] = {} if precision is None else {"precision": precision, "max_loss": 10.0}
     if precision == "int8":
         given["calibration"] = batches
     return sparta.compile(sparse, x, spec, budget_s=budget, **given)
-
-
-def _wide(module: nn.Module) -> bool:
-    """Whether a layer is pruned: not depthwise, not the first of an image model, of whole blocks."""
-    shape = module.weight.shape  # type: ignore[union-attr]
-    return getattr(module, "groups", 1) == 1 and shape[0] % 8 == 0 and shape[1] % 8 == 0  # type: ignore[index,operator]
 
 
 def _in_bf16(model: nn.Module) -> Callable[[Tensor], Any]:

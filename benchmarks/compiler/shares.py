@@ -26,7 +26,7 @@ from sparta.compiler.run.eager import with_fast_paths
 from sparta.tables import table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from networks import encoder, mobilenet, resnet
+from networks import encoder, mobilenet, pruned_layers, resnet
 
 MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[int, int], torch.Tensor]]] = {
     "bert-base": (lambda n: encoder(n, 768, 12), lambda b, t: torch.randn(b, t, 768)),
@@ -57,7 +57,8 @@ def main() -> int:
     model, x = make(options.layers).eval(), inputs(options.batch, options.tokens)
     spec = None
     if options.sparsity:
-        spec, _ = sparta.prune(model, [x], options.pattern, options.sparsity, method="magnitude")
+        spec = sparta.Spec.from_pattern(model, options.pattern, options.sparsity, include=pruned_layers(model))
+        spec.apply(model)
     precision: dict[str, Any] = {"precision": "int8", "calibration": [x]} if options.precision == "int8" else {}
     fast = sparta.compile(model, x, spec, budget_s=options.budget, **precision)
     chain, eager = Chained(fast.graph), with_fast_paths(fast.graph)
