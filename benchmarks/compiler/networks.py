@@ -176,7 +176,7 @@ def load_minilm(model: SentenceEncoder, folder: Path) -> Path:
 
 
 def pruned_layers(model: nn.Module) -> list[str]:
-    """Return the names of the weights that are pruned: not depthwise, not the first of an image model, of whole blocks."""
+    """Return the names of the pruned weights: of whole blocks, not depthwise, not the first of an image model."""
     return [
         f"{name}.weight"
         for name, layer in model.named_modules()

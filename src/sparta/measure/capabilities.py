@@ -123,7 +123,7 @@ class Environment:
             ["sparta", self.sparta],
             ["python", self.python],
             ["platform", self.platform],
-            ["cpu", f"{cpu.model}, {cpu.cores} cores"],
+            ["cpu", ", ".join(part for part in (cpu.model, cpu.family, f"{cpu.cores} cores") if part)],
             ["cpu vector ISA", " ".join(cpu.vector_isa) or "unknown"],
             ["memory", "unknown" if self.memory_gib is None else f"{self.memory_gib:.1f} GiB"],
             ["torch", f"{self.torch}, {self.torch_threads} threads, {cpu.torch_isa}"],

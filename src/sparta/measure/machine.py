@@ -57,9 +57,13 @@ _VECTOR_ISA = {
 
 @dataclass(frozen=True)
 class Cpu:
-    """The processor: its name, the cores this process may use, the vector instructions it and torch have."""
+    """The processor: its name, the cores this process may use, the vector instructions it and torch have.
+
+    Virtual machines give several generations one name ("AMD EPYC"); `family` tells them apart where the system does.
+    """
 
     model: str
+    family: str
     cores: int
     vector_isa: tuple[str, ...]
     torch_isa: str
@@ -104,8 +108,10 @@ def probe_cpu() -> Cpu:
     information = _cpuinfo()
     flags = set((information.get("flags") or information.get("Features") or "").split())
     model = information.get("model name") or platform.processor() or platform.machine() or "unknown"
+    numbers = [information.get(field) for field in ("cpu family", "model")]
     return Cpu(
         model=model,
+        family=f"family {numbers[0]}, model {numbers[1]}" if all(numbers) else "",
         cores=_usable_cores(),
         vector_isa=tuple(name for name in _VECTOR_ISA if name in flags),
         torch_isa=torch.backends.cpu.get_cpu_capability(),

@@ -11,6 +11,7 @@ import torch
 
 from sparta.common.tuning import TunableItemCfg
 from sparta.errors import CheckError, FileFormatError, NameNotFoundError, SpartaError, ValueRangeError
+from sparta.measure import machine
 from sparta.specialize import implement as registry
 from sparta.specialize.implement import Cause, Implement, Support, implements_of, register, search_space, supported
 from sparta.specialize.linear.spec import LinearKernel, linear_spec
@@ -411,3 +412,15 @@ def test_the_default_folder_is_the_users_own(problem, tmp_path, monkeypatch):
 def test_keys_name_device_and_versions(problem):
     assert device_name("cpu") in key_of(problem.spec)
     assert "dense.1" in key_of(problem.spec)
+
+
+def test_generations_of_one_name_are_different_machines(monkeypatch):
+    names = []
+    for family in ("25", "26"):
+        found = {"model name": "AMD EPYC", "cpu family": family, "model": "17", "flags": "avx2"}
+        monkeypatch.setattr(machine, "_cpuinfo", lambda found=found: found)
+        names.append(device_name("cpu"))
+    assert names[0] != names[1]
+    assert all(name.startswith("AMD EPYC, family 2") for name in names)
+    monkeypatch.setattr(machine, "_cpuinfo", dict)
+    assert "family" not in device_name("cpu")

@@ -177,12 +177,15 @@ class TuningStore:
 
 
 def device_name(device: str) -> str:
-    """Return what identifies a kind of device: the GPU's name, or the CPU's model and number of threads."""
+    """Return what identifies a kind of device: the GPU's name, or the CPU's name, generation and number of threads."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     from sparta.measure.machine import probe_cpu
 
-    return f"{probe_cpu().model or platform.machine()}, {torch.get_num_threads()} threads"
+    cpu = probe_cpu()
+    return ", ".join(
+        part for part in (cpu.model or platform.machine(), cpu.family, f"{torch.get_num_threads()} threads") if part
+    )
 
 
 def key_of(spec: KernelSpec) -> str:
