@@ -347,3 +347,14 @@ def test_a_bound_call_is_the_same_call_and_leaves_other_tensors_alone(kernel, st
     assert packed.fast_path(packed.values, bias.double()) is None
     with pytest.raises(ShapeError, match="x of shape"):
         call(torch.randn(1, 5, *[9] * len(kernel)))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_rows_share_what_they_load_only_within_their_group(groups):
+    geometry = ConvGeometry.make(2, padding=1, groups=groups)
+    weight, x = torch.randn(6 * groups, 5, 3, 3), torch.randn(2, 5 * groups, 9, 9)
+    mask = torch.rand(weight.shape) < 0.6
+    packed = PackedConv(weight, mask, geometry, mv=2, interleave=4)
+    assert packed.tile.interleave == (4 if groups == 1 else 2)
+    truth = torch.nn.functional.conv2d(x.double(), (weight * mask).double(), padding=1, groups=groups)
+    torch.testing.assert_close(packed(x).double(), truth, atol=1e-4, rtol=1e-4)

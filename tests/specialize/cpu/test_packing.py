@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sparta.errors import NameNotFoundError, ShapeError, SpartaError, ValueRangeError
 from sparta.specialize.cpu import candidates, default, runnable_isas
-from sparta.specialize.cpu.packing import pack_mask
+from sparta.specialize.cpu.packing import QUAD_ROWS, pack_mask
 from sparta.specialize.cpu.tile import Tile
 from specialize.kernel_strategies import tiles, weight_masks
 
@@ -20,10 +20,47 @@ def test_every_live_weight_is_stored_once_and_no_pruned_one(mask, tile, lanes):
     stored = layout.source[layout.source >= 0].sort().values
     assert torch.equal(stored.long(), mask.reshape(-1).nonzero().squeeze(1))
     assert layout.padded == bool((layout.source < 0).any())
-    for name in ("starts", "costs"):
+    for name in ("costs",) if tile.interleave == QUAD_ROWS else ("starts", "costs"):
         assert bool((layout.arrays[name].diff() >= 0).all())
     # Work is shared by cost: a block without cost could not be found.
     assert bool((layout.arrays["costs"].diff() > 0).all())
+
+
+@given(weight_masks(), st.integers(0, 9), st.booleans())
+def test_four_rows_share_the_columns_that_they_keep(mask, chunk, dense):
+    mask = mask | dense
+    outputs, inputs = mask.shape
+    tile = Tile(mv=2, interleave=QUAD_ROWS, k_chunk=chunk)
+    layout = pack_mask(mask.contiguous(), tile, 4)
+    offsets, found = layout.arrays["offsets"], torch.zeros_like(mask)
+    quads = -(-outputs // QUAD_ROWS)
+    records = layout.arrays["starts"].view(-1, 6)
+    assert len(records) == quads * (len(layout.arrays["chunk_columns"]) - 1)
+    for number, record in enumerate(records):
+        at, value = int(record[0]), int(record[1])
+        begin, end = (int(layout.arrays["chunk_columns"][number // quads + i]) for i in (0, 1))
+        for which, length in enumerate(record[2:].view(torch.int16).tolist()):
+            rows = [number % quads * QUAD_ROWS + row for row in range(QUAD_ROWS) if which >> row & 1]
+            assert len(rows) < 2 or length % 2 == 0
+            columns = (offsets[at : at + length] // (4 * 2 * 4)).tolist()
+            assert columns == sorted(columns)
+            for column in columns:
+                assert begin <= column < end
+                for row in rows:
+                    assert not found[row, column]
+                    found[row, column] = True
+                    assert int(layout.source[value]) == row * inputs + column
+                    value += 1
+            at += length
+    assert torch.equal(found, mask)
+
+
+def test_lists_of_four_rows_are_counted_in_16_bits():
+    mask = torch.zeros(4, 70_000, dtype=torch.bool)
+    mask[1] = True
+    layout = pack_mask(mask, Tile(mv=1, interleave=QUAD_ROWS), 4)
+    assert layout.arrays["chunk_columns"].tolist() == [0, 65_535, 70_000]
+    assert torch.equal(layout.source.long().sort().values, mask.reshape(-1).nonzero().squeeze(1))
 
 
 @given(weight_masks(), tiles())
@@ -43,6 +80,7 @@ def test_whole_blocks_store_nothing_more():
     for tile in (
         Tile(block=4),
         Tile(block=1, interleave=2),
+        Tile(block=1, interleave=4),
         Tile("columns", 4),
         Tile("permuted", 16),
         Tile("bitmap"),

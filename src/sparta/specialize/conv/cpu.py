@@ -125,7 +125,7 @@ def _unstructured_tiles(wide: Sequence[Tile], shape: Sequence[int]) -> list[Tile
 
     The last is the plainest, which any configuration may name.
     """
-    near = {1: _NEAR_BYTES, 2: 2 * _NEAR_BYTES}
+    near = {1: _NEAR_BYTES, 2: 2 * _NEAR_BYTES, 4: 3 * _NEAR_BYTES // 2}
     chunked = [_in_chunks(tile, shape, near[tile.interleave]) for tile in wide if tile.interleave in near]
     return [*wide, *chunked, Tile()]
 

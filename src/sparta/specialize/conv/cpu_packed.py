@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import addressof
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from sparta.specialize.conv.spec import ConvGeometry
 from sparta.specialize.cpu.chain import ImageProduct, Step, StepKind
 from sparta.specialize.cpu.device import DTYPES
 from sparta.specialize.cpu.library import CONV_CALL, PanelMatrix, activation_code, load, raise_for
-from sparta.specialize.cpu.packing import is_float, offset_table, pack_entries
+from sparta.specialize.cpu.packing import QUAD_ROWS, is_float, offset_table, pack_entries
 from sparta.specialize.cpu.tile import Tile
 
 __all__ = ["FixedPlan", "PackedConv", "checked_real"]
@@ -121,9 +121,10 @@ class PackedConv:
         isa: str | None = None,
         **tile: Any,
     ) -> None:
-        self.tile, self.image, self.geometry = Tile(**tile), image, geometry
+        self.image, self.geometry = image, geometry
         self.library = load(isa)
         self.shape = tuple(mask.shape)
+        self.tile = _within_groups(Tile(**tile), self.shape[0], geometry.groups)
         self._check_weight(mask)
         self._dims = len(self.shape) - 2
         outputs, each = self.shape[:2]
@@ -389,6 +390,12 @@ def checked_real(tensor: Tensor, name: str, shape: tuple[int | None, ...]) -> Te
     if tensor.dtype is torch.float32 and not tensor.requires_grad and not tensor.is_neg():
         return tensor  # the common case: nothing to do, and a call may take only a few microseconds
     return tensor.detach().resolve_neg().to(torch.float32)
+
+
+def _within_groups(tile: Tile, outputs: int, groups: int) -> Tile:
+    """Return a tile whose rows share what they load only where they read the same channels."""
+    apart = groups > 1 and (outputs // groups) % QUAD_ROWS
+    return replace(tile, interleave=2) if apart and tile.interleave == QUAD_ROWS else tile
 
 
 def _with_one_row(geometry: ConvGeometry) -> ConvGeometry:

@@ -21,6 +21,8 @@ _LANES = {"avx512": 16, "avx2": 8, "portable": 4}
 _FEW_TOKENS = 4
 # From this many input channels on, a wide tile of activations outgrows the first and the second level of caches.
 _SOME_INPUTS, _MANY_INPUTS = 512, 1536
+# Four rows that share loads want their inputs near, and enough weights that rows have columns in common.
+_QUAD_INPUTS, _QUAD_DENSITY = 256, 0.12
 _STREAM_AHEAD = 4096
 _BITMAP_DENSITY = 0.25
 
@@ -60,7 +62,7 @@ def candidates(
     if M <= _FEW_TOKENS:
         tiles += _stream_tiles(height, density, chosen)
     if M > 1:
-        tiles += _panel_tiles(M, K, height, chosen)
+        tiles += _panel_tiles(M, K, height, density, chosen)
     return [tile.to_dict() for tile in dict.fromkeys(tiles)]
 
 
@@ -102,7 +104,7 @@ def _stream_tiles(height: int, density: float, isa: str) -> Iterable[Tile]:
             yield Tile("columns", 16, prefetch=_STREAM_AHEAD)
 
 
-def _panel_tiles(tokens: int, inputs: int, height: int, isa: str) -> Iterable[Tile]:
+def _panel_tiles(tokens: int, inputs: int, height: int, density: float, isa: str) -> Iterable[Tile]:
     """Yield the tiles for many tokens."""
     most = min(4, -(-tokens // _LANES[isa]))
     if height % 4 == 0:
@@ -117,10 +119,23 @@ def _panel_tiles(tokens: int, inputs: int, height: int, isa: str) -> Iterable[Ti
             if block == 8 and min(most, widest[8]) > 1 and inputs > _MANY_INPUTS:
                 yield Tile("panel", block, min(most, widest[8]), prefetch=4)
         return
+    # Very sparse rows have few columns in common, but a single vector gains by four rows all the same.
+    quads = list(_quad_tiles(most, inputs, isa)) if density >= _QUAD_DENSITY or most == 1 else []
+    yield from quads
     for mv in sorted({most, min(most, 2), 1}, reverse=True):
-        for interleave in (2, 4, 1) if mv == 1 else (2, 1) if mv == 2 else (1, 2):
+        for interleave in (2,) if quads else (2, 1) if mv <= 2 else (1, 2):
             for chunk in _chunks(inputs, mv, 1)[: 3 if interleave == 1 else 1]:
                 yield Tile("panel", 1, mv, interleave, k_chunk=chunk)
+
+
+def _quad_tiles(most: int, inputs: int, isa: str) -> Iterable[Tile]:
+    """Yield the tiles of four rows that share what they load: sixteen sums with AVX-512, eight without."""
+    widest = min(most, 4 if isa == "avx512" else 2)
+    for mv in dict.fromkeys((widest, min(widest, 2))):
+        near = _QUAD_INPUTS if inputs > _QUAD_INPUTS and mv > 1 else 0
+        yield Tile("panel", 1, mv, 4, k_chunk=near)
+        if near and mv == widest and inputs <= _MANY_INPUTS:
+            yield Tile("panel", 1, mv, 4)
 
 
 def _chunks(inputs: int, mv: int, block: int) -> tuple[int, ...]:

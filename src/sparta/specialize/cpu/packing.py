@@ -7,6 +7,7 @@ the mask only, so new values for the same mask are one gather (:meth:`Layout.val
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -33,8 +34,13 @@ __all__ = [
 
 BLOCK_ROWS = 32  # kBlockRows of native/spmm.h
 CHUNK_INPUTS = 32  # kChunkInputs of native/gemv.h
+QUAD_ROWS = 4  # kQuadRows of native/quads.h
 _LANES = 16  # rows side by side in the permuted form
 _FARTHEST = 255  # chunks that one step can go on
+_LONGEST_LIST = 2**16 - 1  # columns of one chunk that four rows may share
+_LISTS = 2**QUAD_ROWS  # kQuadLists of native/quads.h
+_ROWS_OF_LIST: NDArray[np.int64] = np.array([number.bit_count() for number in range(_LISTS)])
+_LEAST_COLUMNS = 2  # of a list, on average
 _PADDING = 16  # values that a kernel may load beyond the last one
 
 Ints = NDArray[np.integer]
@@ -139,6 +145,8 @@ def _pack_panel(mask: Bools, tile: Tile, lanes: int) -> Layout:
 
 def pack_entries(mask: Bools, tile: Tile) -> tuple[Layout, Ints, Ints]:
     """Return a panel layout without its offsets, and the first row and the column of each of its entries."""
+    if tile.interleave == QUAD_ROWS:
+        return _pack_quads(mask, tile.k_chunk)
     outputs, inputs = mask.shape
     kept = _any_in_blocks(mask, tile.block)
     order: Ints = np.arange(len(kept))
@@ -160,6 +168,75 @@ def pack_entries(mask: Bools, tile: Tile) -> tuple[Layout, Ints, Ints]:
         "chunk_columns": np.array(bounds),
     }
     return _layout(mask, len(kept), arrays, source, padded=padded), first_row, column
+
+
+def _pack_quads(mask: Bools, k_chunk: int) -> tuple[Layout, Ints, Ints]:
+    """Lay out four rows at a time: their columns, listed by which of the four have a weight there."""
+    outputs, inputs = mask.shape
+    quads = -(-outputs // QUAD_ROWS)
+    step = min(k_chunk or max(inputs, 1), _LONGEST_LIST)
+    bounds = np.array([*range(0, inputs, step), inputs] if inputs else [0, 0])
+    whole = np.zeros((quads * QUAD_ROWS, inputs), dtype=np.uint8)
+    whole[:outputs] = mask
+    rows = np.arange(QUAD_ROWS, dtype=np.uint8)
+    lists = (whole.reshape(quads, QUAD_ROWS, inputs) << rows[:, None]).sum(axis=1, dtype=np.uint8)
+    quad, column = np.nonzero(lists)
+    parts = (len(bounds) - 1) * quads
+    entries = np.stack([column // step * quads + quad, column, lists[quad, column].astype(np.int64)])
+    found = _without_short_lists(entries, parts)
+    part, column, which = _with_pairs(found)
+    counts = np.bincount(part * _LISTS + which, minlength=parts * _LISTS).reshape(parts, _LISTS)
+    starts = np.empty((parts, 2 + _LISTS // QUAD_ROWS), dtype=np.int64)
+    starts[:, 0] = running_sums(counts.sum(axis=1))[:-1]
+    starts[:, 1] = running_sums(counts @ _ROWS_OF_LIST)[:-1]
+    starts[:, 2:] = counts.astype("<u2").view("<i8")
+    first_row = part % max(quads, 1) * QUAD_ROWS
+    places = (first_row[:, None] + rows) * inputs + column[:, None]
+    arrays = {
+        "starts": starts.reshape(-1),
+        "rows": np.arange(outputs, dtype=np.int32),
+        "costs": _block_costs(np.count_nonzero(mask, axis=1), 1, outputs),
+        "chunk_columns": bounds,
+    }
+    source = places[(which[:, None] >> rows & 1).astype(np.bool_)]
+    return _layout(mask, outputs, arrays, source, padded=False), first_row, column
+
+
+def _without_short_lists(found: Ints, parts: int) -> Ints:
+    """Return (part, column, list) of each entry, where lists that would be short on average are parts of longer ones.
+
+    The end of a list is a branch that the processor guesses wrong; sharing loads must save more than that.
+    """
+    for size in range(QUAD_ROWS, 1, -1):
+        short, lists = _ROWS_OF_LIST[found[2]] == size, math.comb(QUAD_ROWS, size)
+        if 0 < np.count_nonzero(short) < _LEAST_COLUMNS * parts * lists:
+            found = np.concatenate([found[:, ~short], *_halves(found[:, short])], axis=1)
+    return found
+
+
+def _halves(found: Ints) -> tuple[Ints, Ints]:
+    """Return entries of several rows as entries of their first rows, two at most, and of the others."""
+    halves = found.copy(), found.copy()
+    single = _ROWS_OF_LIST[found[2]] == 2
+    lowest = found[2] & -found[2]
+    rest = found[2] ^ lowest
+    halves[0][2] = np.where(single, lowest, lowest | (rest & -rest))
+    halves[1][2] = found[2] ^ halves[0][2]
+    return halves
+
+
+def _with_pairs(found: Ints) -> Ints:
+    """Return entries list by list; those of several rows are of even length, what is left over is in lists of one."""
+    found = found[:, np.lexsort((found[1], found[2], found[0]))]
+    places = found[0] * _LISTS + found[2]
+    _, first, counts = np.unique(places, return_index=True, return_counts=True)
+    last = first + counts - 1
+    odd = last[(counts % 2 == 1) & (_ROWS_OF_LIST[found[2, last]] > 1)]
+    singles = [found[:, odd] for _ in range(QUAD_ROWS)]
+    for row, single in enumerate(singles):
+        single[2] &= 1 << row
+    left = np.concatenate([np.delete(found, odd, axis=1), *(single[:, single[2] > 0] for single in singles)], axis=1)
+    return left[:, np.lexsort((left[1], left[2], left[0]))]
 
 
 def offset_table(offsets: Ints) -> Tensor:

@@ -39,7 +39,7 @@ class Tile:
     mv
         Vectors of tokens that are computed at once (panel, gathered).
     interleave
-        Rows that are computed at once, for ``block=1`` (panel).
+        Rows that are computed at once, for ``block=1`` (panel); four of them share what they load.
     k_chunk
         Input channels that are worked on before the next ones, so that they stay in the cache; 0 for all (panel).
     prefetch

@@ -6,6 +6,7 @@
 
 #include "finish.h"
 #include "panel.h"
+#include "quads.h"
 #include "threads.h"
 
 namespace sparta {
@@ -21,12 +22,13 @@ constexpr int64_t kGroupsAhead = 4;
 
 // A packed weight. Entry lists are stored chunk by chunk of the input channels; list (chunk, group) holds the entries
 // starts[chunk * groups + group] up to the next start. Entries have one byte offset into a panel tile and BN values.
+// Where four rows are interleaved, they are a quad with kQuadStarts numbers in `starts`, chunk by chunk.
 struct PanelMatrix {
   int64_t channels;  // N
   int64_t inputs;    // K
   int64_t groups;
   int64_t chunks;
-  const int64_t* starts;         // [chunks * groups + 1]
+  const int64_t* starts;         // [chunks * groups + 1], or [chunks][quads][kQuadStarts]
   const uint32_t* offsets;       // [entries], input channel * tile * 4
   const float* values;           // [entries][bn]
   const int32_t* rows;           // [groups], the first output channel of each
@@ -61,10 +63,6 @@ struct RowsTask {
   float* image = nullptr;              // else, pixel 0 in row `first_row`; the residual begins there as well
   int64_t plane = 0;                   // floats between two rows of it
 };
-
-SPARTA_INLINE const float* at_offset(const float* x, uint32_t offset) {
-  return reinterpret_cast<const float*>(reinterpret_cast<const char*>(x) + offset);
-}
 
 // One weight of one row.
 template <int MV>
@@ -111,11 +109,14 @@ SPARTA_INLINE void multiply(const float* x, const uint32_t* offsets, const float
   if constexpr (BN == 1) {
     for (; i + 4 <= entries; i += 4) {
       const Vec four = load_four(values + i);
-#pragma GCC unroll 4
-      for (int n = 0; n < 4; ++n) {
+#pragma GCC unroll 2
+      for (int n = 0; n < 4; n += 2) {
         // One line only: a single row waits for its loads, and asking is one more; the processor finds the others.
         if constexpr (Prefetch) __builtin_prefetch(at_offset(x, offsets[i + n + kSinglesAhead]));
-        multiply_single<MV>(at_offset(x, offsets[i + n]), pick(four, n), sums[0]);
+        if constexpr (Prefetch) __builtin_prefetch(at_offset(x, offsets[i + n + 1 + kSinglesAhead]));
+        const TwoOffsets two(offsets + i + n);
+        multiply_single<MV>(at_offset(x, two.first()), pick(four, n), sums[0]);
+        multiply_single<MV>(at_offset(x, two.second()), pick(four, n + 1), sums[0]);
       }
     }
   }
@@ -263,41 +264,40 @@ void multiply_groups(const RowsTask& task) {
   }
 }
 
-// Rows of about the same length stand next to each other; what one has more than the others is added row by row.
-template <int Rows, int MV>
+// Two rows of about the same length; what one has more than the other is added row by row.
+template <int MV>
 void multiply_interleaved(const RowsTask& task) {
+  constexpr int kRows = 2;
   const PanelMatrix& matrix = *task.matrix;
   const int64_t* starts = matrix.starts + task.chunk * matrix.groups;
   int64_t group = task.group_begin;
-  for (; group + Rows <= task.group_end; group += Rows) {
-    int64_t common = starts[group + 1] - starts[group];
-    const uint32_t* offsets[Rows];
-    const float* values[Rows];
-    float* y[Rows];
-    Vec sums[Rows][1][MV] = {};
-#pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r) {
+  for (; group + kRows <= task.group_end; group += kRows) {
+    const uint32_t* offsets[kRows];
+    const float* values[kRows];
+    float* y[kRows];
+    Vec sums[kRows][1][MV] = {};
+#pragma GCC unroll 2
+    for (int r = 0; r < kRows; ++r) {
       y[r] = task.y + (matrix.rows[group + r] - task.first_row) * task.y_stride;
       announce<MV>(y[r]);
       offsets[r] = matrix.offsets + starts[group + r];
       values[r] = matrix.values + starts[group + r];
-      common = std::min(common, starts[group + r + 1] - starts[group + r]);
     }
-    common = common / 4 * 4;
+    const int64_t common = std::min(starts[group + 1] - starts[group], starts[group + 2] - starts[group + 1]) / 4 * 4;
     for (int64_t i = 0; i < common; i += 4) {
-      Vec fours[Rows];
-#pragma GCC unroll 4
-      for (int r = 0; r < Rows; ++r) fours[r] = load_four(values[r] + i);
-#pragma GCC unroll 4
-      for (int n = 0; n < 4; ++n) {
-#pragma GCC unroll 4
-        for (int r = 0; r < Rows; ++r) {  // by turns, so that no sum waits for itself
-          multiply_single<MV>(at_offset(task.x, offsets[r][i + n]), pick(fours[r], n), sums[r][0]);
-        }
+      const Vec fours[kRows] = {load_four(values[0] + i), load_four(values[1] + i)};
+#pragma GCC unroll 2
+      for (int n = 0; n < 4; n += 2) {
+        const TwoOffsets one(offsets[0] + i + n), two(offsets[1] + i + n);
+        // By turns, so that no sum waits for itself.
+        multiply_single<MV>(at_offset(task.x, one.first()), pick(fours[0], n), sums[0][0]);
+        multiply_single<MV>(at_offset(task.x, two.first()), pick(fours[1], n), sums[1][0]);
+        multiply_single<MV>(at_offset(task.x, one.second()), pick(fours[0], n + 1), sums[0][0]);
+        multiply_single<MV>(at_offset(task.x, two.second()), pick(fours[1], n + 1), sums[1][0]);
       }
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 2
+    for (int r = 0; r < kRows; ++r) {
       const int64_t rest = starts[group + r + 1] - starts[group + r] - common;
       Tails<1, 0> none;
       multiply<1, MV, false>(task.x, offsets[r] + common, values[r] + common, rest, 0, sums[r], none);
@@ -307,6 +307,25 @@ void multiply_interleaved(const RowsTask& task) {
   RowsTask rest = task;
   rest.group_begin = group;
   multiply_groups<1, MV, false>(rest);
+}
+
+// Four rows side by side, of which the last quad may lack some.
+template <int MV>
+void multiply_quads(const RowsTask& task) {
+  const PanelMatrix& matrix = *task.matrix;
+  const int64_t* starts = matrix.starts + task.chunk * ceil_div(matrix.groups, kQuadRows) * kQuadStarts;
+  for (int64_t group = task.group_begin; group < task.group_end; group += kQuadRows) {
+    const int64_t row = matrix.rows[group], rows = std::min<int64_t>(kQuadRows, matrix.channels - row);
+    float* y = task.y + (row - task.first_row) * task.y_stride;
+    for (int64_t r = 0; r < rows; ++r) announce<MV>(y + r * task.y_stride);
+    if (task.far) announce_group<kQuadRows, MV>(task, group + kGroupsAhead);
+    Vec sums[kQuadRows][MV];
+    multiply_quad<MV>(task.x, starts + group / kQuadRows * kQuadStarts, matrix.offsets, matrix.values, sums);
+#pragma GCC unroll 4
+    for (int r = 0; r < kQuadRows; ++r) {
+      if (r < rows) put<MV>(task, row + r, y + r * task.y_stride, sums[r]);
+    }
+  }
 }
 
 using RowsKernel = void (*)(const RowsTask&);
@@ -321,8 +340,8 @@ RowsKernel find_kernel_for(int32_t bn, int32_t interleave, bool prefetch) {
   if constexpr (Tail == 0) {
     if (bn == 1) {
       if (interleave == 1) return find_kernel_of<1, MV, 0>(prefetch);
-      if (interleave == 2 && !prefetch) return multiply_interleaved<2, MV>;
-      if (interleave == 4 && !prefetch) return multiply_interleaved<4, MV>;
+      if (interleave == 2 && !prefetch) return multiply_interleaved<MV>;
+      if (interleave == kQuadRows && !prefetch) return multiply_quads<MV>;
     }
   }
   if (interleave != 1) return nullptr;
