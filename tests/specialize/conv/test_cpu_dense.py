@@ -179,6 +179,18 @@ def test_fewer_products_do_not_spread_what_is_no_number(where):
     assert not y.isnan().all()
 
 
+@pytest.mark.parametrize("isa", runnable_isas())
+def test_fewer_products_do_not_look_at_what_other_images_left_behind(isa):
+    geometry, weight, small = ConvGeometry.make(2, padding=1), torch.randn(32, 32, 3, 3), torch.randn(1, 32, 14, 14)
+    conv, plain = (DenseConv(tuple(weight.shape), geometry, isa, fewer=fewer) for fewer in (True, False))
+    values = conv.pack(weight)
+    assert conv(torch.full((1, 32, 16, 16), torch.nan), values, threads=1).isnan().all()
+    after = conv(small, values, threads=1)
+    assert not torch.equal(after, plain(small, plain.pack(weight), threads=1))  # fewer products round otherwise
+    conv(torch.randn(1, 32, 16, 16), values, threads=1)
+    assert torch.equal(conv(small, values, threads=1), after)
+
+
 def test_weights_that_were_packed_for_all_products_still_run():
     geometry, x = ConvGeometry.make(2, padding=1), torch.randn(1, 32, 20, 20)
     conv, plain = DenseConv((32, 32, 3, 3), geometry), DenseConv((32, 32, 3, 3), geometry, fewer=False)

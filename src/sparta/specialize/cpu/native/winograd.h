@@ -2,6 +2,8 @@
 // computed from a tile of 4x4 of the input with 16 products instead of 36. Tiles and weights are transformed by sums,
 // multiplied place by place (16 products of matrices, with the kernels of dense_conv.h), and transformed back. Numbers
 // that are not finite would spread over a tile; where a result is not finite, all of it is computed directly instead.
+// The error is that of sums over a whole tile: a pixel of 1e8 beside small ones is felt by its neighbours, at 1e8 times the
+// precision of a float, even where its weight is 0.
 #pragma once
 
 #include "dense_conv.h"
@@ -146,13 +148,17 @@ SPARTA_INLINE void store_interleaved(Vec a, Vec b, float* to, std::integer_seque
 }
 
 // The two rows of pixels of a row of tiles, of one output channel; returns 0, or NaN where a result is not finite.
-SPARTA_INLINE Vec pixels_of(const float* sums, int64_t step, int64_t vectors, float* even, float* odd) {
+// Behind the vectors, only the sums of the tail were ever written: what lies after them is not looked at.
+SPARTA_INLINE Vec pixels_of(const TileBand& band, const float* sums, int64_t step, float* even, float* odd) {
   constexpr auto kAll = std::make_integer_sequence<int, kLanes>();
   Vec finite = {};
-  for (int64_t j = 0; j < vectors; ++j) {
+  for (int64_t j = 0; j < band.vectors + (band.tail > 0); ++j) {
     Vec m[kWinogradPlaces];
 #pragma GCC unroll 16
-    for (int i = 0; i < kWinogradPlaces; ++i) m[i] = load(sums + i * step + j * kLanes);
+    for (int i = 0; i < kWinogradPlaces; ++i) {
+      const float* from = sums + i * step + j * kLanes;
+      m[i] = j < band.vectors ? load(from) : load_some(from, band.tail);
+    }
     Vec upper[4], lower[4];
 #pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
@@ -173,11 +179,11 @@ template <Activation Act>
 inline bool store_tiles(const DenseConvCall& call, const TileBand& band, const TileRun* runs, int64_t count,
                         const float* sums, int64_t row, int64_t rows, int64_t step) {
   const ConvCall& conv = call.conv;
-  const int64_t plane = conv.out_rows * conv.out_columns, vectors = band.vectors + (band.tail > 0);
+  const int64_t plane = conv.out_rows * conv.out_columns;
   float pixels[2][2 * kMostTokens + 2 * kLanes];
   Vec finite = {};
   for (int64_t r = 0; r < rows; ++r) {
-    finite += pixels_of(sums + r * band.stride, step, vectors, pixels[0], pixels[1]);
+    finite += pixels_of(band, sums + r * band.stride, step, pixels[0], pixels[1]);
     const Vec shift = splat(conv.bias ? conv.bias[row + r] : -0.0f);  // adding -0 changes nothing, not even a -0
     for (const TileRun* run = runs; run != runs + count; ++run) {
       const int64_t wide = std::min(2 * run->count, conv.out_columns - 2 * run->column);
