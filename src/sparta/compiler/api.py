@@ -148,7 +148,9 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     if _is_language_model(given, calls[0], precision) and dynamic_shapes == AUTO and not activations:
         where = {"device": device, "dtype": dtype, "precision": precision, "max_loss": max_loss, "metric": metric}
         how = {"tune": tune, "verify": verify, "budget_s": budget_s, "progress": progress, "calibration": calibration}
-        return cast("CompiledModel", _generation().compile_generator(given, calls[0], spec, **where, **how))
+        generator = _generation().compile_generator(given, calls[0], spec, **where, **how)
+        give_back()
+        return cast("CompiledModel", generator)
     given, calls = _moved(given, calls, device, dtype)
     rest: dict[str, Any] = {
         "inductor": competes,

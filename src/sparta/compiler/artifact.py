@@ -164,16 +164,18 @@ def load(
     trusted = verifier(path, key)
     if kind_of(path) == _LANGUAGE_MODEL:
         generation = import_module("sparta.generation")  # it stands above this room, and is found when it is needed
-        return cast("CompiledModel", generation.load_generator(path, device=device, max_bytes=max_bytes, key=key))
-    tensors, payload = load_tensors(path, _KIND, FORMAT_VERSION, trusted=trusted)
-    if "parts" in payload:
-        return _with_parts(path, model, tensors, payload, device, checked_tune(tune), max_bytes)
-    with reading(path):
-        budget = Budget.of_file(path, max_bytes)
-        found = _Reader(tensors, payload, budget, device).model(tune=checked_tune(tune), most=max_bytes)
-    del tensors
+        found = generation.load_generator(path, device=device, max_bytes=max_bytes, key=key)
+    else:
+        tensors, payload = load_tensors(path, _KIND, FORMAT_VERSION, trusted=trusted)
+        if "parts" in payload:
+            found = _with_parts(path, model, tensors, payload, device, checked_tune(tune), max_bytes)
+        else:
+            with reading(path):
+                budget = Budget.of_file(path, max_bytes)
+                found = _Reader(tensors, payload, budget, device).model(tune=checked_tune(tune), most=max_bytes)
+        del tensors, payload
     give_back()
-    return found
+    return cast("CompiledModel", found)
 
 
 def _with_parts(

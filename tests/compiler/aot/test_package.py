@@ -34,6 +34,7 @@ def operators():
     "tile",
     [
         {"form": "panel", "block": 1, "mv": 1},
+        {"form": "panel", "block": 1, "mv": 2, "interleave": 4, "k_chunk": 32},
         {"form": "panel", "block": 4, "mv": 2},
         {"form": "rows", "block": 1},
         {"form": "columns", "block": 16},
@@ -170,7 +171,8 @@ def packed_calls():
     chance = torch.manual_seed(0)
     weight = torch.randn(64, 80, generator=chance)
     mask = torch.rand(64, 80, generator=chance) < 0.2
-    for tile in ({"form": "panel", "block": 1, "mv": 1}, {"form": "panel", "block": 4, "mv": 2},
+    quads = {"form": "panel", "block": 1, "mv": 1, "interleave": 4, "k_chunk": 32}
+    for tile in ({"form": "panel", "block": 1, "mv": 1}, quads, {"form": "panel", "block": 4, "mv": 2},
                  {"form": "rows", "block": 1}, {"form": "columns", "block": 16}):  # fmt: skip
         packed = PackedLinear(None, mask, **tile)
         layer = PackedLayer(packed, packed.pack(weight), torch.randn(64, generator=chance), None)
@@ -254,4 +256,19 @@ def test_an_index_that_points_outside_is_named(operators, name, place, value):
     bad.view(dtype)[place] = value
     setattr(layer, name, bad)
     with pytest.raises(RuntimeError, match=f"sparta_aot: {name}"):
+        layer(torch.randn(3, 80))
+
+
+@needs_compiler
+@pytest.mark.parametrize("place", [0, 1, 2, 3, 5, 6, 7, -4, -1])
+@pytest.mark.parametrize("change", [1, 2, -1, 2**16, 2**40, 2**62])
+def test_quads_are_what_their_arrays_hold(operators, place, change):
+    """First entries and values, and the lengths of lists: all of them, or the kernel would read beyond the arrays."""
+    packed = PackedLinear(None, torch.rand(62, 80) < 0.5, form="panel", block=1, mv=1, interleave=4, k_chunk=40)
+    layer = PackedLayer(packed, packed.pack(torch.randn(62, 80)), None, None)
+    layer(torch.randn(3, 80))
+    bad = layer.starts.clone()
+    bad.view(torch.int64)[place] += change
+    layer.starts = bad
+    with pytest.raises(RuntimeError, match="sparta_aot"):
         layer(torch.randn(3, 80))

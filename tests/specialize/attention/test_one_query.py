@@ -24,6 +24,17 @@ def test_all_shares_count(batches, heads, groups, keys, width):
     torch.testing.assert_close(y.double(), expected, atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # of rows that fill a tile up and are not stored
+def test_keys_without_any_weight_do_not_spoil_the_others():
+    torch.manual_seed(0)
+    q, k, v = torch.rand(1, 1, 1, 64) + 0.5, torch.randn(1, 1, 200, 64), torch.randn(1, 1, 200, 64)
+    k[..., :130, 3] = -torch.inf  # more than two blocks of keys, and a whole share
+    y = kernels.one_query_on_gpu(q, k, v, 0.3)
+    expected = functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=0.3)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(y.double(), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_what_kernels_do_not_take_is_pytorchs():
     q, k = torch.randn(2, 4, 3, 40), torch.randn(2, 2, 7, 40)
     expected = functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)

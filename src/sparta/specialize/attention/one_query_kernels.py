@@ -43,7 +43,7 @@ def attend_share(
     """Attend to one share of the keys of one head of keys, for the G heads that read it."""
     program = tl.program_id(0)
     number, part = program // shares, program % shares
-    batch, head = (number // heads).to(tl.int64), number % heads
+    batch, head = (number // heads).to(tl.int64), (number % heads).to(tl.int64)
     first = part * share
     end = tl.minimum(first + share, keys)
     k += batch * k_batch + head * k_head
@@ -71,8 +71,9 @@ def attend_share(
             a, b = a.to(tl.float32), b.to(tl.float32)
         scores = tl.where((key < end)[None, :], tl.dot(query, a.T) * factor, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, 1))
-        chance = tl.exp2(scores - higher[:, None])
-        scale = tl.exp2(most - higher)
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # keys of no weight: -inf less itself is no number
+        chance = tl.exp2(scores - base[:, None])
+        scale = tl.exp2(most - base)
         weight = weight * scale + tl.sum(chance, 1)
         total = tl.dot(chance.to(b.dtype), b, total * scale[:, None])
         most = higher

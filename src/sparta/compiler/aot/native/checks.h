@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 
 #include <bit>
+#include <cstring>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
@@ -81,22 +82,26 @@ inline void check_residual(const std::optional<at::Tensor>& residual, at::IntArr
   SPARTA_CHECK(residual->sizes() == sizes, "the residual must be ", sizes);
 }
 
-// The arrays of a panel: starts, offsets, rows, costs, in this order. Returns how many entries there are.
-struct Panel {
-  int64_t channels, groups, chunks, bn, mv, prefetch;
+// How many entries a panel has, and how many values.
+struct Entries {
+  int64_t offsets, values;
+};
 
-  int64_t check(at::TensorList arrays) const {
+// The arrays of a panel: starts, offsets, rows, costs, in this order.
+struct Panel {
+  int64_t channels, groups, chunks, bn, mv, prefetch, interleave = 1;
+
+  Entries check(at::TensorList arrays) const {
     check_number(channels, 0, kMost, "channels");
     check_number(groups, 0, kMost, "groups");
     check_number(chunks, 1, kMost, "chunks");
     check_number(mv, 1, 4, "mv");
     check_number(prefetch, 0, kMost, "prefetch");
+    check_number(interleave, 1, sparta::kQuadRows, "interleave");
     SPARTA_CHECK(bn == 1 || bn == 4 || bn == 8 || bn == 16, "a block of ", bn, " rows; allowed: 1, 4, 8 or 16");
-    const int64_t count = product({groups, chunks}, "groups by chunks");
-    const Array<int64_t> starts(arrays, 0, count + 1, "starts");
-    check_running(starts, count + 1, kMostFloats, "starts");
-    const int64_t entries = starts[count];
-    const Array<uint32_t> offsets(arrays, 1, entries ? entries + std::max(prefetch, sparta::kSinglesAhead) : 0, "offsets");
+    const Entries found = has_quads() ? check_quads(arrays) : check_groups(arrays);
+    const int64_t ahead = std::max(prefetch, sparta::kSinglesAhead);
+    const Array<uint32_t> offsets(arrays, 1, found.offsets ? found.offsets + ahead : 0, "offsets");
     const Array<int32_t> rows(arrays, 2, groups, "rows");
     // A block of rows is written by its own groups, and each row by one of them: none is left as memory happened to be.
     const int64_t blocks = sparta::ceil_div(channels, sparta::kBlockRows), each = sparta::kBlockRows / bn;
@@ -107,6 +112,7 @@ struct Panel {
       const int64_t row = rows[group], first = group / each * sparta::kBlockRows;
       SPARTA_CHECK(first <= row && row + bn <= first + sparta::kBlockRows && row < channels && row % bn == 0, "rows[", group,
                    "] is ", row);
+      SPARTA_CHECK(!has_quads() || row == group, "rows[", group, "] of a quad is ", row);
       for (int64_t r = row; r < std::min(row + bn, channels); ++r) {
         written += !seen[r];
         seen[r] = true;
@@ -114,19 +120,60 @@ struct Panel {
     }
     SPARTA_CHECK(written == channels, "only ", written, " of ", channels, " channels are computed");
     check_costs(arrays, 3, blocks);
-    return entries;
+    return found;
   }
 
+  bool has_quads() const { return interleave == sparta::kQuadRows; }
+  int64_t quads() const { return sparta::ceil_div(groups, sparta::kQuadRows); }
   int64_t tile() const { return mv * sparta::kLanes; }
+
+  // The first entry of a chunk, or the end of all.
+  int64_t first_of(const Array<int64_t>& starts, int64_t chunk, int64_t entries) const {
+    if (chunk == chunks) return entries;
+    if (!has_quads()) return starts[chunk * groups];
+    return groups ? starts[chunk * quads() * sparta::kQuadStarts] : 0;
+  }
+
+ private:
+  Entries check_groups(at::TensorList arrays) const {
+    const int64_t count = product({groups, chunks}, "groups by chunks");
+    const Array<int64_t> starts(arrays, 0, count + 1, "starts");
+    check_running(starts, count + 1, kMostFloats, "starts");
+    return {starts[count], product({starts[count], bn}, "values")};
+  }
+
+  // Quads follow each other without a gap, and what lies in their lists is all that there is.
+  Entries check_quads(at::TensorList arrays) const {
+    SPARTA_CHECK(bn == 1 && groups == channels, "quads of blocks of ", bn, " rows in ", groups, " groups");
+    const int64_t count = product({quads(), chunks}, "quads by chunks");
+    const Array<int64_t> starts(arrays, 0, product({count, sparta::kQuadStarts}, "starts"), "starts");
+    Entries found{0, 0};
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t* quad = starts.data + i * sparta::kQuadStarts;
+      SPARTA_CHECK(quad[0] == found.offsets && quad[1] == found.values, "quad ", i, " begins elsewhere");
+      uint16_t columns[sparta::kQuadLists];
+      std::memcpy(columns, quad + 2, sizeof columns);
+      SPARTA_CHECK(columns[0] == 0, "quad ", i, " has columns without a weight");
+      for (int list = 1; list < sparta::kQuadLists; ++list) {
+        const int rows = __builtin_popcount(list);
+        SPARTA_CHECK(rows == 1 || columns[list] % 2 == 0, "quad ", i, " has a list of odd length");
+        found.offsets += columns[list];
+        found.values += rows * int64_t{columns[list]};
+      }
+      check_number(found.values, 0, kMostFloats, "values");
+    }
+    return found;
+  }
 };
 
 // Offsets of entries that name whole input channels, those of a chunk within its columns.
-inline void check_columns(const Panel& panel, at::TensorList arrays, const std::vector<int64_t>& columns) {
+inline void check_columns(const Panel& panel, at::TensorList arrays, const std::vector<int64_t>& columns, int64_t entries) {
   const Array<int64_t> starts(arrays, 0, 0, "starts");
   const Array<uint32_t> offsets(arrays, 1, 0, "offsets");
   const int64_t step = panel.tile() * int64_t{sizeof(float)};
   for (int64_t chunk = 0; chunk < panel.chunks; ++chunk) {
-    for (int64_t i = starts[chunk * panel.groups]; i < starts[(chunk + 1) * panel.groups]; ++i) {
+    const int64_t end = panel.first_of(starts, chunk + 1, entries);
+    for (int64_t i = panel.first_of(starts, chunk, entries); i < end; ++i) {
       SPARTA_CHECK(offsets[i] % step == 0 && columns[chunk] <= offsets[i] / step && offsets[i] / step < columns[chunk + 1],
                    "offsets[", i, "] is ", offsets[i]);
     }

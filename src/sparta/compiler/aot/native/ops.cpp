@@ -48,12 +48,12 @@ const T* data(at::TensorList arrays, size_t place) {
 sparta::PanelMatrix panel_matrix(const at::Tensor& values, at::TensorList arrays, at::IntArrayRef n) {
   TORCH_CHECK(arrays.size() == 5, "sparta_aot::linear: a panel has 5 arrays, not ", arrays.size());
   checked().once(together(arrays, {values}), n, [&] {
-    const Panel panel{n[kChannels], n[kGroups], n[kChunks], n[kBlock], n[kVectors], n[kPrefetch]};
-    check_number(n[kInterleave], 1, 4, "interleave");
-    sparta_aot::check_floats(values, sparta_aot::product({panel.check(arrays), n[kBlock]}, "values"), "values");
+    const Panel panel{n[kChannels], n[kGroups], n[kChunks], n[kBlock], n[kVectors], n[kPrefetch], n[kInterleave]};
+    const sparta_aot::Entries entries = panel.check(arrays);
+    sparta_aot::check_floats(values, entries.values, "values");
     const Array<int64_t> columns(arrays, 4, n[kChunks] + 1, "chunk_columns");
     sparta_aot::check_running(columns, n[kChunks] + 1, n[kInputs], "chunk_columns");
-    sparta_aot::check_columns(panel, arrays, {columns.data, columns.data + n[kChunks] + 1});
+    sparta_aot::check_columns(panel, arrays, {columns.data, columns.data + n[kChunks] + 1}, entries.offsets);
   });
   sparta::PanelMatrix matrix{};
   matrix.channels = n[kChannels];
@@ -138,13 +138,12 @@ void check_conv(const at::Tensor& values, at::TensorList arrays, at::IntArrayRef
   for (const ConvNumber number : {cOutRows, cOutColumns, cStrideRows, cStrideColumns, cBandTokens, cSlots}) {
     check_number(n[number], 1, sparta_aot::kMost - 1, "a number");
   }
-  check_number(n[cInterleave], 1, 4, "interleave");
   check_number(n[cOutRows], 1, n[cInRows] + kMostPadding, "the rows of the result");
   check_number(n[cOutColumns], 1, n[cInColumns] + kMostPadding, "the columns of the result");
   check_number(n[cRowWidth], n[cOutColumns], sparta_aot::kMost - 1, "the width of a row");
-  const Panel panel{n[cChannels], n[cGroups], n[cChunks], n[cBlock], n[cVectors], n[cPrefetch]};
-  const int64_t entries = panel.check(arrays);
-  sparta_aot::check_floats(values, sparta_aot::product({entries, n[cBlock]}, "values"), "values");
+  const Panel panel{n[cChannels], n[cGroups], n[cChunks], n[cBlock], n[cVectors], n[cPrefetch], n[cInterleave]};
+  const auto [entries, stored] = panel.check(arrays);
+  sparta_aot::check_floats(values, stored, "values");
   Array<int32_t>(arrays, 4, n[cSlots], "slot_rows");
   Array<int32_t>(arrays, 5, n[cSlots], "slot_columns");
   Array<uint8_t>(arrays, 6, sparta_aot::product({n[cSlots], n[cInChannels]}, "used"), "used");
@@ -154,9 +153,10 @@ void check_conv(const at::Tensor& values, at::TensorList arrays, at::IntArrayRef
     TORCH_CHECK(n[cSlots] == 1 && n[cRowWidth] == n[cOutColumns] && std::min(tokens, n[cBandTokens]) >= sparta::kLanes,
                 "sparta_aot::conv2d: an image that cannot be read in place");
   } else {
-    TORCH_CHECK(n[cPlane] >= n[cBandTokens] + n[cReach], "sparta_aot::conv2d: planes of ", n[cPlane], " floats");
-    room = sparta_aot::product({n[cSlots], n[cInChannels], n[cPlane]}, "the planes") + panel.tile();
+    // Bands have whole vectors of this processor, which may be wider than that of the processor they were cut for.
     read = sparta::ceil_div(n[cBandTokens], sparta::kLanes) * sparta::kLanes;
+    TORCH_CHECK(n[cPlane] >= read + n[cReach], "sparta_aot::conv2d: planes of ", n[cPlane], " floats");
+    room = sparta_aot::product({n[cSlots], n[cInChannels], n[cPlane]}, "the planes") + panel.tile();
   }
   const Array<uint32_t> offsets(arrays, 1, entries, "offsets");
   for (int64_t i = 0; i < entries; ++i) {
@@ -229,8 +229,8 @@ at::Tensor conv2d(const at::Tensor& x, const at::Tensor& values, at::TensorList 
 // Looks at the packed operands of an int8 layer.
 void check_int8(at::TensorList operands, at::TensorList arrays, at::IntArrayRef n) {
   const Panel panel{n[iChannels], n[iGroups], 1, n[iBlock], n[iVectors], 0};
-  const int64_t entries = panel.check(arrays);
-  sparta_aot::check_columns(panel, arrays, {0, n[iUnits]});
+  const int64_t entries = panel.check(arrays).offsets;
+  sparta_aot::check_columns(panel, arrays, {0, n[iUnits]}, entries);
   for (const at::Tensor& operand : operands) {
     TORCH_CHECK(operand.is_cpu() && operand.is_contiguous(), "sparta_aot::int8_linear: operands are contiguous, on the CPU");
   }
