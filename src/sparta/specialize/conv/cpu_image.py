@@ -86,7 +86,6 @@ def plan_image(
     tile: int = 16,
     threads: int = 1,
     contiguous: bool = False,
-    plane: int | None = None,
 ) -> ImagePlan:
     """Return the layout of the copy of an image.
 
@@ -100,8 +99,6 @@ def plan_image(
         Input channels, tokens that a kernel computes at once, threads: they decide how large bands are.
     contiguous
         Whether the input is, so that it need not be copied where nothing is to be padded or shifted.
-    plane
-        Floats from a channel of the input to the next, where contiguous channels have gaps between them.
 
     Examples
     --------
@@ -145,7 +142,7 @@ def plan_image(
         tap_slots=tuple(slots.index(key) for key in keys),
         tap_offsets=offsets,
         row_width=row_width,
-        plane=(plane or size[0] * size[1]) if direct else _plane(band + reach, image, contiguous=contiguous),
+        plane=size[0] * size[1] if direct else _plane(band + reach, image, contiguous=contiguous),
         band_tokens=band,
         reach=reach,
         direct=direct,

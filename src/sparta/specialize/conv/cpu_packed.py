@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from ctypes import addressof
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -333,7 +333,7 @@ class PackedConv:
         return tuple(x.shape[2:]) if self._pointwise else plan.image.out_size[2 - self._dims :]
 
     def _plan(self, size: tuple[int, int], threads: int, *, contiguous: bool, plane: int | None = None) -> _Plan:
-        """Return the layout for images of this size, as kernels read it; `plane` is as in :func:`plan_image`."""
+        """Return the layout for images of this size, as kernels read it, and of planes of so many floats."""
         key = (*size, threads, contiguous, size[0] * size[1] if plane is None else plane)
         found = self._plans.get(key)
         if found is not None:
@@ -347,8 +347,9 @@ class PackedConv:
             tile=self.tile.mv * self.library.lanes,
             threads=threads,
             contiguous=contiguous,
-            plane=plane,
         )
+        if image.direct and plane is not None:
+            image = replace(image, plane=plane)
         used = np.zeros((len(image.slot_rows), self._channels), dtype=np.uint8)
         used[np.array(image.tap_slots)[self._entry_tap], self._entry_channel] = 1
         arrays = {

@@ -53,10 +53,10 @@ INT8_CALL = struct.Struct("@PPqqqPPPfiiiiifiiiPqiifi")
 # x, y, bias, residual, rows and columns of slots, what is used; images, four strides of x, twelve numbers of the plan
 # and `direct`, in the order of native/bands.h; activation, threads, the gap between two channels of the result.
 CONV_CALL = struct.Struct("@7P17q4i")
-# The same without a gap and over places; image, multiplier, offset, row sums; channels, inverse scale, whether x is unsigned, its zero,
-# whether no weight is -128; whether x and y are places; of the latter the inverse scale, whether they are unsigned, the
-# zero; the result in real numbers beside; of the residual the kind, inverse scale, scale, whether it is unsigned, the
-# zero.
+# The same without a gap and over places; image, multiplier, offset, row sums; channels, inverse scale, whether x is
+# unsigned, its zero, whether no weight is -128; whether x and y are places; of the latter the inverse scale, whether
+# they are unsigned, the zero; the result in real numbers beside; of the residual the kind, inverse scale, scale,
+# whether it is unsigned, the zero.
 INT8_CONV_CALL = struct.Struct("@7P17q3i4PqfiiiiifiiPiffii4x")
 
 

@@ -2,8 +2,8 @@
 
 Threads share an image by its pixels, so each channel has a border between what one thread writes and what another does.
 Where a line of a cache holds both, every channel costs a transfer between cores, which takes longer than multiplying.
-So channels begin at whole pairs of lines (which processors fetch together) where only layers that can skip the gaps read
-them; loads are aligned then as well.
+So channels begin at whole pairs of lines (which processors fetch together) where only layers that can skip the gaps
+read them; loads are aligned then as well.
 """
 
 from __future__ import annotations

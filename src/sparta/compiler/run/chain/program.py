@@ -81,7 +81,7 @@ class Program:
         fuse(trace)
         round_early(trace)
         self.handed, self.shared = hand_over_panels(trace) + hand_over_bytes(trace), share_packed(trace)
-        set_apart(trace)
+        self.apart = set_apart(trace)
         self._new: dict[int, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
         self._show_python(trace)
         self.arena_bytes = planned(trace.items)

@@ -16,8 +16,7 @@ struct Segment {
   int64_t count;
 };
 
-constexpr int64_t kWidestTile = 6;
-constexpr int64_t kMostTokens = kWidestTile * kLanes;
+constexpr int64_t kMostTokens = 4 * kLanes;
 
 // Finds the tokens of [begin, begin + count) that are pixels: the others lie between the rows of the image.
 inline int64_t find_segments(const ConvCall& call, int64_t begin, int64_t count, Segment (&segments)[kMostTokens]) {
@@ -77,14 +76,8 @@ inline int64_t scratch_rows(const PanelMatrix& matrix, int64_t first, int64_t la
   return (matrix.chunks > 1 ? last - first : kBlocksTogether) * kBlockRows;
 }
 
-// Vectors of a tile, at most. Registers hold six of the widest for each of four rows: tiles of images need not be those
-// that tokens are packed in, and the fewer there are, the less often weights are read.
-inline int64_t most_vectors(const PanelMatrix& matrix, bool tail) {
-  return kLanes == 16 && matrix.bn == 4 && matrix.mv == 4 && !tail ? kWidestTile : matrix.mv;
-}
-
 // Floats between two rows of sums: a tile and its tail, in whole lines.
-inline int64_t scratch_tile(const PanelMatrix& matrix) { return (most_vectors(matrix, false) + 1) * kLanes; }
+inline int64_t scratch_tile(const PanelMatrix& matrix) { return (matrix.mv + 1) * kLanes; }
 
 // Which lanes of each vector are pixels, and of the tail where it begins.
 inline void find_pixels(const ConvCall& call, const TokenTile& tile, PixelLanes* pixels) {
@@ -171,7 +164,7 @@ inline void each_tile(const PanelMatrix& matrix, const ConvCall& call, const Ban
   const int64_t end = band.first + band.tokens - tail;
   // The input itself has no room behind it: a vector that lacks tokens begins earlier, over some of a vector before.
   const bool lacks = band.first + vectors * kLanes > end;
-  const int64_t tiles = std::max<int64_t>(ceil_div(vectors, most_vectors(matrix, tail > 0)), call.direct && lacks ? 2 : 1);
+  const int64_t tiles = std::max<int64_t>(ceil_div(vectors, matrix.mv), call.direct && lacks ? 2 : 1);
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t first = vectors * i / tiles, count = vectors * (i + 1) / tiles - first, tokens = count * kLanes;
     const bool whole = call.row_width == call.out_columns && tokens <= band.tokens;
@@ -185,7 +178,7 @@ inline bool multiply_band(const PanelMatrix& matrix, const ConvCall& call, int64
   static thread_local Scratch image_scratch, sums_scratch;
   const Band band = band_of(call, index);
   float* sums = sums_scratch.get(scratch_rows(matrix, first, last) * scratch_tile(matrix));
-  const int64_t room = call.slots * call.in_channels * call.plane + most_vectors(matrix, false) * kLanes;
+  const int64_t room = call.slots * call.in_channels * call.plane + matrix.mv * kLanes;
   float* image = call.direct ? nullptr : image_scratch.get(room);
   if (!sums || (!call.direct && !image)) return false;
   for (int64_t slot = 0; image && slot < call.slots; ++slot) {

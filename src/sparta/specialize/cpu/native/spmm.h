@@ -69,7 +69,7 @@ SPARTA_INLINE const float* at_offset(const float* x, uint32_t offset) {
 // One weight of one row.
 template <int MV>
 SPARTA_INLINE void multiply_single(const float* from, Vec weight, Vec (&sums)[MV]) {
-#pragma GCC unroll 8
+#pragma GCC unroll 4
   for (int j = 0; j < MV; ++j) sums[j] += weight * load(from + j * kLanes);
 }
 
@@ -82,7 +82,7 @@ SPARTA_INLINE void multiply_entry(const float* values, const Vec (&inputs)[MV], 
 #pragma GCC unroll 8
   for (int r = 0; r < BN; ++r) {
     const Vec weight = kSpread && r % 4 >= 2 ? pick(load_four(values + r / 4 * 4), r % 4) : splat(values[r]);
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (int j = 0; j < MV; ++j) sums[r][j] += weight * inputs[j];
   }
 }
@@ -94,7 +94,7 @@ struct Tails {
   Rows sums[Tail] = {};
   SPARTA_INLINE void multiply(const float* values, const float* tokens) {
     const Rows weights = load<Rows>(values);
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (int t = 0; t < Tail; ++t) sums[t] += weights * tokens[t];
   }
 };
@@ -111,7 +111,7 @@ SPARTA_INLINE void multiply(const float* x, const uint32_t* offsets, const float
   if constexpr (BN == 1) {
     for (; i + 4 <= entries; i += 4) {
       const Vec four = load_four(values + i);
-#pragma GCC unroll 8
+#pragma GCC unroll 4
       for (int n = 0; n < 4; ++n) {
         // One line only: a single row waits for its loads, and asking is one more; the processor finds the others.
         if constexpr (Prefetch) __builtin_prefetch(at_offset(x, offsets[i + n + kSinglesAhead]));
@@ -123,11 +123,11 @@ SPARTA_INLINE void multiply(const float* x, const uint32_t* offsets, const float
     const float* from = at_offset(x, offsets[i]);
     if constexpr (Prefetch && BN > 1) {
       const float* later = at_offset(x, offsets[i + ahead]);
-#pragma GCC unroll 8
+#pragma GCC unroll 4
       for (int j = 0; j < MV; ++j) __builtin_prefetch(later + j * kLanes);
     }
     Vec inputs[MV];
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (int j = 0; j < MV; ++j) inputs[j] = load(from + j * kLanes);
     multiply_entry<BN, MV>(values + i * BN, inputs, sums);
     tails.multiply(values + i * BN, from + MV * kLanes);
@@ -137,14 +137,14 @@ SPARTA_INLINE void multiply(const float* x, const uint32_t* offsets, const float
 // Asks for a row of the output before its sums are computed, so that storing them does not wait.
 template <int MV>
 SPARTA_INLINE void announce(const float* y) {
-#pragma GCC unroll 8
+#pragma GCC unroll 4
   for (int j = 0; j < MV; ++j) __builtin_prefetch(y + j * kLanes, 1);
 }
 
 // Asks for a row long before it is needed, from the second level of caches on.
 template <int MV>
 SPARTA_INLINE void announce_early(const void* row) {
-#pragma GCC unroll 8
+#pragma GCC unroll 4
   for (int j = 0; j < MV; ++j) __builtin_prefetch(static_cast<const float*>(row) + j * kLanes, 0, 2);
 }
 
@@ -185,7 +185,7 @@ SPARTA_INLINE void put_pixels(const RowsTask& task, int64_t row, const float* y,
   const int64_t at = (row - task.first_row) * task.plane;
   const float* residual = task.finish->residual ? task.finish->residual + at : nullptr;
   float* image = task.image + at;
-#pragma GCC unroll 8
+#pragma GCC unroll 4
   for (int j = 0; j < MV; ++j) {
     const PixelLanes& pixels = task.pixels[j];
     const Vec sum = together(task.chunk > 0 ? sums[j] + load(y + j * kLanes) : sums[j], pixels.lanes);
@@ -203,7 +203,7 @@ SPARTA_INLINE void put(const RowsTask& task, int64_t row, float* y, const Vec (&
   if (task.finish) {
     const RowEnd<Vec> end(*task.finish, row);
     const float* residual = task.finish->residual ? task.finish->residual + (y - task.y) : nullptr;
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (int j = 0; j < MV; ++j) {
       Vec out = end.before(adds ? sums[j] + load(y + j * kLanes) : sums[j]);
       if (residual) out += load(residual + j * kLanes);
@@ -211,7 +211,7 @@ SPARTA_INLINE void put(const RowsTask& task, int64_t row, float* y, const Vec (&
     }
     return;
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 4
   for (int j = 0; j < MV; ++j) store(y + j * kLanes, adds ? sums[j] + load(y + j * kLanes) : sums[j]);
 }
 
@@ -220,7 +220,7 @@ template <int MV, int BN, int Tail>
 SPARTA_INLINE void put_tail(const RowsTask& task, int64_t row, float* y, const Tails<BN, Tail>& tails, int which) {
   using Tokens = typename Vector<Tail>::floats;
   Tokens sum;
-#pragma GCC unroll 8
+#pragma GCC unroll 4
   for (int t = 0; t < Tail; ++t) sum[t] = tails.sums[t][which];
   if (task.chunk > 0) sum += load<Tokens>(y);
   if (task.finish) {
@@ -275,7 +275,7 @@ void multiply_interleaved(const RowsTask& task) {
     const float* values[Rows];
     float* y[Rows];
     Vec sums[Rows][1][MV] = {};
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
       y[r] = task.y + (matrix.rows[group + r] - task.first_row) * task.y_stride;
       announce<MV>(y[r]);
@@ -286,17 +286,17 @@ void multiply_interleaved(const RowsTask& task) {
     common = common / 4 * 4;
     for (int64_t i = 0; i < common; i += 4) {
       Vec fours[Rows];
-#pragma GCC unroll 8
+#pragma GCC unroll 4
       for (int r = 0; r < Rows; ++r) fours[r] = load_four(values[r] + i);
-#pragma GCC unroll 8
+#pragma GCC unroll 4
       for (int n = 0; n < 4; ++n) {
-#pragma GCC unroll 8
+#pragma GCC unroll 4
         for (int r = 0; r < Rows; ++r) {  // by turns, so that no sum waits for itself
           multiply_single<MV>(at_offset(task.x, offsets[r][i + n]), pick(fours[r], n), sums[r][0]);
         }
       }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
       const int64_t rest = starts[group + r + 1] - starts[group + r] - common;
       Tails<1, 0> none;
@@ -340,13 +340,8 @@ RowsKernel find_kernel_for(int32_t bn, int64_t mv, int32_t interleave, bool pref
     case 2: return find_kernel_for<2, Tail>(bn, interleave, prefetch);
     case 3: return find_kernel_for<3, Tail>(bn, interleave, prefetch);
     case 4: return find_kernel_for<4, Tail>(bn, interleave, prefetch);
-    default: break;
+    default: return nullptr;
   }
-  if constexpr (kLanes == 16 && Tail == 0) {
-    if (bn == 4 && interleave == 1 && mv == 5) return find_kernel_of<4, 5, 0>(prefetch);
-    if (bn == 4 && interleave == 1 && mv == 6) return find_kernel_of<4, 6, 0>(prefetch);
-  }
-  return nullptr;
 }
 
 // Null for a tile that this library does not hold. Square images leave 1, 4 or 9 tokens behind their vectors.

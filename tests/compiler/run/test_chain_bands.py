@@ -1,0 +1,125 @@
+"""Chains of images in parts: poolings behind dense layers band by band, and channels that are set apart."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import sparta
+from compiler.conftest import forcing
+from sparta.compiler.run.chain.chained import Chained
+from sparta.compiler.run.eager import with_fast_paths
+from sparta.measure.machine import probe_compiler
+
+pytestmark = pytest.mark.skipif(probe_compiler()[0] is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture(params=[1, 2, 3, 5])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+class Pooled(nn.Module):
+    """A dense layer and the pooling that alone reads it."""
+
+    def __init__(self, kernel, stride, padding, dilation=1, down=2):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 24, 3, down, 1)
+        self.how = (kernel, stride, padding, dilation)
+
+    def forward(self, x):
+        return functional.max_pool2d(functional.relu(self.stem(x)), *self.how)
+
+
+POOLINGS = [
+    (3, 2, 1),
+    (2, 2, 0),
+    (3, 1, 1),
+    (2, 3, 0),
+    (5, 1, 2),
+    ((4, 2), (1, 2), (2, 0)),
+    (3, 2, 1, 2),
+    ((7, 3), 1, (3, 1), (3, 1)),
+]
+
+
+@pytest.mark.parametrize("how", POOLINGS)
+def test_poolings_read_what_a_dense_layer_computes_for_them_band_by_band(how, threads):
+    torch.manual_seed(0)
+    model = Pooled(*how).eval()
+    for x in (torch.randn(1, 3, 121, 128), torch.randn(3, 3, 121, 96)):
+        x[0, 0, 7, 11], x[0, 1, 50, 3] = torch.nan, torch.inf
+        chain = Chained(sparta.compile(model, x, tune="off").graph)
+        (run,) = chain.program(x)._runs
+        assert run.names == ["dense_conv", "pool"]
+        assert run.passing == {0}
+        with torch.no_grad():
+            torch.testing.assert_close(chain(x)[0], model(x), rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [(33, 70), (9, 64), (64, 31)])
+def test_images_that_bands_do_not_fit_are_pooled_as_they_are(size, threads):
+    model, x = Pooled(3, 2, 1, down=1).eval(), torch.randn(2, 3, *size)
+    chain = Chained(sparta.compile(model, x, tune="off").graph)
+    with torch.no_grad():
+        torch.testing.assert_close(chain(x)[0], model(x), rtol=1e-4, atol=1e-5)
+
+
+class Residual(nn.Module):
+    """Two residual blocks of sparse layers; the first result is returned too where asked for."""
+
+    def __init__(self, *, shows=False):
+        super().__init__()
+        self.first = nn.Conv2d(16, 32, 3, padding=1)
+        self.one, self.two, self.three = nn.Conv2d(32, 16, 1), nn.Conv2d(16, 16, 3, 1, 1), nn.Conv2d(16, 32, 1)
+        self.four, self.five, self.last = nn.Conv2d(32, 16, 1), nn.Conv2d(16, 32, 3, 1, 1), nn.Conv2d(32, 8, 3, 2, 1)
+        self.shows = shows
+
+    def forward(self, x):
+        y = functional.relu(self.first(x))
+        z = functional.relu(self.three(functional.relu(self.two(functional.relu(self.one(y))))) + y)
+        z = functional.relu(self.five(functional.relu(self.four(z))) + z)
+        return (self.last(z), y) if self.shows else (self.last(z),)
+
+
+@pytest.mark.parametrize("shows", [False, True])
+@pytest.mark.parametrize("size", [(14, 14), (7, 7), (13, 17), (8, 8)])
+def test_channels_of_small_images_are_set_apart(shows, size, threads):
+    torch.manual_seed(0)
+    model = Residual(shows=shows).eval()
+    spec = sparta.Spec.from_pattern(model, sparta.Block(4, 1), 0.5)
+    spec.apply(model)
+    x = torch.randn(1, 16, *size)
+    with forcing("cpu"):
+        graph = sparta.compile(model, x, spec, tune="off").graph
+    for images in (1, 2, 5):
+        x = torch.randn(images, 16, *size)
+        x[0, 2, 0, 0], x[0, 3, -1, -1] = torch.inf, torch.nan
+        chain = Chained(graph)
+        # What is returned is contiguous, and so is what is added to it or it is added to; so are whole pairs of lines.
+        assert chain.program(x).apart == (0 if size == (8, 8) else 3 if shows else 6)
+        with torch.no_grad():
+            for one, two in zip(chain(x), with_fast_paths(graph)(x), strict=True):
+                torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_others_read_is_not_set_apart():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.three = nn.Conv2d(8, 16, 1), nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 8, 1)
+
+        def forward(self, x):
+            return self.three(functional.max_pool2d(self.two(functional.relu(self.one(x))), 3, 1, 1)).mean((2, 3))
+
+    model, x = Net().eval(), torch.randn(2, 8, 14, 14)
+    spec = sparta.Spec.from_pattern(model, sparta.Block(4, 1), 0.5)
+    spec.apply(model)
+    with forcing("cpu"):
+        chain = Chained(sparta.compile(model, x, spec, tune="off").graph)
+    assert chain.program(x).apart == 1  # the first result: a pooling reads the second, a mean the third
+    with torch.no_grad():
+        torch.testing.assert_close(chain(x)[0], model(x), rtol=1e-4, atol=1e-5)
