@@ -37,7 +37,7 @@ def test_threads_share_copies_without_cutting_any(size, channels, stride, thread
 
 @pytest.mark.parametrize("isa", runnable_isas())
 @pytest.mark.parametrize(
-    ("size", "images"), itertools.product([(7, 7), (14, 14), (13, 17), (28, 28), (1, 211)], [1, 2, 5])
+    ("size", "images"), list(itertools.product([(7, 7), (14, 14), (13, 17), (28, 28), (1, 211)], [1, 2, 5]))
 )
 def test_shares_change_no_result(isa, size, images):
     torch.manual_seed(0)
