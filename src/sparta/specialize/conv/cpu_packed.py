@@ -8,6 +8,7 @@ last.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from ctypes import addressof
 from dataclasses import dataclass, replace
@@ -206,6 +207,7 @@ class PackedConv:
             *plan.numbers.values(),
             activation_code(activation),
             count,
+            0,
         )
         self.library.multiply_conv(addressof(matrix), call)
         return y if x.dtype == torch.float32 else y.to(x.dtype)
@@ -263,21 +265,30 @@ class PackedConv:
         def made(shape: tuple[int, ...], threads: int) -> ImageProduct | None:
             if len(shape) != self._dims + 2 or shape[1] != self._channels or 0 in shape:
                 return None
-            found = self._ready(torch.empty(shape), threads, values, code)
-            call = CONV_CALL.pack(0, 0, shift, 0, *found.rest)
-            return ImageProduct(Step(StepKind.CONV, call, found.address, (found, values, bias)), tuple(found.shape))
+
+            def ready(x_gap: int, y_gap: int) -> _Ready:
+                plane = math.prod(shape[2:]) + x_gap
+                x = torch.empty_strided(shape, (shape[1] * plane, plane, *[shape[-1], 1][-self._dims :]))
+                return self._ready(x, threads, values, code, y_gap)
+
+            def step(found: _Ready) -> Step:
+                call = CONV_CALL.pack(0, 0, shift, 0, *found.rest)
+                return Step(StepKind.CONV, call, found.address, (found, values, bias))
+
+            found = ready(0, 0)
+            return ImageProduct(step(found), tuple(found.shape), apart=lambda *gaps: step(ready(*gaps)))
 
         return made
 
-    def _ready(self, x: Tensor, threads: int, values: Tensor, activation: int) -> _Ready:
-        """Return what calls for contiguous images of this size have in common."""
+    def _ready(self, x: Tensor, threads: int, values: Tensor, activation: int, y_gap: int = 0) -> _Ready:
+        """Return what calls for images of this size have in common, contiguous but for gaps between channels."""
         images, size, strides = self._images(x)
-        plan = self._plan(size, threads, contiguous=True)
+        plan = self._plan(size, threads, contiguous=True, plane=strides[1])
         shape = (images.shape[0], self.shape[0], *self._out_size(x, plan))
         matrix = PanelMatrix.from_buffer_copy(plan.matrix)
         matrix.values = values.data_ptr()
         count = 0 if 0 in shape else shape[0]
-        rest = (*plan.addresses, count, *strides, *plan.numbers.values(), activation, threads)
+        rest = (*plan.addresses, count, *strides, *plan.numbers.values(), activation, threads, y_gap)
         return _Ready(torch.Size(shape), addressof(matrix), rest, (plan, matrix))
 
     def fixed(self, size: Sequence[int], threads: int) -> FixedPlan:
@@ -322,9 +333,9 @@ class PackedConv:
         """Return the spatial size of the result."""
         return tuple(x.shape[2:]) if self._pointwise else plan.image.out_size[2 - self._dims :]
 
-    def _plan(self, size: tuple[int, int], threads: int, *, contiguous: bool) -> _Plan:
-        """Return the layout for images of this size, as kernels read it."""
-        key = (*size, threads, contiguous)
+    def _plan(self, size: tuple[int, int], threads: int, *, contiguous: bool, plane: int | None = None) -> _Plan:
+        """Return the layout for images of this size, as kernels read it, and of planes of so many floats."""
+        key = (*size, threads, contiguous, size[0] * size[1] if plane is None else plane)
         found = self._plans.get(key)
         if found is not None:
             return found
@@ -338,6 +349,8 @@ class PackedConv:
             threads=threads,
             contiguous=contiguous,
         )
+        if image.direct and plane is not None:
+            image = replace(image, plane=plane)
         used = np.zeros((len(image.slot_rows), self._channels), dtype=np.uint8)
         used[np.array(image.tap_slots)[self._entry_tap], self._entry_channel] = 1
         arrays = {

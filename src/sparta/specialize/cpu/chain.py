@@ -203,6 +203,9 @@ class ImageProduct:
         From the name of an activation, the same product with it; None where it has its epilogue already.
     adding
         The rounding of its residual, None where that is added as it is.
+    apart
+        From the floats of gaps between the channels of the image, and between those of the result and the residual: the
+        step for that; None where there must be none.
     """
 
     step: Step
@@ -212,6 +215,7 @@ class ImageProduct:
     handing: Callable[[bool, tuple[Any, ...] | None, bool], Step] | None = None
     activated: Callable[[str], ImageProduct | None] | None = None
     adding: tuple[Any, ...] | None = None
+    apart: Callable[[int, int], Step] | None = None
 
     @property
     def place_bytes(self) -> int:

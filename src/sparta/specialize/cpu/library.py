@@ -51,12 +51,12 @@ PANEL_CALL = struct.Struct("@PPqqqPPqiiii")
 # residual, its stride, activation, whether x is dynamic, the output's inverse scale, whether no weight is -128.
 INT8_CALL = struct.Struct("@PPqqqPPPfiiiiifiiiPqiifi")
 # x, y, bias, residual, rows and columns of slots, what is used; images, four strides of x, twelve numbers of the plan
-# and `direct`, in the order of native/conv.h; activation, threads.
-CONV_CALL = struct.Struct("@7P17q3i")
-# The same over places; image, multiplier, offset, row sums; channels, inverse scale, whether x is unsigned, its zero,
-# whether no weight is -128; whether x and y are places; of the latter the inverse scale, whether they are unsigned, the
-# zero; the result in real numbers beside; of the residual the kind, inverse scale, scale, whether it is unsigned, the
-# zero.
+# and `direct`, in the order of native/bands.h; activation, threads, the gap between two channels of the result.
+CONV_CALL = struct.Struct("@7P17q4i")
+# The same without a gap and over places; image, multiplier, offset, row sums; channels, inverse scale, whether x is
+# unsigned, its zero, whether no weight is -128; whether x and y are places; of the latter the inverse scale, whether
+# they are unsigned, the zero; the result in real numbers beside; of the residual the kind, inverse scale, scale,
+# whether it is unsigned, the zero.
 INT8_CONV_CALL = struct.Struct("@7P17q3i4PqfiiiiifiiPiffii4x")
 
 

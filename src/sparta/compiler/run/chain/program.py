@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparta.compiler.run.chain.gaps import set_apart
 from sparta.compiler.run.chain.layouts import fuse, hand_over_panels, readers_of, reads, round_early, share_packed
 from sparta.compiler.run.chain.memory import LINE, planned
 from sparta.compiler.run.chain.native import constant_of
@@ -80,6 +81,7 @@ class Program:
         fuse(trace)
         round_early(trace)
         self.handed, self.shared = hand_over_panels(trace) + hand_over_bytes(trace), share_packed(trace)
+        self.apart = set_apart(trace)
         self._new: dict[int, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
         self._show_python(trace)
         self.arena_bytes = planned(trace.items)

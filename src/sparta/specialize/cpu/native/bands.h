@@ -10,7 +10,8 @@
 
 namespace sparta {
 
-// One call. Rows and columns are those of images; the output is contiguous, [images][channels][out_rows][out_columns].
+// One call. Rows and columns are those of images; the output is [images][channels][out_rows][out_columns], contiguous but
+// for a gap behind each channel.
 struct ConvCall {
   const float* x;
   float* y;
@@ -36,7 +37,11 @@ struct ConvCall {
   int32_t direct;                 // the input itself is the one slot
   int32_t activation;
   int32_t threads;
+  int32_t y_gap;                  // floats between two channels of the output, and of the residual
 };
+
+// Floats from a channel of the output to the next.
+inline int64_t y_plane(const ConvCall& call) { return call.out_rows * call.out_columns + call.y_gap; }
 
 struct Band {
   int64_t image;

@@ -107,7 +107,7 @@ inline void multiply_tokens(const BandTask& task, const TokenTile& given, int64_
   const bool singles_ahead = matrix.bn == 1 && matrix.interleave == 1 && matrix.chunks == 1 && vectors >= 3;
   const RowsKernel kernel =
       find_kernel(matrix.bn, vectors, matrix.interleave, matrix.prefetch > 0 || singles_ahead, given.tail);
-  const int64_t tile = scratch_tile(matrix), plane = call.out_rows * call.out_columns;
+  const int64_t tile = scratch_tile(matrix), plane = y_plane(call);
   const int64_t groups_each = kBlockRows / matrix.bn;
   const bool in_registers = (whole || kMovesLanes) && fits_registers(call.activation);
   PixelLanes pixels[kMostTokens / kLanes + 1];
@@ -184,7 +184,7 @@ inline bool multiply_band(const PanelMatrix& matrix, const ConvCall& call, int64
   for (int64_t slot = 0; image && slot < call.slots; ++slot) {
     pack_slot(call, band, slot, image + slot * call.in_channels * call.plane);
   }
-  const int64_t pixel = band.image * matrix.channels * call.out_rows * call.out_columns;
+  const int64_t pixel = band.image * matrix.channels * y_plane(call);
   const float* x = image ? image - band.first : call.x + band.image * call.x_strides[0];
   const BandTask task{&matrix, &call, x, call.y + pixel, call.residual ? call.residual + pixel : nullptr, sums};
   each_tile(matrix, call, band, [&](const TokenTile& tile) { multiply_tokens(task, tile, first, last); });
@@ -223,7 +223,8 @@ inline bool shares_bands(const ConvCall& call) {
 // Whether the second of two layers reads what the first writes, token by token, and it is much: each band is then read
 // while it is still near. What the second writes must not lie where the first still reads.
 inline bool is_pair(const PanelMatrix& one, const ConvCall& first, const PanelMatrix& two, const ConvCall& second) {
-  const int64_t tokens = tokens_of(first), each = one.channels * tokens, written = second.images * two.channels * tokens;
+  const int64_t tokens = tokens_of(first), each = one.channels * y_plane(first);
+  const int64_t written = second.images * two.channels * y_plane(second);
   const bool direct = first.direct && second.direct && tokens == tokens_of(second) && first.images == second.images;
   return direct && shares_bands(in_pair_bands(one, first, two)) && second.in_channels == one.channels &&
          each * static_cast<int64_t>(sizeof(float)) >= kFarBytes &&

@@ -1,12 +1,12 @@
 // The largest value of every window of an image, for the dense neighbours of sparse layers: without having to say where
 // the value was, as training needs it, this is quick. A window is first reduced over its rows,
-// then over its columns, in whole vectors; only picking every stride-th result goes value by value.
+// then over its columns, in whole vectors; picking every stride-th result goes value by value, but for a stride of two
+// where vectors of every second value are loaded at once.
 #pragma once
 
 #include <limits>
 
-#include "panel.h"
-#include "threads.h"
+#include "bands.h"
 
 namespace sparta {
 
@@ -41,16 +41,37 @@ struct RealPool {
 // The largest of each column of a window's rows, at `line`; rows outside of the image do not count.
 template <class Kind>
 inline void reduce_rows(const Kind& kind, const PoolCall& call, const float* plane, int64_t out_row, float* line) {
-  const int64_t top = out_row * call.stride_rows - call.padding_rows;
-  for (int64_t column = 0; column < call.columns; column += kLanes) {
-    const int64_t count = std::min<int64_t>(call.columns - column, kLanes);
+  const int64_t top = out_row * call.stride_rows - call.padding_rows, step = call.dilation_rows;
+  const int64_t first = top < 0 ? ceil_div(-top, step) : 0;
+  const int64_t last = top >= call.rows ? first : std::min(call.kernel_rows, (call.rows - 1 - top) / step + 1);
+  const float* row = plane + (top + first * step) * call.columns;
+  const int64_t down = step * call.columns;
+  for (int64_t column = 0; column < call.columns; column += kLanes, row += kLanes) {
+    const int64_t count = call.columns - column;
     Vec most = Kind::least();
-    for (int64_t k = 0; k < call.kernel_rows; ++k) {
-      const int64_t row = top + k * call.dilation_rows;
-      if (row < 0 || row >= call.rows) continue;
-      most = Kind::larger(most, kind.read(load_some(plane + row * call.columns + column, count)));
+    if (last - first == 3) {  // the common window, without a loop
+      most = Kind::larger(kind.read(load_some(row, count)), kind.read(load_some(row + down, count)));
+      most = Kind::larger(most, kind.read(load_some(row + 2 * down, count)));
+    } else {
+      for (int64_t k = 0; k < last - first; ++k) {
+        most = Kind::larger(most, kind.read(load_some(row + k * down, count)));
+      }
     }
     store_some(line + column, most, count);
+  }
+}
+
+// Results of neighbouring windows two columns apart, from every second value of a line.
+template <class Kind>
+inline void reduce_columns_by_two(const Kind& kind, const PoolCall& call, const float* line, float* out) {
+  const LaneMask all = lane_mask(0, kLanes);
+  for (int64_t column = 0; column < call.out_columns; column += kLanes) {
+    const float* from = line + 2 * column;
+    Vec most = load_lanes_by_two(from, all);
+    for (int64_t k = 1; k < call.kernel_columns; ++k) {
+      most = Kind::larger(most, load_lanes_by_two(from + k * call.dilation_columns, all));
+    }
+    store_some(out + column, kind.written(most), call.out_columns - column);
   }
 }
 
@@ -59,6 +80,7 @@ inline void reduce_rows(const Kind& kind, const PoolCall& call, const float* pla
 template <class Kind>
 inline void reduce_columns(const Kind& kind, const PoolCall& call, const float* line, int64_t width, float* wide,
                            float* out) {
+  if (kPacksByTwo && call.stride_columns == 2) return reduce_columns_by_two(kind, call, line, out);
   for (int64_t column = 0; column < width; column += kLanes) {
     Vec most = load(line + column);
     for (int64_t k = 1; k < call.kernel_columns; ++k) {
