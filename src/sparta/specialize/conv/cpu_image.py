@@ -27,6 +27,7 @@ aligned, or follow each other without a gap), or all."""
 _LINE = 16  # floats in a cache line
 _BAND_FLOATS = 64 * 1024  # a band's copy and the weights share the second level of caches
 _MOST_FLOATS = 96 * 1024
+_LEAST_SHARE = 48  # tokens of a thread
 Ints = NDArray[np.integer]
 
 
@@ -132,8 +133,7 @@ def plan_image(
     room = tile if image == "taps" else _BAND_FLOATS // copies - reach
     # An image that is little larger than a band is not worth two.
     room = tokens if image != "taps" and (tokens + reach) * copies <= _MOST_FLOATS else room
-    each = min(room, -(-tokens // threads))
-    band = max(-(-each // tile) * tile, tile)
+    band = _direct_band(tokens, threads) if direct else _copied_band(tokens, room, tile, threads)
     (top, _), (left, _) = geometry.padding
     return ImagePlan(
         out_size=(out_rows, out_columns),
@@ -147,6 +147,24 @@ def plan_image(
         reach=reach,
         direct=direct,
     )
+
+
+def _direct_band(tokens: int, threads: int) -> int:
+    """Return how many tokens of an input that is read as it is one thread takes.
+
+    Each thread keeps the same pixels from layer to layer, and so finds in its own cache what it wrote. An image of few
+    pixels is not cut: parts of vectors would be lost, and threads share the weight's rows instead.
+    """
+    return tokens // threads if tokens >= _LEAST_SHARE * threads else tokens
+
+
+def _copied_band(tokens: int, room: int, tile: int, threads: int) -> int:
+    """Return how many tokens are copied together: whole tiles, or bands that threads share without cutting any."""
+    band = max(-(-min(room, -(-tokens // threads)) // tile) * tile, tile)
+    bands = -(-tokens // band)
+    shared = -(-bands // threads) * threads
+    even = -(-tokens // (shared * _LINE)) * _LINE
+    return even if bands > 1 and -(-tokens // even) == shared else band
 
 
 def _shared_width(

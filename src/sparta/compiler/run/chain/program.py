@@ -187,11 +187,12 @@ def _passing(trace: Trace) -> set[int]:
     found: set[int] = set()
     readers = readers_of(trace)
     for item, after in pairwise(trace.items):
-        if not isinstance(item, ImageItem) or not isinstance(after, ImageItem):
+        if not isinstance(item, ImageItem) or not isinstance(after, (ImageItem, Native)):
             continue
         source, uses = item.result.source, readers[id(item.result.source)]
-        whole = after.x.meta.shape == item.result.meta.shape and after.x.offset == item.result.offset
-        if isinstance(source, Made) and source.slot is None and len(uses) == 1 and uses[0][1] is after.x and whole:
+        x = after.call.x if isinstance(after, Native) else after.x
+        whole = x.meta.shape == item.result.meta.shape and x.offset == item.result.offset
+        if isinstance(source, Made) and source.slot is None and len(uses) == 1 and uses[0][1] is x and whole:
             found.add(id(item))
     return found
 

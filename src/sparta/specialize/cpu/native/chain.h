@@ -15,7 +15,7 @@
 #include "int8_conv.h"
 #include "int8_depthwise.h"
 #include "int8_pool.h"
-#include "pool.h"
+#include "pooled.h"
 #include "rows.h"
 #include "short_stream.h"
 #include "spmm.h"
@@ -89,7 +89,7 @@ class ChainRun {
       case kStepInt8: return code(multiply_int8(*matrix<PanelMatrix>(step), product<Int8Call>(step)));
       case kStepBf16: return code(multiply_bf16(*matrix<PanelMatrix>(step), product<PanelCall>(step)));
       case kStepConv: return code(multiply_conv(*matrix<PanelMatrix>(step), product<ConvCall>(step)));
-      case kStepDenseConv: return dense_conv(step);
+      case kStepDenseConv: return code(multiply_dense_images(dense(step)));
       case kStepDepthwise: return depthwise_planes(step);
       case kStepMean: return mean_planes(simple<MeanCall>(step)), kChainDone;
       case kStepPool: return code(max_pool(simple<PoolCall>(step)));
@@ -121,6 +121,16 @@ class ChainRun {
     return first.kind == kStepConv && second.kind == kStepDepthwise && first.passing &&
            second.places[0] == first.places[1] && second.places[4] < 0 &&
            is_expanded(*matrix<PanelMatrix>(first), product<ConvCall>(first), product<DepthwiseCall>(second));
+  }
+
+  // Whether a pooling is all that reads a dense layer, and both can run band by band.
+  bool pools(const ChainStep& first, const ChainStep& second) const {
+    return first.kind == kStepDenseConv && second.kind == kStepPool && first.passing &&
+           second.places[0] == first.places[1] && is_pooled(dense(first), simple<PoolCall>(second));
+  }
+
+  int run_pooled(const ChainStep& first, const ChainStep& second) const {
+    return code(multiply_pooled(dense(first), simple<PoolCall>(second)));
   }
 
   int run_expanded(const ChainStep& first, const ChainStep& second) const {
@@ -191,13 +201,13 @@ class ChainRun {
     return call;
   }
 
-  int dense_conv(const ChainStep& step) const {
+  DenseConvCall dense(const ChainStep& step) const {
     DenseConvCall call = *static_cast<const DenseConvCall*>(step.call);
     call.conv.x = at<float>(step.places[0]);
     call.conv.y = at<float>(step.places[1]);
     call.conv.residual = at<float>(step.places[2]);
     call.conv.threads = threads_;
-    return code(multiply_dense_images(call));
+    return call;
   }
 
   int depthwise_planes(const ChainStep& step) const {
@@ -260,11 +270,13 @@ inline int run_steps(const ChainRun& run, const ChainStep* steps, int64_t count)
   for (int64_t i = 0; i < count; ++i) {
     const bool paired = i + 1 < count && run.pairs(steps[i], steps[i + 1]);
     const bool expanded = i + 1 < count && run.expands(steps[i], steps[i + 1]);
+    const bool pooled = i + 1 < count && run.pools(steps[i], steps[i + 1]);
     const int result = paired     ? run.run_pair(steps[i], steps[i + 1])
                        : expanded ? run.run_expanded(steps[i], steps[i + 1])
+                       : pooled   ? run.run_pooled(steps[i], steps[i + 1])
                                   : run.run(steps[i]);
     if (result) return result;
-    i += paired || expanded;
+    i += paired || expanded || pooled;
   }
   return kChainDone;
 }

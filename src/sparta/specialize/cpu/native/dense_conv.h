@@ -338,9 +338,14 @@ inline bool multiply_dense_band(const DenseConvCall& given, int64_t image, int64
   return true;
 }
 
+// Parts of rows that a tile is shared in.
+inline int64_t dense_parts(const DenseConvCall& call) {
+  return ceil_div(ceil_div(call.outputs, call.bn), kBlockRows / call.bn);
+}
+
 // The tiles and parts of rows [at, end) of all images, in bands: a tile that two threads share, and whole ones.
 inline bool multiply_dense_share(const DenseConvCall& call, int64_t at, int64_t end) {
-  const int64_t blocks = ceil_div(call.outputs, call.bn), each = kBlockRows / call.bn, parts = ceil_div(blocks, each);
+  const int64_t blocks = ceil_div(call.outputs, call.bn), each = kBlockRows / call.bn, parts = dense_parts(call);
   while (at < end) {
     const int64_t tile = at / parts, part = at % parts, image = tile / call.tiles, from = tile % call.tiles;
     const bool whole = part == 0 && end - at >= parts;
@@ -353,8 +358,7 @@ inline bool multiply_dense_share(const DenseConvCall& call, int64_t at, int64_t 
 }
 
 inline bool multiply_dense_conv(const DenseConvCall& call) {
-  const int64_t parts = ceil_div(ceil_div(call.outputs, call.bn), kBlockRows / call.bn);
-  const int64_t units = call.conv.images * call.tiles * parts;
+  const int64_t units = call.conv.images * call.tiles * dense_parts(call);
   bool enough_memory = true;
   parallel(call.conv.threads, [&](int64_t index, int64_t count) {
     if (multiply_dense_share(call, units * index / count, units * (index + 1) / count)) return;
