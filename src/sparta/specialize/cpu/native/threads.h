@@ -19,7 +19,7 @@ namespace sparta {
 // Waits until `done` returns true. Whoever waits long lets others run: there may be more threads than cores.
 template <class F>
 inline void wait_until(F done) {
-  constexpr int kTurns = 4096;
+  constexpr int kTurns = 1024;
   for (int turn = 0; !done(); ++turn) {
     if (turn >= kTurns) {
       std::this_thread::yield();
