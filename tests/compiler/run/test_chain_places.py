@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 
 class Wide(nn.Module):
-    """Layers of whole groups of 32 channels and of others, with epilogues that stay in registers and one that does not."""
+    """Layers of whole groups of 32 channels and of others, with epilogues of both kinds: in registers and not."""
 
     def __init__(self):
         super().__init__()
