@@ -28,10 +28,10 @@ pytestmark = pytest.mark.skipif(probe_compiler()[0] is None, reason="needs a C++
 class Block(nn.Module):
     """A residual block, with a side way where the size changes."""
 
-    def __init__(self, inputs, outputs, stride=1, activation=functional.relu):
+    def __init__(self, inputs, outputs, stride=1, activation=functional.relu, width=8):
         super().__init__()
-        self.one, self.two = nn.Conv2d(inputs, 8, 1), nn.Conv2d(8, 8, 3, stride, 1)
-        self.three = nn.Conv2d(8, outputs, 1)
+        self.one, self.two = nn.Conv2d(inputs, width, 1), nn.Conv2d(width, width, 3, stride, 1)
+        self.three = nn.Conv2d(width, outputs, 1)
         self.side = None if inputs == outputs and stride == 1 else nn.Conv2d(inputs, outputs, 1, stride)
         self.activation = activation
 
@@ -51,6 +51,19 @@ class Net(nn.Module):
     def forward(self, x):
         y = functional.max_pool2d(functional.relu(self.stem(x)), 3, 2, 1)
         return self.last(self.second(self.first(y)))
+
+
+class Wide(nn.Module):
+    """Layers of whole groups of 32 channels and of others, with epilogues of both kinds: in registers and not."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.first = nn.Conv2d(3, 32, 3, 1, 1), Block(32, 32, 1, functional.relu6, 48)
+        self.second, self.last = Block(32, 64, 2, functional.silu, 32), Block(64, 64, 1, functional.relu, 40)
+        self.end = nn.Conv2d(64, 33, 1)
+
+    def forward(self, x):
+        return self.end(self.last(self.second(self.first(functional.relu6(self.stem(x))))))
 
 
 class TwoResults(nn.Module):
@@ -101,6 +114,11 @@ def net():
     return compiled(Net().eval())
 
 
+@pytest.fixture(scope="module")
+def wide():
+    return compiled(Wide().eval())
+
+
 def with_tiles(graph, tile, image):
     """The same graph with other kernels."""
     found = copy.deepcopy(graph)
@@ -139,6 +157,23 @@ def test_bytes_go_from_layer_to_layer_and_results_are_the_same_bits(net, tile, i
     with torch.no_grad():
         for batch in (*BATCHES, 30 * BATCHES[0]):
             assert torch.equal(chain(batch)[0], with_fast_paths(graph)(batch)[0])
+
+
+@pytest.mark.parametrize("tile", [Tile("runs", 32), Tile(block=4, mv=4), Tile(block=4, mv=3)], ids=str)
+def test_bytes_of_wide_layers_are_the_same_bits_with_any_number_of_threads(wide, tile):
+    graph = with_tiles(wide.graph, tile, "flat")
+    before = torch.get_num_threads()
+    try:
+        with torch.no_grad():
+            truth = [with_fast_paths(graph)(batch)[0] for batch in BATCHES]
+            for threads in (1, 2, 3, 5):
+                torch.set_num_threads(threads)
+                chain = Chained(graph)
+                for _ in range(3):
+                    for batch, y in zip(BATCHES, truth, strict=True):
+                        assert torch.equal(chain(batch)[0], y)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_residual_and_a_pooling_are_in_bytes_and_in_nothing_else(net):

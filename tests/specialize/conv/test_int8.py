@@ -41,7 +41,7 @@ def layers(draw):
     kernel = [draw(st.sampled_from([1, 1, 2, 3])) for _ in range(dims)]
     groups = draw(st.sampled_from([1, 1, 2]))
     each = draw(st.sampled_from([4, 8])) if groups > 1 else draw(st.integers(1, 18))
-    outputs = groups * draw(st.sampled_from([4, 8])) if groups > 1 else draw(st.integers(1, 40))
+    outputs = groups * draw(st.sampled_from([4, 8, 32])) if groups > 1 else draw(st.integers(1, 70))
     geometry = ConvGeometry.make(
         dims,
         stride=[draw(st.integers(1, 3)) for _ in range(dims)],
@@ -68,7 +68,9 @@ def layers(draw):
 @given(layers(), st.sampled_from(runnable_isas()), st.sampled_from(IMAGES), st.integers(1, 4), st.data())
 def test_results_equal_the_convolution_of_integers(layer, isa, image, mv, data):
     spec, integers, x, bias, residual = layer
-    tile = Tile(block=data.draw(st.sampled_from([1, 4])), mv=mv)
+    groups = spec.attributes["groups"]
+    whole = groups == 1 or integers.shape[0] // groups % 32 == 0
+    tile = data.draw(st.sampled_from([Tile(block=1, mv=mv), Tile(block=4, mv=mv), *[Tile("runs", 32)] * whole]))
     with mock.patch.dict(os.environ, {"SPARTA_CPU_ISA": isa}):
         kernel = build(spec, {"_name": "cpu-int8", "tile": str(tile), "image": image})
     strange = x.to(memory_format=torch.channels_last) if x.dim() == 4 and data.draw(st.booleans()) else x
@@ -141,6 +143,38 @@ def test_residuals_that_are_no_numbers_are_as_their_grid_says():
         y = kernel.run(kernel.pack(integers), x, None, residual)
         assert torch.equal(y, conv_reference(spec, integers, x, None, residual))
         assert bool(y.isfinite().all())
+
+
+@pytest.mark.parametrize("isa", runnable_isas())
+@pytest.mark.parametrize("activation", ["gelu", "silu", "relu6"])
+def test_runs_have_every_activation_and_any_number_of_threads(activation, isa):
+    weight = TeSA.dense((43, 9, 3, 3)).with_format("int8", scale=0.1)
+    geometry, epilogue = ConvGeometry.make(2, padding=1), Epilogue(bias=True, activation=activation, residual=True)
+    spec = int8_conv_spec(weight, (3, 9, 13, 7), Quantization(0.02), geometry, epilogue=epilogue)
+    integers, bias = torch.randint(-128, 128, (43, 9, 3, 3)).to(torch.int8), torch.randn(43)
+    x, residual, before = torch.randn(3, 9, 13, 7), torch.randn(3, 43, 13, 7), torch.get_num_threads()
+    with mock.patch.dict(os.environ, {"SPARTA_CPU_ISA": isa}):
+        kernel = build(spec, {"_name": "cpu-int8", "tile": str(Tile("runs", 32)), "image": "flat"})
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            y = kernel.run(kernel.pack(integers), x, bias, residual)
+            torch.testing.assert_close(y, conv_reference(spec, integers, x, bias, residual), rtol=1e-5, atol=1e-5)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_dense_layers_are_offered_runs_where_registers_are_many():
+    for outputs, density, found in [(64, 1.0, True), (64, 0.3, False), (16, 1.0, True)]:
+        weight = TeSA.from_mask(torch.rand(outputs, 8, 3, 3) < density).with_format("int8", scale=0.1)
+        spec = int8_conv_spec(weight, (1, 8, 9, 9), Quantization(0.02), ConvGeometry.make(2, padding=1))
+        implement = implement_named("cpu-int8", spec.op)
+        for isa in runnable_isas():
+            with mock.patch.dict(os.environ, {"SPARTA_CPU_ISA": isa}):
+                tiles = implement.space(spec)["tile"]._value
+                first = implement.default(spec)["tile"] == str(Tile("runs", 32))
+            assert (str(Tile("runs", 32)) in tiles) == (found and isa == "avx512")
+            assert first == (found and isa == "avx512" and outputs >= 32)
 
 
 def test_groups_that_have_no_whole_places_run_in_real_numbers():

@@ -110,6 +110,8 @@ def test_more_inputs_than_offsets_reach_are_refused():
         ({"form": "panels"}, NameNotFoundError, "did you mean 'panel'"),
         ({"block": 2}, ValueRangeError, "allowed: 1, 4, 8"),
         ({"form": "columns"}, ValueRangeError, "allowed: 4, 8, 16"),
+        ({"form": "runs", "block": 32, "mv": 2}, ValueRangeError, "mv is 2"),
+        ({"form": "runs", "block": 32, "prefetch": 1}, ValueRangeError, "prefetch is 1"),
         ({"mv": 5}, ValueRangeError, "mv is 5"),
         ({"block": 8, "mv": 4}, ValueRangeError, "allowed: 1, 2, 3"),
         ({"form": "rows", "mv": 2}, ValueRangeError, "mv is 2"),

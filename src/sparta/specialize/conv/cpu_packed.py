@@ -112,6 +112,8 @@ class PackedConv:
     tensor([ 8., 12., 12., 12.,  8.])
     """
 
+    forms: tuple[str, ...] = ("panel",)
+
     def __init__(
         self,
         weight: Tensor | None,
@@ -147,8 +149,8 @@ class PackedConv:
         if mask.dtype != torch.bool or len(shape) != len(self.geometry.stride) + 2 or shape[0] % groups:
             given = f"a mask of shape {shape} and {mask.dtype} for {self.geometry}"
             raise ShapeError(message(given, "bool (N, C / groups, ...) with as many dims after those as strides"))
-        if self.tile.form != "panel":
-            raise ValueRangeError(message(f"the tile {self.tile}", "the form 'panel'"))
+        if self.tile.form not in self.forms:
+            raise ValueRangeError(message(f"the tile {self.tile}", f"the form {' or '.join(map(repr, self.forms))}"))
         if groups > 1 and (shape[0] // groups) % self.tile.block:
             given = f"blocks of {self.tile.block} for {shape[0] // groups} output channels per group"
             raise ValueRangeError(message(given, "blocks that divide a group", "use block=1"))

@@ -53,6 +53,8 @@ __all__ = [
 CONV_OPS = {"conv2d": "int8_conv2d", "conv1d": "int8_conv1d"}
 """The operation with an int8 weight for each convolution."""
 _VECTORS = {"avx512": (4, 3, 2), "avx2": (2, 3, 4), "portable": (2, 1)}  # of pixels, for blocks of 4
+_RUN_ROWS = 32  # of a group in the form 'runs'
+_DENSE = 0.5  # the share of live weights from which groups are read as if they had no pruned ones
 
 
 def int8_conv_spec(
@@ -163,7 +165,7 @@ class _CpuInt8Conv(Implement):
     """Hand-written C++ kernels on places of four channels, with VNNI where the processor has it."""
 
     name = "cpu-int8"
-    version = 3
+    version = 4
     every_epilogue = True
     any_mask = True
 
@@ -201,13 +203,19 @@ class _CpuInt8Conv(Implement):
 
 
 def _tiles(spec: KernelSpec) -> list[Tile]:
-    """Return the tiles worth timing, the best guess first: blocks of 4 where groups and the mask have them."""
+    """Return the tiles worth timing, the best guess first: blocks of 4 where groups and the mask have them.
+
+    Groups that skip nothing are computed a run of pixels after the other where the processor has registers enough.
+    """
     weight, isa = spec["weight"], load().isa
-    each = weight.shape[0] // spec.attributes["groups"]
-    fits = spec.attributes["groups"] == 1 or each % 4 == 0
-    whole = block_height(spec) % 4 == 0 or weight.density > 0.5
-    heights = [height for height in ((4, 1) if whole else (1, 4)) if height == 1 or fits]
-    return [Tile(block=height, mv=mv) for height in heights for mv in (_VECTORS[isa] if height == 4 else (4, 3, 2))]
+    each, alone = weight.shape[0] // spec.attributes["groups"], spec.attributes["groups"] == 1
+    whole = block_height(spec) % 4 == 0 or weight.density > _DENSE
+    heights = [height for height in ((4, 1) if whole else (1, 4)) if height == 1 or alone or each % 4 == 0]
+    tiles = [Tile(block=height, mv=mv) for height in heights for mv in (_VECTORS[isa] if height == 4 else (4, 3, 2))]
+    runs = weight.density > _DENSE and (alone or each % _RUN_ROWS == 0) and isa == "avx512"
+    if not runs:
+        return tiles
+    return [Tile("runs", _RUN_ROWS), *tiles] if each >= _RUN_ROWS else [*tiles, Tile("runs", _RUN_ROWS)]
 
 
 class CpuInt8Conv2d(_CpuInt8Conv):

@@ -33,7 +33,7 @@ class PackedInt8Conv(Int8Images, PackedConv):
     mask
         (N, C / groups, KH, KW) or (N, C / groups, K), bool. With several groups, C / groups is a multiple of 4.
     geometry, image, isa, tile
-        As of a ``PackedConv``; tiles have blocks of 1 or 4, and nothing else than ``mv``.
+        As of a ``PackedConv``; tiles are panels with blocks of 1 or 4 and nothing else than ``mv``, or runs.
 
     Examples
     --------
@@ -46,6 +46,7 @@ class PackedInt8Conv(Int8Images, PackedConv):
     """
 
     kind = StepKind.INT8_CONV
+    forms = ("panel", "runs")
 
     def __init__(
         self, mask: Tensor, geometry: ConvGeometry, *, image: str = "flat", isa: str | None = None, **tile: Any
@@ -57,8 +58,8 @@ class PackedInt8Conv(Int8Images, PackedConv):
         self.mask = mask.cpu()
         super().__init__(None, _by_places(self.mask).any(-1), geometry, image=image, isa=isa, **tile)
         tile_ = self.tile
-        if tile_.block not in (1, 4) or tile_.interleave != 1 or tile_.k_chunk or tile_.prefetch:
-            raise ValueRangeError(message(f"the tile {tile_}", "panels of blocks of 1 or 4, and mv"))
+        if tile_.block not in (1, 4, 32) or tile_.interleave != 1 or tile_.k_chunk or tile_.prefetch:
+            raise ValueRangeError(message(f"the tile {tile_}", "panels of blocks of 1 or 4, and mv, or runs"))
 
     def pack_integers(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the live values of a weight, int8, and the sums of its output channels."""

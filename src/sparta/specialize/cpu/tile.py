@@ -13,8 +13,16 @@ from sparta.errors import NameNotFoundError, ValueRangeError, did_you_mean, mess
 
 __all__ = ["FORMS", "Tile", "written_tile"]
 
-# Block heights of each form. ``panel`` and ``gathered`` are for many tokens, the others for one or a few.
-FORMS = {"panel": (1, 4, 8), "gathered": (16,), "columns": (4, 8, 16), "permuted": (16,), "bitmap": (1,), "rows": (1,)}
+# Block heights of each form. ``panel``, ``gathered`` and ``runs`` are for many tokens, the others for one or a few.
+FORMS = {
+    "panel": (1, 4, 8),
+    "gathered": (16,),
+    "runs": (32,),
+    "columns": (4, 8, 16),
+    "permuted": (16,),
+    "bitmap": (1,),
+    "rows": (1,),
+}
 AVX512_FORMS = ("permuted", "bitmap")
 _VECTORS = (1, 2, 3, 4)
 _INTERLEAVES = (1, 2, 4)
@@ -30,7 +38,8 @@ class Tile:
     Parameters
     ----------
     form
-        ``'panel'`` vectorises over tokens, and ``'gathered'`` multiplies tiles of 16 rows (int8 only); ``'columns'``,
+        ``'panel'`` vectorises over tokens, ``'gathered'`` multiplies tiles of 16 rows (int8 only), and ``'runs'``
+        vectorises over the rows of a block (convolutions of int8 only); ``'columns'``,
         ``'permuted'``, ``'bitmap'`` (these two only with AVX-512) and ``'rows'`` read the weights as one stream, for
         one token or a few.
     block
@@ -68,7 +77,7 @@ class Tile:
         self._need("interleave", self.interleave, _INTERLEAVES if panel and self.block == 1 else (1,))
         if self.k_chunk < 0 or (self.k_chunk and not panel):
             raise ValueRangeError(message(f"k_chunk is {self.k_chunk}", "0 or more for panels, else 0"))
-        most = (0 if self.block in (1, 16) else MOST_AHEAD) if many else 1 << 20
+        most = (0 if self.block in (1, 16) else MOST_AHEAD) if many else 0 if self.form == "runs" else 1 << 20
         if not 0 <= self.prefetch <= most:
             given = f"prefetch is {self.prefetch}"
             raise ValueRangeError(message(given, f"0 to {most} for blocks of {self.block} in the form {self.form}"))

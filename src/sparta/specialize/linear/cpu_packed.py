@@ -76,7 +76,7 @@ class PackedLinear:
         live = _live(weight, mask)
         self.tile = Tile(**tile)
         self.library = load(isa)
-        if self.tile.form == "gathered":
+        if self.tile.form in ("gathered", "runs"):
             raise ValueRangeError(message(f"the tile {self.tile} for fp32", "another form: this one is for int8"))
         if self.tile.form in AVX512_FORMS and self.library.isa != "avx512":
             given = f"the form {self.tile.form!r} with the instruction set {self.library.isa}"

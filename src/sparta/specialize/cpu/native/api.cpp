@@ -72,7 +72,7 @@ SPARTA_EXPORT int sparta_multiply_int8(const sparta::PanelMatrix* matrix, const 
 
 SPARTA_EXPORT int sparta_multiply_int8_conv(const sparta::PanelMatrix* matrix, const sparta::Int8ConvCall* call) {
   for (int vectors = 1; vectors <= matrix->mv; ++vectors) {
-    if (!sparta::find_int8_kernel(matrix->bn, vectors)) return kUnknownTile;
+    if (matrix->bn != sparta::kBlockRows && !sparta::find_int8_kernel(matrix->bn, vectors)) return kUnknownTile;
   }
   if (matrix->mv < 1) return kUnknownTile;
   if (call->conv.images <= 0 || matrix->channels <= 0) return kDone;

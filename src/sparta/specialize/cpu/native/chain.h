@@ -256,8 +256,7 @@ class ChainRun {
 };
 
 // Runs the steps up to the first that fails.
-inline int run_chain(const ChainStep* steps, int64_t count, char* const* memories, int32_t threads) {
-  const ChainRun run(memories, threads);
+inline int run_steps(const ChainRun& run, const ChainStep* steps, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const bool paired = i + 1 < count && run.pairs(steps[i], steps[i + 1]);
     const bool expanded = i + 1 < count && run.expands(steps[i], steps[i + 1]);
@@ -268,6 +267,18 @@ inline int run_chain(const ChainStep* steps, int64_t count, char* const* memorie
     i += paired || expanded;
   }
   return kChainDone;
+}
+
+inline int run_chain(const ChainStep* steps, int64_t count, char* const* memories, int32_t threads) {
+  const ChainRun run(memories, threads);
+  int result = kChainDone;
+  const auto all = [&] { result = run_steps(run, steps, count); };
+  if (count > 1) {
+    in_team(threads, all);
+  } else {
+    all();
+  }
+  return result;
 }
 
 }  // namespace sparta

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "conv.h"
-#include "int8_places.h"
+#include "int8_runs.h"
 
 namespace sparta {
 
@@ -42,15 +42,18 @@ inline int32_t zero_place(const Bytes& bytes) {
   return static_cast<int32_t>(four ^ static_cast<uint32_t>(bytes.flip));
 }
 
-// One place of one image. Channels that do not exist have no weights; they become 0.
-inline void quantise_place(const Int8ConvCall& call, int64_t image, int64_t place, const Bytes& bytes) {
+// Pixels of an image that are rounded by one thread at a time.
+constexpr int64_t kPixelsTogether = 1024;
+
+// Some pixels of one place of one image. Channels that do not exist have no weights; they become 0.
+inline void quantise_place(const Int8ConvCall& call, int64_t image, int64_t place, int64_t first, const Bytes& bytes) {
   const int64_t pixels = call.conv.in_rows * call.conv.in_columns, channel = 4 * place;
   const float* from = call.image + (image * call.channels + channel) * pixels;
   int32_t* to = reinterpret_cast<int32_t*>(const_cast<float*>(call.conv.x)) +
                 (image * call.conv.in_channels + place) * pixels;
   const Vec scale = splat(call.x_inverse_scale);
   const int64_t present = std::min<int64_t>(4, call.channels - channel);
-  for (int64_t pixel = 0; pixel < pixels; pixel += kLanes) {
+  for (int64_t pixel = first; pixel < std::min(first + kPixelsTogether, pixels); pixel += kLanes) {
     const int64_t count = std::min<int64_t>(pixels - pixel, kLanes);
     Vec four[4] = {};
     for (int64_t i = 0; i < present; ++i) four[i] = scale * load_some(from + i * pixels + pixel, count);
@@ -71,7 +74,8 @@ inline void store_results(const float* results, int64_t tile, int64_t rows, cons
         for (int64_t r = 0; r < std::min<int64_t>(4, rows - row); ++r) {
           four[r] = activate<Act>(load_some(results + (row + r) * tile + segment->token + j, pixels));
         }
-        put_four<false>(four, finish, ends, row / 4 * ends.plane + pixel, row * ends.plane + pixel, rows - row, pixels);
+        put_four(four, finish, ends, row / 4 * ends.plane + pixel, row * ends.plane + pixel, rows - row,
+                 TokenLanes<false>{pixels});
       }
     }
   }
@@ -87,38 +91,86 @@ struct Int8BandTask {
   float* results;
 };
 
-inline PlacesEnds moved(const PlacesEnds& ends, int64_t places, int64_t rows) {
-  return {ends.places ? ends.places + places : nullptr, ends.real ? ends.real + rows : nullptr,
-          ends.residual_places ? ends.residual_places + places : nullptr,
-          ends.residual ? ends.residual + rows : nullptr, ends.plane};
-}
-
-// Tokens [begin, begin + count) in the blocks of rows [first, last). All are pixels and fill their vectors if `whole`.
-inline void multiply_int8_tokens(const Int8BandTask& task, int64_t begin, int64_t count, int64_t vectors, bool whole,
-                                 int64_t first, int64_t last) {
+// A tile in the blocks of rows [first, last). Results that registers can finish are stored from there.
+inline void multiply_int8_tokens(const Int8BandTask& task, const TokenTile& given, int64_t first, int64_t last) {
   const PanelMatrix& matrix = *task.matrix;
   const ConvCall& call = task.call->conv;
-  const bool no_least = task.call->no_least_weight != 0;
-  const bool in_registers = whole && matrix.bn == 4 && fits_registers(call.activation);
+  const bool no_least = task.call->no_least_weight != 0, whole = given.whole;
+  const bool in_registers = (whole || kMovesLanes) && matrix.bn == 4 && fits_registers(call.activation);
   const int64_t tile = matrix.mv * kLanes, plane = task.ends.plane, groups_each = kBlockRows / matrix.bn;
+  const int64_t begin = given.begin;
+  PixelLanes pixels[kMostTokens / kLanes + 1];
   Segment segments[kMostTokens];
-  const int64_t runs = in_registers ? 0 : find_segments(call, begin, count, segments);
+  if (in_registers && !whole) find_pixels(call, given, pixels);
+  const int64_t runs = in_registers ? 0 : find_segments(call, begin, given.count, segments);
   for (int64_t block = first; block < last; block += kBlocksTogether) {
     const int64_t blocks = std::min(kBlocksTogether, last - block), row = block * kBlockRows;
     const int64_t rows = std::min(blocks * kBlockRows, matrix.channels - row);
     const int64_t groups = block * groups_each, end = std::min((block + blocks) * groups_each, matrix.groups);
     const PlacesEnds ends = moved(task.ends, row / 4 * plane, row * plane);
     if (in_registers) {
-      find_places_kernel(vectors, no_least)(
-          PlacesTask{&matrix, task.finish, moved(ends, begin, begin), groups, end, task.x + begin, row});
+      find_places_kernel(given.vectors, no_least)(
+          PlacesTask{&matrix, task.finish, whole ? moved(ends, begin, begin) : ends, groups, end, task.x + begin, row,
+                     whole ? nullptr : pixels});
       continue;
     }
-    find_int8_kernel(matrix.bn, vectors, no_least)(
+    find_int8_kernel(matrix.bn, given.vectors, no_least)(
         Int8Task{&matrix, &task.finish->scales, groups, end, task.x + begin,
                  reinterpret_cast<int32_t*>(task.results), row, tile});
     with_activation(call.activation, [&](auto tag) {
       store_results<decltype(tag)::value>(task.results, tile, rows, segments, runs, *task.finish, ends);
     });
+  }
+}
+
+// Cuts a band into tiles of vectors that are about alike.
+inline void multiply_int8_vectors(const Int8BandTask& task, const Band& band, int64_t first, int64_t last) {
+  const PanelMatrix& matrix = *task.matrix;
+  const ConvCall& call = task.call->conv;
+  const int64_t vectors = ceil_div(band.tokens, kLanes), end = band.first + band.tokens;
+  // The input itself has no room behind it: vectors that lack tokens begin earlier, over some that are computed already.
+  const bool lacks = vectors * kLanes > band.tokens;
+  const int64_t tiles = std::max<int64_t>(ceil_div(vectors, matrix.mv), call.direct && lacks && vectors > 1 ? 2 : 1);
+  for (int64_t i = 0; i < tiles; ++i) {
+    const int64_t begin = vectors * i / tiles, count = vectors * (i + 1) / tiles - begin, tokens = count * kLanes;
+    const bool whole = call.row_width == call.out_columns && tokens <= band.tokens;
+    const int64_t start = band.first + begin * kLanes;
+    const int64_t at = whole || call.direct ? std::min(start, end - tokens) : start;
+    multiply_int8_tokens(task, TokenTile{at, count, std::min(end - at, tokens), 0, whole}, first, last);
+  }
+}
+
+// Runs of pixels in the blocks of rows [first, last), which are groups here.
+inline void multiply_int8_runs(const Int8BandTask& task, const Band& band, int64_t first, int64_t last) {
+  static thread_local std::vector<Run> runs;
+  const PanelMatrix& matrix = *task.matrix;
+  const ConvCall& call = task.call->conv;
+  const int64_t plane = task.ends.plane;
+  const bool no_least = task.call->no_least_weight != 0, in_registers = fits_registers(call.activation);
+  find_runs(call, band, runs);
+  PlacesFinish plain = *task.finish;  // of results that are looked through for what registers cannot do
+  plain.last_floor = -std::numeric_limits<float>::infinity();
+  plain.bounds = false;
+  const Run* const end = runs.data() + runs.size();
+  for (int64_t group = first; group < last; ++group) {
+    const int64_t row = matrix.rows[group], rows = std::min(kBlockRows, matrix.channels - row);
+    const PlacesEnds ends = moved(task.ends, row / 4 * plane, row * plane);
+    for (const Run* run = runs.data(); run != end;) {
+      const RunKernel kernel = find_runs_kernel(run->count, no_least);
+      if (in_registers) {
+        const Run* other = std::find_if(run, end, [run](const Run& each) { return each.count != run->count; });
+        kernel(RunTask{&matrix, task.finish, ends, group, task.x, run, other});
+        run = other;
+        continue;
+      }
+      const PlacesEnds scratch{nullptr, task.results - run->pixel, nullptr, nullptr, kLanes};
+      kernel(RunTask{&matrix, &plain, scratch, group, task.x, run, run + 1});
+      const Segment segment{0, run->pixel, run->count};
+      with_activation(call.activation, [&](auto tag) {
+        store_results<decltype(tag)::value>(task.results, kLanes, rows, &segment, 1, *task.finish, ends);
+      });
+      ++run;
+    }
   }
 }
 
@@ -140,7 +192,7 @@ inline bool multiply_int8_band(const PanelMatrix& matrix, const Int8ConvCall& gi
   static thread_local Scratch image_scratch, results_scratch;
   const ConvCall& call = given.conv;
   const Band band = band_of(call, index);
-  const int64_t band_end = band.first + band.tokens, tile = matrix.mv * kLanes;
+  const int64_t tile = matrix.mv * kLanes;
   float* results = results_scratch.get(kBlocksTogether * kBlockRows * tile);
   float* image = call.direct ? nullptr : image_scratch.get(call.slots * call.in_channels * call.plane + tile);
   if (!results || (!call.direct && !image)) return false;
@@ -150,16 +202,10 @@ inline bool multiply_int8_band(const PanelMatrix& matrix, const Int8ConvCall& gi
   const float* x = image ? image - band.first : call.x + band.image * call.x_strides[0];
   const Int8BandTask task{&matrix, &given, &finish, reinterpret_cast<const int32_t*>(x),
                           ends_of(matrix.channels, given, band.image), results};
-  for (int64_t start = band.first; start < band_end;) {
-    const int64_t left = band_end - start;
-    int64_t vectors = std::min<int64_t>(matrix.mv, ceil_div(left, kLanes));
-    if (call.direct && vectors * kLanes > band.tokens) vectors = std::max<int64_t>(left / kLanes, 1);
-    // The last vectors may begin earlier, over tokens that are computed already, to be whole; the input itself has no
-    // room behind it.
-    const bool whole = call.row_width == call.out_columns && vectors * kLanes <= band.tokens;
-    const int64_t begin = whole || call.direct ? std::min(start, band_end - vectors * kLanes) : start;
-    multiply_int8_tokens(task, begin, std::min(band_end - begin, vectors * kLanes), vectors, whole, first, last);
-    start += vectors * kLanes;
+  if (matrix.bn == kBlockRows) {
+    multiply_int8_runs(task, band, first, last);
+  } else {
+    multiply_int8_vectors(task, band, first, last);
   }
   return true;
 }
@@ -191,10 +237,12 @@ inline PlacesFinish places_finish(const Int8ConvCall& call, const int32_t* start
 inline void quantise_images(const Int8ConvCall& call) {
   if (call.x_is_places) return;
   const Bytes bytes = image_bytes(call.x_zero, call.x_is_unsigned != 0);
-  const int64_t places = call.conv.images * call.conv.in_channels;
+  const int64_t each = call.conv.in_channels, parts = ceil_div(call.conv.in_rows * call.conv.in_columns, kPixelsTogether);
+  const int64_t all = call.conv.images * each * parts;
   parallel(call.conv.threads, [&](int64_t index, int64_t count) {
-    for (int64_t i = places * index / count; i < places * (index + 1) / count; ++i) {
-      quantise_place(call, i / call.conv.in_channels, i % call.conv.in_channels, bytes);
+    for (int64_t i = all * index / count; i < all * (index + 1) / count; ++i) {
+      const int64_t place = i / parts;
+      quantise_place(call, place / each, place % each, i % parts * kPixelsTogether, bytes);
     }
   });
 }

@@ -77,7 +77,7 @@ SPARTA_INLINE void put_pixels_in_bytes(const IntVec (&sums)[4], const PlacePlane
     exchange<2>(four[1], four[3], kAll);
     exchange<1>(four[0], four[1], kAll);
     exchange<1>(four[2], four[3], kAll);
-    put_four<false>(four, finish, plane.ends, at, at, plane.channels, count);
+    put_four(four, finish, plane.ends, at, at, plane.channels, TokenLanes<false>{count});
     return;
   }
   if (finish.bounds) {

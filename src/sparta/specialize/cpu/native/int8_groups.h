@@ -2,6 +2,7 @@
 // numbers, a row for each channel, or as bytes, four channels to a place. int8.h says what is called with which rows.
 #pragma once
 
+#include <array>
 #include <cmath>
 
 #include "int8_units.h"
@@ -74,14 +75,19 @@ struct Int8Task {
   int64_t tile;
 };
 
-constexpr float kNothing[4] = {-0.0f, -0.0f, -0.0f, -0.0f};  // adding -0 changes nothing, not even a -0
+// An offset of a group without any: adding -0 changes nothing, not even a -0.
+constexpr auto kNothing = [] {
+  std::array<float, kBlockRows> all{};
+  for (float& each : all) each = -0.0f;
+  return all;
+}();
 
 // The scales of the rows of one group. Rows beyond the last channel have those of the last.
 template <int BN>
 class GroupScales {
  public:
   SPARTA_INLINE GroupScales(const Int8Finish& finish, int64_t row, int64_t channels)
-      : multiplier(finish.multiplier + row), offset(finish.offset ? finish.offset + row : kNothing),
+      : multiplier(finish.multiplier + row), offset(finish.offset ? finish.offset + row : kNothing.data()),
         starts(finish.starts + row) {
     if (BN == 1 || row + BN <= channels) return;
     for (int r = 0; r < BN; ++r) {

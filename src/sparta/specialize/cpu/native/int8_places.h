@@ -33,6 +33,12 @@ struct PlacesEnds {
   int64_t plane;  // from one row to the next, of places and of real numbers
 };
 
+inline PlacesEnds moved(const PlacesEnds& ends, int64_t places, int64_t rows) {
+  return {ends.places ? ends.places + places : nullptr, ends.real ? ends.real + rows : nullptr,
+          ends.residual_places ? ends.residual_places + places : nullptr,
+          ends.residual ? ends.residual + rows : nullptr, ends.plane};
+}
+
 // a * b + c with one rounding in every build, so that a residual adds the same in bytes and in real numbers.
 SPARTA_INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
 #if defined(SPARTA_AVX512)
@@ -62,21 +68,33 @@ SPARTA_INLINE Vec byte_steps(IntVec bytes, const PlacesFinish& finish) {
   return __builtin_convertvector(((bytes >> 8 * Row) & 255) - finish.residual.shift, Vec);
 }
 
-// Four rows of one vector of tokens: `place` leads to them in places, `at` in the first of real rows. There are `rows`
-// of them, and `count` tokens.
+// Lanes that are the first `count` tokens of one place.
 template <bool Whole>
+struct TokenLanes {
+  int64_t count;
+  SPARTA_INLINE Vec get(const float* from, int64_t, int64_t) const { return Whole ? load(from) : load_some(from, count); }
+  SPARTA_INLINE void set(float* to, Vec v, int64_t, int64_t) const { Whole ? store(to, v) : store_some(to, v, count); }
+};
+
+SPARTA_INLINE void bound_four(Vec (&four)[4], const PlacesFinish& finish) {
+  if (!finish.bounds) return;
+  const Vec floor = splat(finish.floor), ceiling = splat(finish.ceiling);
+  each<4>([&](auto r) SPARTA_LAMBDA {
+    const Vec low = four[r] < floor ? floor : four[r];  // NaN is not below and stays
+    four[r] = low > ceiling ? ceiling : low;
+  });
+}
+
+// Four vectors, each of one channel of a place: `place` leads to the first lane in places, `at` in the first of real
+// rows, of which there are `rows`. Lanes may be of several places.
+template <class Lanes>
 SPARTA_INLINE void put_four(Vec (&four)[4], const PlacesFinish& finish, const PlacesEnds& ends, int64_t place,
-                            int64_t at, int64_t rows, int64_t count) {
-  if (finish.bounds) {
-    const Vec floor = splat(finish.floor), ceiling = splat(finish.ceiling);
-    each<4>([&](auto r) SPARTA_LAMBDA {
-      const Vec low = four[r] < floor ? floor : four[r];  // NaN is not below and stays
-      four[r] = low > ceiling ? ceiling : low;
-    });
-  }
+                            int64_t at, int64_t rows, const Lanes& lanes) {
+  const int64_t places = ceil_div(rows, 4);
+  bound_four(four, finish);
   if (ends.residual_places) {
     const float* from = reinterpret_cast<const float*>(ends.residual_places + place);
-    const IntVec bytes = (IntVec)(Whole ? load(from) : load_some(from, count)) ^ finish.residual.flip;
+    const IntVec bytes = (IntVec)lanes.get(from, ends.plane, places) ^ finish.residual.flip;
     const Vec scale = splat(finish.residual_scale);
     each<4>([&](auto r) SPARTA_LAMBDA {
       four[r] = multiply_add(byte_steps<decltype(r)::value>(bytes, finish), scale, four[r]);
@@ -85,31 +103,31 @@ SPARTA_INLINE void put_four(Vec (&four)[4], const PlacesFinish& finish, const Pl
     const bool rounds = finish.residual_kind == kRoundedResidual;
     const Vec scale = splat(finish.residual_scale);
     each<4>([&](auto r) SPARTA_LAMBDA {
-      if (r >= rows) return;
-      const float* from = ends.residual + at + r * ends.plane;
-      const Vec added = Whole ? load(from) : load_some(from, count);
+      const int64_t present = ceil_div(rows - r, 4);
+      if (present <= 0) return;
+      const Vec added = lanes.get(ends.residual + at + r * ends.plane, 4 * ends.plane, present);
       four[r] = rounds ? multiply_add(grid_steps(added, finish), scale, four[r]) : four[r] + added;
     });
   }
   if (ends.real) {
     const Vec floor = splat(finish.last_floor);
     each<4>([&](auto r) SPARTA_LAMBDA {
-      if (r >= rows) return;
+      const int64_t present = ceil_div(rows - r, 4);
+      if (present <= 0) return;
       four[r] = four[r] < floor ? floor : four[r];
-      float* to = ends.real + at + r * ends.plane;
-      Whole ? store(to, four[r]) : store_some(to, four[r], count);
+      lanes.set(ends.real + at + r * ends.plane, four[r], 4 * ends.plane, present);
     });
   }
   if (ends.places) {
     const Vec factor = splat(finish.factor);
     each<4>([&](auto r) SPARTA_LAMBDA { four[r] *= factor; });
     const Vec joined = (Vec)join_rows<false>(four, finish.scales.bytes);
-    float* to = reinterpret_cast<float*>(ends.places + place);
-    Whole ? store(to, joined) : store_some(to, joined, count);
+    lanes.set(reinterpret_cast<float*>(ends.places + place), joined, ends.plane, places);
   }
 }
 
-// Some groups of four rows of a tile whose tokens are all stored.
+// Some groups of four rows of a tile. Its tokens are all stored where `pixels` is null; else the ends are at the image's
+// first pixel.
 struct PlacesTask {
   const PanelMatrix* matrix;
   const PlacesFinish* finish;
@@ -118,12 +136,14 @@ struct PlacesTask {
   int64_t group_end;
   const int32_t* x;
   int64_t first_row;
+  const PixelLanes* pixels;  // of each vector, or null
 };
 
 // Asks for what a later group adds and writes.
 template <int MV>
 SPARTA_INLINE void announce_four(const PlacesTask& task, int64_t row) {
-  const int64_t done = row - task.first_row, place = done / 4 * task.ends.plane, at = done * task.ends.plane;
+  const int64_t done = row - task.first_row, pixel = task.pixels ? task.pixels->pixel : 0;
+  const int64_t place = done / 4 * task.ends.plane + pixel, at = done * task.ends.plane + pixel;
   if (task.ends.places) announce_early<MV>(task.ends.places + place);
   if (task.ends.residual_places) announce_early<MV>(task.ends.residual_places + place);
 #pragma GCC unroll 4
@@ -155,7 +175,14 @@ void multiply_int8_places(const PlacesTask& given) {
     each<MV>([&](auto j) SPARTA_LAMBDA {
       Vec four[4];
       each<4>([&](auto r) SPARTA_LAMBDA { four[r] = requantise(sums[r][j], multiplier[r], offset[r]); });
-      put_four<true>(four, finish, task.ends, place + j * kLanes, at + j * kLanes, matrix.channels - row, kLanes);
+      const int64_t rows = matrix.channels - row;
+      if (!task.pixels) {
+        put_four(four, finish, task.ends, place + j * kLanes, at + j * kLanes, rows, TokenLanes<true>{kLanes});
+        return;
+      }
+      const PixelLanes& pixels = task.pixels[j];
+      each<4>([&](auto r) SPARTA_LAMBDA { four[r] = together(four[r], pixels.lanes); });
+      put_four(four, finish, task.ends, place + pixels.pixel, at + pixels.pixel, rows, TokenLanes<false>{pixels.count});
     });
   }
 }
