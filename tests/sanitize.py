@@ -18,6 +18,7 @@ EXAMPLES = 10  # of a random test
 KERNELS = (
     "linear/test_cpu.py",
     "conv/test_cpu.py",
+    "conv/test_shares.py",
     "int8_linear/test_cpu.py",
     "conv/test_cpu_dense.py",
     "conv/test_int8.py",
@@ -35,6 +36,7 @@ SELECTION = (
     str(Path("tests", "nn", "test_masked_linear.py")),
     str(Path("tests", "compiler", "run", "test_chain.py")),
     str(Path("tests", "compiler", "run", "test_chain_places.py")),
+    str(Path("tests", "compiler", "run", "test_chain_gaps.py")),
     *("-k", "not torch_compile"),
 )
 FAULTS = {
