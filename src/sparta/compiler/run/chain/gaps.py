@@ -22,7 +22,7 @@ _PAIR = 32  # floats in two lines
 
 
 def set_apart(trace: Trace) -> int:
-    """Set apart the channels of what only sparse convolutions make and read; return of how many results."""
+    """Set apart the channels of what only sparse convolutions make and read; return for how many results."""
     apart = _candidates(trace)
     # A result and its residual are read and written at the same offsets.
     while odd := [each for each in _with_residuals(trace) if len(each & apart.keys()) == 1]:
