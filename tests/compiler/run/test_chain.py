@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from itertools import combinations
 
 import pytest
 import torch
@@ -13,16 +14,18 @@ from torch.nn import functional
 import sparta
 from compiler import nets
 from compiler.conftest import choosing, chosen
+from sparta.compiler.run.chain import memory
 from sparta.compiler.run.chain import trace as tracing
 from sparta.compiler.run.chain.chained import Chained, chainable
 from sparta.compiler.run.chain.layouts import hand_over_panels, round_early, share_packed
 from sparta.compiler.run.chain.memory import planned
-from sparta.compiler.run.chain.trace import Linear, PythonCall, Trace
+from sparta.compiler.run.chain.trace import Linear, Native, PythonCall, Trace
 from sparta.compiler.run.chain.values import Made
 from sparta.compiler.run.eager import with_fast_paths
 from sparta.compiler.run.host import Host, hosted
 from sparta.measure.machine import probe_compiler
 from sparta.specialize.cpu.bf16 import Bf16Tile
+from sparta.specialize.cpu.chain import StepKind
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.tuning.select import Choice
 
@@ -358,6 +361,31 @@ def test_memory_in_use_at_the_same_time_does_not_overlap(monkeypatch):
         for two in made:
             meet = one is not two and one.first <= two.last and two.first <= one.last
             assert not meet or one.offset + one.nbytes <= two.offset or two.offset + two.nbytes <= one.offset
+
+
+def test_small_pieces_share_memory_only_where_threads_share_them_alike(monkeypatch):
+    choosing(monkeypatch, tiled)
+    model, x = nets.pruned(nn.Sequential(Layer(), Layer())), torch.randn(2, 20, 32)
+
+    def planned_pieces():
+        trace = Trace(sparta.compile(model, x, tune="off").graph, [x], 1)
+        planned(trace.items)
+        return [
+            (i.result.source, isinstance(i, Native) and i.call.step.kind is StepKind.ATTENTION) for i in trace.items
+        ]
+
+    def sharing(pieces):
+        return [
+            (one.nbytes, two.nbytes, of_heads, others)
+            for (one, of_heads), (two, others) in combinations(pieces, 2)
+            if one is not two and one.offset < two.offset + two.nbytes and two.offset < one.offset + one.nbytes
+        ]
+
+    found = sharing(planned_pieces())
+    assert found  # memory is used again
+    assert all(one == two and of_heads == others for one, two, of_heads, others in found)
+    monkeypatch.setattr(memory, "_NEAR", 0)  # large pieces have left the caches
+    assert any(one != two for one, two, _, _ in sharing(planned_pieces()))
 
 
 def test_convolutions_are_steps(forced):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sparta.compiler.run.chain.layouts import reads
-from sparta.compiler.run.chain.trace import ImageItem, Item, Linear, PythonCall
+from sparta.compiler.run.chain.trace import ImageItem, Item, Linear, Native, PythonCall
 from sparta.compiler.run.chain.values import Made, Source
 from sparta.specialize.cpu.chain import StepKind
 
@@ -13,6 +13,8 @@ __all__ = ["LINE", "planned"]
 
 LINE = 64
 """Bytes to which memory is aligned."""
+_NEAR = 1 << 21  # bytes of a piece that is likely to be in the caches of the cores that wrote it
+_OF_HEADS = (StepKind.ATTENTION, StepKind.ATTENTION_BF16)
 
 
 def _of_images(item: ImageItem) -> list[Source]:
@@ -31,9 +33,29 @@ def _is_paired(item: Item, after: Sequence[Item]) -> bool:
     return convolutions and any(value.source is item.result.source for value in reads(after[0]))
 
 
+def _cut(item: Item) -> str:
+    """Return what threads share among each other when they write the result of an item."""
+    if isinstance(item, ImageItem):
+        return "pixels"
+    return "heads" if isinstance(item, Native) and item.call.step.kind in _OF_HEADS else "rows"
+
+
+def _may_share(one: Made, two: Made, cuts: Mapping[int, str]) -> bool:
+    """Whether two pieces that are never in use at the same time may lie in the same memory.
+
+    A core that writes where another one wrote must first fetch those lines from the other's cache, which takes longer
+    than what a small layer computes. So the same core should write the same part of all pieces in one place.
+    """
+    if max(one.nbytes, two.nbytes) > _NEAR:
+        return True
+    cut = cuts.get(id(one), "rows")
+    return cut == cuts.get(id(two), "rows") and (cut == "pixels" or one.nbytes == two.nbytes)
+
+
 def planned(items: Sequence[Item]) -> int:
     """Place all memory of the arena, so that what is in use at the same time does not overlap; return the size."""
     pieces: dict[int, Made] = {}
+    cuts = {id(item.result.source): _cut(item) for item in items if not isinstance(item, PythonCall)}
     for number, item in enumerate(items):
         used = [value.source for value in reads(item)] if not isinstance(item, ImageItem) else _of_images(item)
         if not isinstance(item, PythonCall):
@@ -51,7 +73,7 @@ def planned(items: Sequence[Item]) -> int:
         busy = sorted(
             (other.offset, other.offset + other.nbytes)
             for other in placed
-            if other.first <= piece.last and piece.first <= other.last
+            if (other.first <= piece.last and piece.first <= other.last) or not _may_share(piece, other, cuts)
         )
         offset = 0
         for begin, end in busy:
