@@ -9,6 +9,9 @@
 
 namespace sparta {
 
+// Weights of a whole network come from far. Processors ask ahead by themselves, but not beyond a page.
+constexpr int64_t kWeightsAhead = 4096 / static_cast<int64_t>(sizeof(float));
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // A square of kLanes x kLanes values is read from rows `stride` apart and written transposed. Whole squares are a case

@@ -5,7 +5,7 @@
 
 #include <cstring>
 
-#include "simd.h"
+#include "panel.h"
 
 namespace sparta {
 
@@ -51,6 +51,7 @@ template <int List, int MV, int Columns>
 SPARTA_INLINE void multiply_columns(const float* x, const uint32_t*& offsets, const float*& values,
                                     Vec (&sums)[kSumSets<MV>][kQuadRows][MV]) {
   constexpr int kWeights = __builtin_popcount(List);
+  __builtin_prefetch(values + kWeightsAhead);
   Vec weights[Columns * kWeights];
 #pragma GCC unroll 8
   for (int i = 0; i < Columns * kWeights; ++i) weights[i] = splat(values[i]);

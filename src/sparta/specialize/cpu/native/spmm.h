@@ -105,8 +105,6 @@ struct Tails<BN, 0> {
 template <int BN, int MV, bool Prefetch, int Tail>
 SPARTA_INLINE void multiply(const float* x, const uint32_t* offsets, const float* values, int64_t entries,
                             int64_t ahead, Vec (&sums)[BN][MV], Tails<BN, Tail>& tails) {
-  // Weights of a whole network come from far. Processors ask ahead by themselves, but not beyond a page.
-  constexpr int64_t kAhead = 4096 / static_cast<int64_t>(sizeof(float));
   int64_t i = 0;
   if constexpr (BN == 1) {
     for (; i + 4 <= entries; i += 4) {
@@ -129,7 +127,7 @@ SPARTA_INLINE void multiply(const float* x, const uint32_t* offsets, const float
 #pragma GCC unroll 4
       for (int j = 0; j < MV; ++j) __builtin_prefetch(later + j * kLanes);
     }
-    if constexpr (BN > 1) __builtin_prefetch(values + i * BN + kAhead);
+    if constexpr (BN > 1) __builtin_prefetch(values + i * BN + kWeightsAhead);
     Vec inputs[MV];
 #pragma GCC unroll 4
     for (int j = 0; j < MV; ++j) inputs[j] = load(from + j * kLanes);
