@@ -1,13 +1,16 @@
 """Plans hold on a busy machine: shares of the model count, and what was hurried is not held against options."""
 
+import inspect
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+import sparta
 from planning.benches import SHORTER, FakeBench
-from planning.plans import batches, planned, transformer
+from planning.plans import batches, example, planned, transformer
+from sparta.compiler.api import compile_in
 from sparta.compiler.plan import LayerPlan
 from sparta.compiler.session import Session
 from sparta.errors import ValueRangeError
@@ -275,3 +278,17 @@ def test_data_that_was_used_up_is_an_error():
     list(spent)
     with pytest.raises(ValueRangeError, match="used before"):
         planned(speedup=1.5, data=spent)
+
+
+def test_what_competes_in_a_plain_call_of_compile_competes_for_a_plan(monkeypatch):
+    """Or a plan on CUDA would prune for a speed-up that Inductor gives in `plan.compile` at no loss."""
+    asked = {}
+
+    def spied(*args, inductor=False, **more):
+        asked["plan"] = inductor
+        return compile_in(*args, inductor=inductor, **more)
+
+    monkeypatch.setattr("sparta.planning.bench.compile_in", spied)
+    CompilerBench(transformer(), example(), {}, Session(tune="off")).whole({})
+    plain = inspect.signature(sparta.compile).parameters["inductor"].default
+    assert asked == {"plan": plain}

@@ -265,7 +265,9 @@ class CompilerBench:
     def _compiled(self, model: nn.Module, spec: Spec, grids: Mapping[str, Any]) -> Any:
         session = Session(tune=self.session.tune, budget_s=self._left(), show=self.session.show, brief=True)
         session.measure = self.session.measure
-        fast = compile_in(session, model, [self.example], spec, dynamic_shapes=None, activations=grids, check=False)
+        fast = compile_in(  # all that competes in a plain call of `sparta.compile` competes here, Inductor too
+            session, model, [self.example], spec, dynamic_shapes=None, activations=grids, inductor=None, check=False
+        )
         self.session.interrupted |= session.interrupted
         return fast
 
