@@ -1,7 +1,7 @@
 """Plans hold on a busy machine: shares of the model count, and what was hurried is not held against options."""
 
 import inspect
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from sparta.errors import ValueRangeError
 from sparta.oneshot.targets import find_targets
 from sparta.planning.bench import _GIVEN, CompilerBench, Whole, _lost
 from sparta.planning.between import costs_between, times_between
+from sparta.planning.notebook import Notebook, Remembering
 from sparta.planning.options import MEASURED, SPARSITIES, Option
 from sparta.specialize.tuning.select import Choice
 from sparta.specialize.tuning.store import Entry
@@ -292,3 +293,73 @@ def test_what_competes_in_a_plain_call_of_compile_competes_for_a_plan(monkeypatc
     CompilerBench(transformer(), example(), {}, Session(tune="off")).whole({})
     plain = inspect.signature(sparta.compile).parameters["inductor"].default
     assert asked == {"plan": plain}
+
+
+def test_a_whole_that_gave_up_is_compiled_again_with_nothing_pruned_too(monkeypatch):
+    tried = []
+
+    def spied(session, *args, **more):
+        tried.append(compile_in(session, *args, **more))
+        return tried[-1]
+
+    monkeypatch.setattr("sparta.planning.bench.compile_in", spied)
+    CompilerBench(transformer(), example(), {}, Session(tune="off")).whole({})  # which is never timed
+    assert len(tried) == 2
+
+
+def test_what_one_whole_learned_of_inductor_counts_for_the_next(monkeypatch):
+    seen = []
+
+    def spied(session, *args, **more):
+        seen.append(session.inductor_seconds)
+        session.inductor_seconds = 0.003
+        return compile_in(session, *args, **more)
+
+    monkeypatch.setattr("sparta.planning.bench.compile_in", spied)
+    bench = CompilerBench(transformer(), example(), {}, Session(tune="off"))
+    bench.whole({})
+    bench.whole({})
+    assert seen[0] == Session().inductor_seconds
+    assert seen[-1] == 0.003
+
+
+def test_the_model_with_nothing_changed_is_compiled_before_layers_spend_the_budget():
+    @dataclass
+    class InOrder(FakeBench):
+        def whole(self, masks):
+            self.order.append(f"whole of {len(masks)}")
+            return super().whole(masks)
+
+        def option_ms(self, name, option):
+            self.order.append("option")
+            return super().option_ms(name, option)
+
+    for goal in ({"speedup": 1.5}, {"latency_ms": 1.0}):
+        bench = InOrder({})
+        bench.order = []
+        planned(bench=bench, **goal)
+        assert bench.order[:2] == ["whole of 0", "option"]
+        assert bench.order.count("whole of 0") == 1
+
+
+def test_a_compilation_without_time_says_that_it_was_hurried():
+    session = Session(budget_s=1e-6)
+    compile_in(session, transformer(), [example()], None, dynamic_shapes=None, check=False)
+    assert session.hurried
+
+
+def test_a_whole_that_was_hurried_is_not_kept_for_other_plans():
+    @dataclass
+    class Hurried(FakeBench):
+        hurried: bool = True
+
+        def whole(self, masks):
+            return replace(super().whole(masks), hurried=self.hurried)
+
+    bench, notebook = Hurried({}), Notebook()
+    assert Remembering(bench, notebook).whole({}).hurried
+    bench.hurried = False
+    assert not Remembering(bench, notebook).whole({}).hurried
+    bench.hurried = True
+    assert not Remembering(bench, notebook).whole({}).hurried
+    assert bench.calls["whole"] == 2

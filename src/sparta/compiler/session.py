@@ -50,6 +50,8 @@ class Session:
         Seconds of the budget that are kept for what comes after measuring.
     brief
         Whether the whole is chosen by one look: for models that are measured on their own afterwards.
+    hurried
+        Whether the time was too short to try, or to time well, all that competes for a whole.
     in_graphs
         Whether the model may be replayed from a CUDA graph, so that the host's time does not count.
     measure
@@ -58,6 +60,8 @@ class Session:
         Seconds by the clock that the budget goes by.
     call_seconds
         What one call of the model as given takes, about.
+    inductor_seconds
+        What Inductor takes to compile one call of a graph, about.
     """
 
     tune: Tune = "quick"
@@ -68,11 +72,13 @@ class Session:
     interrupted: bool = False
     notes: list[str] = field(default_factory=list)
     reserve: float = 0.0
+    hurried: bool = False
     in_graphs: bool = False
     brief: bool = False
     measure: Measure = interleaved
     now: Callable[[], float] = time.perf_counter
     call_seconds: float = 0.0
+    inductor_seconds: float = 0.1  # before one was compiled here
     started: float = field(init=False)
     _layers_from: float = 0.0
     _grace: float | None = None

@@ -179,6 +179,7 @@ def plan_with(  # noqa: PLR0913 - as above
             show=session.show,
             uncounted=session.uncounted,
             enough=lambda milliseconds: _is_met(goal, milliseconds, _megabytes(placed)),
+            for_speed=goal.speedup is not None or goal.latency_ms is not None,
             begin=lambda: session.begin_measuring(0),  # what was captured and loaded by now cannot be cut short
             one_call=lambda: _one_call(placed, example),
             notes=notes,

@@ -69,6 +69,8 @@ class Whole:
         Of what the compiled model holds, in MB (10^6 bytes).
     dense
         The layers that run dense although they are sparse, because their kernels lost to dense when measured alone.
+    hurried
+        Whether there was too little time to find what is fastest.
     """
 
     given_ms: float
@@ -76,6 +78,7 @@ class Whole:
     ratio: float
     memory_mb: float
     dense: frozenset[str] = frozenset()
+    hurried: bool = False
 
 
 class Bench(Protocol):
@@ -246,9 +249,9 @@ class CompilerBench:
             names = [name for name in short if short[name] == precision]
             found = rounded(model, [self.example], spec, names, precision, quick=True)
             model, spec, grids = found.model, found.spec, FoundGrids({**grids, **found.activations})
-        fast = self._compiled(model, spec, grids)
-        if masks and _gave_up(fast):  # timing was unstable, or the time was up: kernels are stored by now
-            fast = self._compiled(model, spec, grids)
+        fast, hurried = self._compiled(model, spec, grids)
+        if _gave_up(fast):  # timing was unstable, or the time was up: kernels are stored by now
+            fast, hurried = self._compiled(model, spec, grids)
         args, kwargs = call_arguments(self.example)
         with torch.no_grad():
             calls = {"given": lambda: self._call(self.model), "fast": lambda: self._waited(fast(*args, **kwargs))}
@@ -258,18 +261,20 @@ class CompilerBench:
         dense = frozenset(name for name in masks if _module(name) in lost)
         ratio = rounds.ratio("given", "fast").value
         memory = fast.report.totals.compiled_memory / 1e6
-        return Whole(given_ms, given_ms / ratio, ratio, memory, dense)
+        return Whole(given_ms, given_ms / ratio, ratio, memory, dense, hurried)
 
     # ------------------------------------------------------------------ within
 
-    def _compiled(self, model: nn.Module, spec: Spec, grids: Mapping[str, Any]) -> Any:
+    def _compiled(self, model: nn.Module, spec: Spec, grids: Mapping[str, Any]) -> tuple[Any, bool]:
+        """Return a compiled model, and whether it was hurried."""
         session = Session(tune=self.session.tune, budget_s=self._left(), show=self.session.show, brief=True)
-        session.measure = self.session.measure
+        session.measure, session.inductor_seconds = self.session.measure, self.session.inductor_seconds
         fast = compile_in(  # all that competes in a plain call of `sparta.compile` competes here, Inductor too
             session, model, [self.example], spec, dynamic_shapes=None, activations=grids, inductor=None, check=False
         )
         self.session.interrupted |= session.interrupted
-        return fast
+        self.session.inductor_seconds = session.inductor_seconds
+        return fast, session.hurried
 
     @property
     def _layers(self) -> dict[str, tuple[SubGraph, Tensor, Tensor | None]]:

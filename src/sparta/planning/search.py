@@ -50,8 +50,11 @@ class Search:
         Makes what is done within not count as measuring.
     enough
         Returns whether a model that takes so many milliseconds is what was asked: no option is measured then.
+    for_speed
+        Whether a time was asked. Then the model that is compiled and nothing else is measured before any layer, while
+        there is time for all that competes: every plan is seen from there.
     begin
-        Called when the model as given was measured just now, and layers come next.
+        Called when a whole was measured just now, and layers come next.
     one_call
         Returns the milliseconds of one call of the model, for a table of what was interrupted before it was measured.
     given_ms
@@ -72,6 +75,7 @@ class Search:
     show: Callable[[str], object] = lambda _line: None
     uncounted: Callable[[], AbstractContextManager[None]] = nullcontext
     enough: Callable[[float], bool] = lambda _milliseconds: False
+    for_speed: bool = False
     begin: Callable[[], object] = lambda: None
     one_call: Callable[[], float] = lambda: 1.0
     given_ms: float | None = None
@@ -79,6 +83,7 @@ class Search:
     interrupted: bool = False
     exhausted: bool = False
     points: list[Point] = field(default_factory=list)
+    _alone: Whole | None = None  # compiled with nothing changed
     _timed: dict[str, dict[Option, float]] = field(default_factory=dict)
     _shares: dict[tuple[str, float, float], float] = field(default_factory=dict)
 
@@ -138,13 +143,17 @@ class Search:
         return key in self.notebook.entries or self.room_for_layers()
 
     def _time_given(self) -> None:
-        """Time the model as given; where it is what was asked, nothing else is considered."""
+        """Time the model as given, also compiled; where it is what was asked, nothing else is considered."""
         known = GIVEN in self.notebook.entries
         self.given_ms = self.bench.given_ms()
         if not known:
             self.begin()
         if self.enough(self.given_ms):
             self.options, self.precisions = {}, ()
+        elif self.for_speed and self.room():
+            self.show("compiling and measuring the model with nothing changed")
+            self._alone = self.bench.whole({})
+            self.begin()
 
     def _fill(self, name: str, times: dict[Option, float]) -> None:
         """Put in the options between measured ones that beat dense as well."""
@@ -325,8 +334,7 @@ class Search:
                 if assignment is None:
                     self.exhausted = True
                     break
-                self.show(f"compiling and measuring plan {len(self.points) + 1} for {goal}")
-                whole = self.bench.whole({name: (o, table.pattern_of(name, o)) for name, o in assignment.items()})
+                whole = self._whole(table, assignment, f"plan {len(self.points) + 1} for {goal}")
                 self.points.append((assignment, whole, table.loss(assignment)))
                 table.correct(assignment, whole.ms * table.given_ms / whole.given_ms, whole.memory_mb, whole.dense)
                 if goal.close(whole) or (not assignment and goal.met(whole)):
@@ -334,6 +342,12 @@ class Search:
                 if assignment and not self.room():
                     break
         return self._best(table, goal)
+
+    def _whole(self, table: Table, assignment: Assignment, what: str) -> Whole:
+        if self._alone is not None and not assignment:
+            return self._alone
+        self.show(f"compiling and measuring {what}")
+        return self.bench.whole({name: (option, table.pattern_of(name, option)) for name, option in assignment.items()})
 
     def _best(self, table: Table, goal: Goal) -> tuple[Assignment, Whole | None, bool, str]:
         good = [point for point in self.points if goal.met(point[1])]

@@ -75,7 +75,7 @@ def test_inductor_does_not_begin_what_the_budget_cannot_pay(forced, own_stores, 
     monkeypatch.setattr(torch, "compile", lambda *_a, **_k: pytest.fail("compiled without the budget for it"))
     session = Session(measure=Clock(plain_cost()), budget_s=1000)
     contest = Job.started(nets.pruned(nets.Mlp()), torch.randn(6, 32), None, None, (), session).contest(inductor=True)
-    contest.inductor_seconds = 1e6
+    contest.session.inductor_seconds = 1e6
     outcome = contest.decide()
     assert outcome.variant.host in (Host.EAGER, Host.CHAIN, Host.PANELS)
     assert any("was not tried: compiling takes about" in note for note in session.notes)

@@ -30,7 +30,6 @@ from sparta.compiler.variant import GIVEN, ORIGINAL, Base, Variant
 
 __all__ = ["Contest"]
 
-_INDUCTOR_SECONDS = 0.1  # for a call of the graph, about, before one was compiled here
 _TUNED_LONGER = 8.0  # how much longer it takes when it tries all that it can
 _TRIES, _BRIEF_TRIES = 4, 8  # more, where timing is unstable; the latter where each takes little
 _BRIEF_SECONDS = 0.3
@@ -71,8 +70,6 @@ class Contest:
         The clock and its budget.
     inductor
         Whether `torch.compile` competes as a host. CUDA graphs do where the session says so.
-    inductor_seconds
-        What compiling takes for a call of the graph, about.
     """
 
     given: Call
@@ -81,7 +78,6 @@ class Contest:
     inputs: Sequence[Sequence[Any]]
     timer: Timer
     inductor: bool = False
-    inductor_seconds: float = _INDUCTOR_SECONDS
 
     @property
     def session(self) -> Session:
@@ -104,6 +100,7 @@ class Contest:
 
     def _decided(self) -> Outcome:
         if not self._can_time():
+            self.session.hurried |= not self.session.interrupted
             why = "interrupted" if self.session.interrupted else "the budget was spent"
             # Without a kernel there is nothing to gain.
             variant = self._sparse(self.plans) if sparse_names(self.plans) else ORIGINAL
@@ -126,6 +123,7 @@ class Contest:
             plans = made_dense(plans, sparse_names(plans), _lost(result))
         plans = self._other_sizes(plans)
         given = result.last.median(GIVEN)
+        self.session.hurried |= self.timer.hurried
         lasting = not (result.doubt or self.timer.hurried or self.session.interrupted or self.session.brief)
         variant = replace(result.best, kernels=result.best.kernels & sparse_names(plans))
         self.workshop.keep(variant, plans)
@@ -384,7 +382,7 @@ class Contest:
         """Whether a host can be made ready in what is left of the budget: compiling cannot be cut short."""
         seconds = 0.0
         if variant.host.compiles:
-            seconds = self.inductor_seconds * self.workshop.calls_to_compile(variant, plans)
+            seconds = self.session.inductor_seconds * self.workshop.calls_to_compile(variant, plans)
             seconds *= _TUNED_LONGER if variant.host.plain is Host.TUNED else 1.0
         if self.session.affords(seconds):
             return True
@@ -409,7 +407,7 @@ class Contest:
             problem = in_words(error)
         if variant.host.plain is Host.INDUCTOR:
             count = max(1, self.workshop.calls_to_compile(variant, plans))
-            self.inductor_seconds = max(1e-3, (self.session.elapsed - before) / count)
+            self.session.inductor_seconds = max(1e-3, (self.session.elapsed - before) / count)
         if problem:
             self.session.note(f"{variant} does not run: {problem}")
         else:
