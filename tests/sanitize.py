@@ -1,8 +1,9 @@
 """Run the tests of the CPU kernels under the address and undefined-behaviour sanitizers: ``python tests/sanitize.py``.
 
 Arguments are pytest's; unless they name files, all tests of the kernels run. A sanitizer that is not really at work
-would pass everything, so a kernel that reads out of bounds is tried first and must be caught. Random tests draw fewer
-examples than elsewhere: kernels are many times slower here, and faults of memory show at edges that few reach.
+would pass everything, so a kernel that reads out of bounds is tried first and must be caught. The libraries are
+compiled before the tests, since that takes minutes for each. Random tests draw fewer examples than elsewhere: kernels
+are many times slower here, and faults of memory show at edges that few reach.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ SELECTION = (
     str(Path("tests", "compiler", "run", "test_chain.py")),
     str(Path("tests", "compiler", "run", "test_chain_places.py")),
     str(Path("tests", "compiler", "run", "test_chain_gaps.py")),
+    str(Path("tests", "compiler", "run", "test_chain_side_by_side.py")),
     *("-k", "not torch_compile"),
 )
 FAULTS = {
@@ -48,6 +50,14 @@ import ctypes, sys, torch
 from sparta.specialize.cpu.toolchain import build
 library = ctypes.CDLL(str(build("portable", sys.argv[1])))
 print("not caught", library.fault(8))
+"""
+COMPILED = """
+import sys, time
+from sparta.specialize.cpu.toolchain import build, runnable_isas
+for isa in runnable_isas():
+    begin = time.perf_counter()
+    build(isa)
+    print(f"{isa} compiled in {time.perf_counter() - begin:.0f} s", flush=True)
 """
 
 
@@ -112,8 +122,9 @@ def main(arguments):
     with tempfile.TemporaryDirectory(prefix="sparta-sanitize-") as cache:
         variables = environment(Path(cache) / "cache")
         prove(variables)
-        sys.stdout.write("faults are caught; the tests begin\n")
+        sys.stdout.write("faults are caught; the kernels are compiled\n")
         sys.stdout.flush()
+        subprocess.run([sys.executable, "-c", COMPILED], env=variables, cwd=ROOT, check=True)
         named = any(Path(argument.split("::")[0]).exists() for argument in arguments)
         chosen = arguments if named else [*arguments, *SELECTION]
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "sanitize", *chosen]

@@ -92,6 +92,15 @@ def test_the_most_expensive_layers_are_measured_first_and_depthwise_ones_too(own
     reasons = {layer.name: layer.first.reason for layer in report.plan.layers}
     assert "no zeros" in reasons["0"]
     assert "no zeros" not in reasons["1"]
+    # What is moved counts as well: a layer of single pixels with as many products as a depthwise one comes after it.
+    wide = nn.Conv2d(64, 64, 3, padding=1, groups=64)
+    narrow = nn.Conv2d(64, 8, 1)
+    with torch.no_grad():
+        narrow.weight *= torch.rand_like(narrow.weight) < 0.1
+    lines.clear()
+    sparta.compile(nn.Sequential(wide, narrow).eval(), torch.randn(1, 64, 16, 16), progress=lines.append)
+    order = [line.split()[4] for line in map(str, lines) if line.startswith("kind of layer ")]
+    assert order == ["0", "1"]
     report = sparta.compile(nn.Sequential(nn.Conv2d(3, 8, 1), dense).eval(), torch.randn(1, 3, 16, 16)).report
     assert all("no zeros" in layer.first.reason for layer in report.plan.layers)
 

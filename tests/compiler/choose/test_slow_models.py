@@ -157,6 +157,28 @@ def test_layers_that_the_budget_does_not_reach_run_what_won_for_their_like(own_s
     assert sum("as the most similar layer" in plan.first.reason for plan in plans) == 2
 
 
+def test_depthwise_layers_that_lost_channels_run_what_won_for_whole_ones(own_stores, monkeypatch):
+    clock = [0.0]
+
+    def tune(problem, **_options):
+        clock[0] += 100.0
+        return chosen(problem.spec, "cpu-dense")
+
+    monkeypatch.setattr("sparta.compiler.choose.layers.tune_kernel", tune)
+    layers = [nn.Conv2d(width, width, 3, padding=1, groups=width) for width in (16, 48)]
+    net = nn.Sequential(layers[0], nn.Conv2d(16, 48, 1), layers[1])
+    with torch.no_grad():
+        kept = (torch.arange(48)[:, None] // 4 + torch.arange(16)) % 5 == 0  # every channel is read
+        net[1].weight *= kept[:, :, None, None]
+        layers[1].weight[::6] = 0.0
+    session = Session(now=lambda: clock[0], budget_s=50.0)
+    plans = Job.started(net.eval(), torch.randn(1, 16, 20, 20), None, None, (), session).contest(inductor=False).plans
+    reasons = {plan.name: plan.first for plan in plans}
+    assert len({plan.pattern for plan in plans if plan.name in "02"}) == 2
+    assert {reasons[name].implement for name in "02"} == {"cpu-dense"}
+    assert sum("as the most similar layer" in reasons[name].reason for name in "02") == 1
+
+
 def test_a_layer_of_another_kind_is_no_like(own_stores, monkeypatch):
     clock = [0.0]
 

@@ -35,6 +35,7 @@ __all__ = ["TOO_DENSE", "best_ratio", "choice_for", "choose_layers", "looked_at"
 
 TOO_DENSE = 0.98
 _ALIKE = 2.0  # the factor within which densities of similar layers lie
+_PER_NUMBER = 32  # operations that a core does in the time in which a number in fp32 is moved
 _STEPS = 4  # to which sizes that are nearly the same are rounded, per doubling
 
 
@@ -82,8 +83,7 @@ def _chosen(
     first = {kind: place for place, kind in reversed(kinds.items())}
     costs = dict.fromkeys(first, 0)
     for (subgraph, at), kind in kinds.items():
-        x, attributes = samples[at].values[subgraph][0], subgraph.anchor.attributes
-        costs[kind] += subgraph.lowering.flops(subgraph.tesa, x, attributes, live=False)
+        costs[kind] += _cost(subgraph, samples[at].values[subgraph][0])
     specs = {kind: subgraph.spec(samples[at].values[subgraph][0]) for kind, (subgraph, at) in first.items()}
     families = {kind: _family(spec) for kind, spec in specs.items()}
     known: dict[str, Choice] = {}
@@ -159,8 +159,8 @@ def _as_its_like(kind: str, specs: Mapping[str, KernelSpec], known: Mapping[str,
     for other, choice in known.items():
         its = specs[other]["weight"]
         clear = choice.implement != DENSE and choice.entry is not None and choice.entry.speedup >= CLEAR_WIN
-        alike = specs[other].op == spec.op and its.describe_pattern() == weight.describe_pattern()
-        if clear and alike and its.density <= _ALIKE * weight.density and weight.density <= _ALIKE * its.density:
+        near = its.density <= _ALIKE * weight.density and weight.density <= _ALIKE * its.density
+        if clear and near and _like_in_kind(specs[other], spec):
             likes.append((abs(math.log(its.numel / weight.numel)), choice))
     for _, choice in sorted(likes, key=lambda pair: pair[0]):
         implement = implement_named(choice.implement, spec.op)
@@ -172,6 +172,12 @@ def _as_its_like(kind: str, specs: Mapping[str, KernelSpec], known: Mapping[str,
         if not _lost_here(now, found.config):
             return found
     return now
+
+
+def _like_in_kind(one: KernelSpec, two: KernelSpec) -> bool:
+    """Whether what runs one layer may run the other: their patterns are the same, or both are depthwise."""
+    patterns = {spec["weight"].describe_pattern() for spec in (one, two)}
+    return one.op == two.op and (len(patterns) == 1 or all(map(_of_single_channels, (one, two))))
 
 
 def _lost_here(now: Choice, config: Mapping[str, Any]) -> bool:
@@ -202,8 +208,23 @@ def _family(spec: KernelSpec) -> str:
     return " ".join([spec.op, *operands, f"epilogue={spec.epilogue}", *attributes])
 
 
+def _cost(subgraph: SubGraph, x: Tensor) -> int:
+    """Return what a layer costs when dense, in operations: those of its products, and those that its bytes stand for.
+
+    A depthwise layer multiplies little and moves as much as any other.
+    """
+    weight = subgraph.tesa
+    products = subgraph.lowering.flops(weight, x, subgraph.anchor.attributes, live=False)
+    results = products * weight.shape[0] // max(1, 2 * weight.numel)
+    return products + _PER_NUMBER * (x.numel() + weight.numel + results)
+
+
 def _depthwise(subgraph: SubGraph) -> bool:
     return subgraph.anchor.attributes.get("groups", 1) > 1 and subgraph.tesa.shape[1] == 1
+
+
+def _of_single_channels(spec: KernelSpec) -> bool:
+    return spec.attributes.get("groups", 1) > 1 and spec["weight"].shape[1] == 1
 
 
 def _share(key: str, costs: Mapping[str, int], known: Mapping[str, Choice]) -> float:

@@ -266,6 +266,7 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.sparta_byte_products.restype = c_int
     handle.sparta_byte_tiles.restype = c_int
     handle.sparta_run_chain.argtypes = (c_void_p, c_int64, c_char_p, c_int)
+    handle.sparta_run_chains.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int)
     handle.sparta_pack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int)
     handle.sparta_unpack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int)
     handle.sparta_pack_int8.argtypes = (c_char_p, c_int64, c_int64, c_void_p)

@@ -42,7 +42,7 @@ __all__ = ["ISAS", "build", "isa_flags", "prebuilt", "prebuilt_state", "runnable
 SOURCES = Path(__file__).parent / "native"
 
 PREBUILT = Path(__file__).parent / "prebuilt"
-_COMPILE_SECONDS = 600.0
+_COMPILE_SECONDS, _SANITIZED_SECONDS = 600.0, 3600.0
 # What was compiled and could not be written, by its path: the next attempt need not compile it again.
 _unwritten: dict[Path, bytes] = {}
 
@@ -249,7 +249,7 @@ def _finished(command: list[str]) -> tuple[int, str]:
         start_new_session=True,
     ) as process:
         try:
-            _, said = process.communicate(timeout=_COMPILE_SECONDS)
+            _, said = process.communicate(timeout=_SANITIZED_SECONDS if _sanitizing() else _COMPILE_SECONDS)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -1,14 +1,15 @@
 """Batches in parts: a large batch of images or sequences, a few of them at a time through the whole chain.
 
-Layer by layer, the activations of a large batch go to memory and come back from there; a few images stay in the caches
-from the first layer to the last, but read all weights again. Which is faster is measured where both can be.
+Layer by layer, the activations of a large batch go to memory and come back from there, and in every layer threads wait
+for each other and read what another one wrote. A few images stay in the caches from the first layer to the last, all
+threads at the same images or each at its own, but read all weights again. Which is fastest is measured where it can be.
 """
 
 from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from sparta.compiler.run.chain.program import Program
 from sparta.compiler.run.kernel_module import KernelModule
 from sparta.modules import member
 
-__all__ = ["InParts", "parts_of", "quicker_of", "resized", "separable"]
+__all__ = ["InParts", "SideBySide", "parts_of", "quicker_of", "resized", "separable", "side_by_side"]
 
 _aten = torch.ops.aten
 _LARGE_BYTES = 1 << 24  # activations that leave the caches
+_SHARED_BYTES = 1 << 21  # activations of a batch from which threads gain by images of their own
 _PART_BYTES = (1 << 23, 1 << 21)  # of two levels of caches
 _CLEARLY, _HOPELESS = 0.97, 1.3
 _TIMES = 3
+_FEWEST_THREADS = 2
 # Layers, with the dims of a batch; and calls that treat each number alone.
 _LAYERS: dict[object, tuple[int, ...]] = {
     _aten.conv1d.default: (3,),
@@ -55,6 +58,7 @@ _CUTS = {
 }
 _MOST_DIMS = 4  # of attention
 _Shapes = Mapping[fx.Node, torch.Size]
+_Make = Callable[[fx.GraphModule, Sequence[Any]], Program | None]
 
 
 def separable(module: fx.GraphModule, shapes: _Shapes, leaves: Sequence[Any]) -> bool:
@@ -159,16 +163,25 @@ class InParts:
     def __call__(self, leaves: Sequence[Tensor]) -> Any:
         """Return the flat results of all parts."""
         each = self.images
-        found = [self.program([leaf[at : at + each] for leaf in leaves]) for at in range(0, leaves[0].shape[0], each)]
+        found = self._results([[leaf[at : at + each] for leaf in leaves] for at in range(0, leaves[0].shape[0], each)])
         return type(found[0])(torch.cat(results) for results in zip(*found, strict=True))
 
+    def _results(self, parts: Sequence[Sequence[Tensor]]) -> list[Any]:
+        return [self.program(part) for part in parts]
 
-def parts_of(
-    program: Program,
-    module: fx.GraphModule,
-    leaves: Sequence[Any],
-    made: Callable[[fx.GraphModule, Sequence[Any]], Program | None],
-) -> list[InParts]:
+
+class SideBySide(InParts):
+    """The same, where each part is computed by one of so many threads; see :func:`side_by_side`."""
+
+    def __init__(self, program: Program, images: int, threads: int) -> None:
+        super().__init__(program, images)
+        self.threads = threads
+
+    def _results(self, parts: Sequence[Sequence[Tensor]]) -> list[Any]:
+        return self.program.side_by_side(parts, min(self.threads, len(parts)))
+
+
+def parts_of(program: Program, module: fx.GraphModule, leaves: Sequence[Any], made: _Make) -> list[InParts]:
     """Return a batch in parts whose activations stay in caches; none where it fits as it is or is not separable.
 
     Parameters
@@ -181,13 +194,43 @@ def parts_of(
     if program.arena_bytes < _LARGE_BYTES or not separable(module, program.shapes, leaves):
         return []
     batch = leaves[0].shape[0]
-    most = [part * batch // max(1, program.arena_bytes) for part in _PART_BYTES]
-    sizes = {max((n for n in range(1, batch) if batch % n == 0 and n <= max(1, each)), default=0) for each in most}
-    found = []
+    return [InParts(part, images) for part, images in _cut(program, module, leaves, made, most=batch - 1)]
+
+
+def side_by_side(
+    program: Program, module: fx.GraphModule, leaves: Sequence[Any], made: _Make, threads: int
+) -> list[SideBySide]:
+    """Return a batch in parts of which every thread computes its own; none where it is small or is not separable.
+
+    Parameters
+    ----------
+    program
+        Of the whole batch.
+    made
+        Makes the program of a part, for one thread, from the graph for it and inputs.
+    threads
+        How many there are; with one, or for a single image, there is nothing to share.
+    """
+    if threads < _FEWEST_THREADS or not program.in_one_call or program.arena_bytes < _SHARED_BYTES:
+        return []
+    if not separable(module, program.shapes, leaves):
+        return []
+    most = leaves[0].shape[0] // threads
+    found = _cut(program, module, leaves, made, most=most)
+    return [SideBySide(part, images, threads) for part, images in found if part.in_one_call]
+
+
+def _cut(
+    program: Program, module: fx.GraphModule, leaves: Sequence[Any], made: _Make, most: int
+) -> Iterator[tuple[Program, int]]:
+    """Yield programs of parts, with their images: no more than `most`, and as many as caches hold."""
+    batch = leaves[0].shape[0]
+    fit = [part * batch // max(1, program.arena_bytes) for part in _PART_BYTES]
+    sizes = {max((n for n in range(1, most + 1) if batch % n == 0 and n <= max(1, each)), default=0) for each in fit}
     for images in sorted(sizes - {0}, reverse=True):
         part = made(resized(module, batch, images), [leaf[:images] for leaf in leaves])
-        found += [] if part is None else [InParts(part, images)]
-    return found
+        if part is not None:
+            yield part, images
 
 
 def quicker_of(program: Program, parts: Sequence[InParts], leaves: Sequence[Any]) -> Program | InParts:

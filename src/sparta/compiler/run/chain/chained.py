@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from sparta.compiler.run.chain.batches import InParts, parts_of, quicker_of
+from sparta.compiler.run.chain.batches import InParts, parts_of, quicker_of, side_by_side
 from sparta.compiler.run.chain.images import IMAGE_LAYERS
 from sparta.compiler.run.chain.native import NATIVE
 from sparta.compiler.run.chain.program import Program
@@ -76,11 +77,11 @@ class Chained:
         """Return the program for inputs like these; None where they run eagerly."""
         return self.program_of(self._module, leaves)
 
-    def program_of(self, module: fx.GraphModule, leaves: Sequence[Any]) -> Program | None:
+    def program_of(self, module: fx.GraphModule, leaves: Sequence[Any], threads: int | None = None) -> Program | None:
         """Return the program of a graph like this one's, with what is packed for it."""
         try:
             with torch.no_grad():
-                return Program(Trace(module, leaves, torch.get_num_threads(), self._packed))
+                return Program(Trace(module, leaves, threads or torch.get_num_threads(), self._packed))
         except Exception:  # noqa: BLE001 - whatever cannot be followed runs eagerly, and says itself what is wrong
             return None
 
@@ -93,8 +94,12 @@ class Chained:
 
     def _made(self, key: Any, leaves: tuple[Any, ...]) -> Program | InParts | None:
         whole = self.program(*leaves)
-        parts = [] if whole is None else parts_of(whole, self._module, leaves, self.program_of)
-        program = quicker_of(whole, parts, leaves) if whole is not None and parts else whole
+        program: Program | InParts | None = whole
+        if whole is not None:
+            threads, alone = torch.get_num_threads(), partial(self.program_of, threads=1)
+            parts = parts_of(whole, self._module, leaves, self.program_of)
+            parts += side_by_side(whole, self._module, leaves, alone, threads)
+            program = quicker_of(whole, parts, leaves) if parts else whole
         self._programs[key] = program
         while len(self._programs) > _MOST_SIZES:
             self._programs.popitem(last=False)

@@ -93,21 +93,46 @@ class Program:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Return the graph's flat results."""
-        slots: _Slots = [*leaves, *[None] * (self.slots - len(leaves))]
-        try:
-            arena = self._free.pop()  # one for each thread that is in here now
-        except IndexError:
-            arena = torch.empty(self.arena_bytes + LINE, dtype=torch.uint8)
+        slots, arena = self._begun(leaves), self._arena()
         for run in self._runs:
             run(slots, arena)
         self._free.append(arena)
         return self._results(slots)
 
+    @property
+    def in_one_call(self) -> bool:
+        """Whether all of it is one call of the library."""
+        return len(self._runs) == 1 and isinstance(self._runs[0], _SegmentRun)
+
+    def side_by_side(self, parts: Sequence[Sequence[Any]], threads: int) -> list[Any]:
+        """Return the flat results for several inputs of this size, each computed by one of so many threads.
+
+        Programs that are not one call of the library cannot.
+        """
+        (run,) = self._runs
+        assert isinstance(run, _SegmentRun)  # noqa: S101 - callers have asked
+        slots, arenas = [self._begun(leaves) for leaves in parts], [self._arena() for _ in range(threads)]
+        run.side_by_side(slots, arenas)
+        self._free += arenas
+        return [self._results(each) for each in slots]
+
     def timed(self, leaves: Sequence[Any]) -> list[tuple[str, float]]:
         """Run it step by step; return the steps' kinds and the calls' names with the seconds that they took."""
-        slots: _Slots = [*leaves, *[None] * (self.slots - len(leaves))]
-        arena = torch.empty(self.arena_bytes + LINE, dtype=torch.uint8)
+        slots, arena = self._begun(leaves), self._new_arena()
         return [each for run in self._runs for each in run.timed(slots, arena)]
+
+    def _begun(self, leaves: Sequence[Any]) -> _Slots:
+        return [*leaves, *[None] * (self.slots - len(leaves))]
+
+    def _arena(self) -> Tensor:
+        """Return memory that no one else uses now."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._new_arena()
+
+    def _new_arena(self) -> Tensor:
+        return torch.empty(self.arena_bytes + LINE, dtype=torch.uint8)
 
     # ------------------------------------------------------------------ making it
 
@@ -229,28 +254,42 @@ class _SegmentRun:
         self._new = [(slot, *how) for slot, how in new.items()]
         self._pack = struct.Struct(f"@{1 + len(self._fixed)}P").pack
         self._run, self._address = library.handle.sparta_run_chain, ctypes.addressof(self._table)
+        self._run_parts = library.handle.sparta_run_chains
 
     def __call__(self, slots: _Slots, arena: Tensor) -> None:
-        memories = self._memories(slots, arena)
+        memories = self._pack(*self._memories(slots, arena))
         _check(self._run(self._address, len(self.names), memories, torch.get_num_threads()))
+
+    def side_by_side(self, parts: Sequence[_Slots], arenas: Sequence[Tensor]) -> None:
+        """Run it for the slots of several parts, each on one thread; there are as many threads as arenas."""
+        memories = [each for slots in parts for each in self._memories(slots, arenas[0])]
+        given = (ctypes.c_void_p * len(memories))(*memories)
+        own = (ctypes.c_void_p * len(arenas))(*map(_line_of, arenas))
+        each, count = 1 + len(self._fixed), len(self.names)
+        _check(self._run_parts(self._address, count, given, each, len(parts), own, len(arenas)))
 
     def timed(self, slots: _Slots, arena: Tensor) -> list[tuple[str, float]]:
         """Run it step by step, and return what each took."""
-        memories, found = self._memories(slots, arena), []
+        memories, found = self._pack(*self._memories(slots, arena)), []
         for number, name in enumerate(self.names):
             begin = time.perf_counter()
             _check(self._run(self._address + number * STEP_BYTES, 1, memories, torch.get_num_threads()))
             found.append((name, time.perf_counter() - begin))
         return found
 
-    def _memories(self, slots: _Slots, arena: Tensor) -> bytes:
+    def _memories(self, slots: _Slots, arena: Tensor) -> list[int]:
         for slot, shape, stride, dtype in self._new:
             slots[slot] = torch.empty_strided(shape, stride, dtype=dtype)
-        start = arena.data_ptr()
-        memories = [start + -start % LINE, *self._fixed]
+        memories = [_line_of(arena), *self._fixed]
         for number, slot in self._asked:
             memories[number] = slots[slot].data_ptr()
-        return self._pack(*memories)
+        return memories
+
+
+def _line_of(arena: Tensor) -> int:
+    """Return the address of the first whole line of an arena."""
+    start = arena.data_ptr()
+    return start + -start % LINE
 
 
 def _check(code: int) -> None:

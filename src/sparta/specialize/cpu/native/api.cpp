@@ -141,6 +141,12 @@ SPARTA_EXPORT int sparta_run_chain(const sparta::ChainStep* steps, int64_t count
   return sparta::run_chain(steps, count, memories, threads);
 }
 
+// The same steps for several parts of a batch side by side; see chain.h.
+SPARTA_EXPORT int sparta_run_chains(const sparta::ChainStep* steps, int64_t count, char** memories, int64_t each,
+                                    int64_t parts, char* const* arenas, int threads) {
+  return sparta::run_chains(steps, count, memories, each, parts, arenas, threads);
+}
+
 // Token-major to panel and back: what neighbouring sparse layers do once, at both ends.
 SPARTA_EXPORT void sparta_pack(const float* x, int64_t stride, int64_t tokens, int64_t channels, int64_t mv,
                                float* panel, int threads) {

@@ -281,4 +281,20 @@ inline int run_chain(const ChainStep* steps, int64_t count, char* const* memorie
   return result;
 }
 
+// Runs the same steps for several parts of a batch, each part on one thread, so that no thread waits for another between
+// layers. Every part has `each` memories, of which the first is set to the arena of the thread that takes it.
+inline int run_chains(const ChainStep* steps, int64_t count, char** memories, int64_t each, int64_t parts,
+                      char* const* arenas, int32_t threads) {
+  std::atomic<int64_t> next{0};
+  std::atomic<int> result{kChainDone};
+  parallel(threads, [&](int64_t index, int64_t) {
+    for (int64_t part = next.fetch_add(1); part < parts; part = next.fetch_add(1)) {
+      memories[part * each] = arenas[index];
+      const int found = run_steps(ChainRun(memories + part * each, 1), steps, count);
+      if (found) result.store(found);
+    }
+  });
+  return result.load();
+}
+
 }  // namespace sparta
