@@ -63,7 +63,7 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     load()  # compiled before any budget begins
-    path = path_of(QUESTION, DEVICE, options.out or RESULTS)
+    path = path_of(QUESTION, options.machine, options.out or RESULTS)
     done = set() if options.again else {(row["model"], row["pattern"]) for row in stored(path)}
     begin, first = time.perf_counter(), True
     for row in _rows(options):
@@ -80,7 +80,7 @@ def main() -> int:
             continue
         print(_shown(row.found), flush=True)
         if not options.quick or options.out:
-            keep(row.found, ("model", "pattern"), _in_order, path, DEVICE, {"threads": options.threads})
+            keep(row.found, ("model", "pattern"), _in_order, path, options.machine, {"threads": options.threads})
     return 0
 
 
@@ -99,6 +99,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--quick", action="store_true", help="small models and batches")
+    parser.add_argument("--machine", default=DEVICE, help="a name, for results that stand beside those of other ones")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.quick:
