@@ -1,14 +1,15 @@
 """Methods against direct float64 solutions on small layers, exact counts, and what each of them promises."""
 
+import dataclasses
 import itertools
 import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparta.errors import NameNotFoundError, PatternError, ShapeError
+from sparta.errors import NameNotFoundError, PatternError, ShapeError, ValueRangeError
 from sparta.oneshot.methods import (
     alps,
     exact_fit,
@@ -17,6 +18,7 @@ from sparta.oneshot.methods import (
     magnitude,
     method_names,
     obc,
+    obc_path,
     refit,
     ria,
     sparsegpt,
@@ -72,10 +74,11 @@ def fit(task, mask):
     return result
 
 
+@pytest.mark.parametrize("shape", [(12, 16), (12, 16, 2, 2)], ids=["linear", "convolution"])
 @pytest.mark.parametrize(("pattern", "sparsity"), PATTERNS, ids=IDS)
 @pytest.mark.parametrize("name", ["magnitude", "wanda", "ria", "sparsegpt", "alps", "obc", "swaps"])
-def test_masks_obey_the_pattern_with_exact_counts(name, pattern, sparsity):
-    task = problem(pattern, sparsity)
+def test_masks_obey_the_pattern_with_exact_counts(name, pattern, sparsity, shape):
+    task = problem(pattern, sparsity, shape=shape)
     if name in {"obc", "swaps"} and task.units is None:
         with pytest.raises(PatternError, match="method 'alps'"):
             find_method(name).solve(task)
@@ -254,6 +257,28 @@ def test_obc_is_near_the_best_of_all_supports_of_8_weights():
         assert found <= damped_loss(task, fit(task, plain)) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("pattern", [Unstructured(), Block(1, 2), Block(2, 1), Channel(1)], ids=str)
+def test_one_pass_of_obc_gives_every_density(pattern, monkeypatch):
+    task = problem(pattern, 0.0, shape=(4, 8))
+    counts = range(pattern.unit_count((4, 8)) + 1)
+    factored, invert = [], torch.cholesky_inverse
+    alone = [obc(dataclasses.replace(task, count=count)) for count in counts]
+    monkeypatch.setattr(torch, "cholesky_inverse", lambda x: factored.append(x) or invert(x))
+    path = obc_path(task, counts)
+    assert len(factored) == 1
+    for count, one, found in zip(counts, alone, path, strict=True):
+        assert torch.equal(one.mask, found.mask)
+        assert torch.equal(one.weight, found.weight)
+        assert int((~found.mask).sum()) == count * 32 // len(counts[1:])
+    for denser, sparser in itertools.pairwise(path):
+        assert bool((denser.mask | ~sparser.mask).all()), "what goes first stays away"
+
+
+def test_a_path_has_no_more_units_than_the_layer():
+    with pytest.raises(ValueRangeError, match="33 units of 32"):
+        obc_path(problem(Unstructured(), 0.5, shape=(4, 8)), [1, 33])
+
+
 def test_obc_gives_more_where_it_costs_less():
     task = problem(Unstructured(), 0.5, shape=(2, 8))
     weight = task.weight[0].clone()
@@ -319,6 +344,30 @@ def test_any_shape_and_pattern(rows, columns, text, sparsity, name, tokens):
         assert kept_units == pattern.unit_count(mask.shape) - task.count
     assert bool(solution.weight.isfinite().all())
     assert bool((solution.weight[~solution.mask] == 0).all())
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(1, 9),
+    st.integers(1, 11),
+    st.sampled_from(["unstructured", "2:4", "1:2", "2:1:4", "2x1", "1x2", "2x2", "channel:0", "channel:1"]),
+    st.floats(0, 1),
+    st.sampled_from(["alps", "swaps"]),
+    st.integers(1, 30),
+    st.integers(0, 99),
+)
+@example(4, 5, "1x2", 0.91, "alps", 17, 0)
+@example(3, 7, "2x1", 0.68, "alps", 18, 0)
+def test_the_error_after_refinement_is_never_above_that_of_magnitude(rows, columns, text, sparsity, name, tokens, seed):
+    pattern = as_pattern(text)
+    own = pattern.own_sparsity() is not None
+    try:
+        pattern.check_shape((rows, columns))
+        task = problem(pattern, None if own else sparsity, shape=(rows, columns), tokens=tokens, seed=seed)
+        found = find_method(name).solve(task)
+    except (ShapeError, PatternError):
+        return
+    assert task.loss(found.weight) <= task.loss(magnitude(task).weight)
 
 
 @pytest.mark.parametrize("name", ["wanda", "sparsegpt", "alps", "obc", "swaps"])

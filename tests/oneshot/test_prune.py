@@ -2,7 +2,10 @@
 
 import copy
 import math
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -303,6 +306,7 @@ def test_errors_in_the_log_are_those_of_the_outputs():
 
 
 def test_the_log_is_a_table_a_dict_and_a_frame(monkeypatch):
+    pandas = pytest.importorskip("pandas")
     _, log = prune(make(), tokens(), "2:4", method="wanda")
     text = str(log)
     assert "layers.0.attention.q.weight" in text
@@ -311,12 +315,18 @@ def test_the_log_is_a_table_a_dict_and_a_frame(monkeypatch):
     assert len(found["layers"]) == len(log) == 13
     assert found["layers"][0]["density"] == 0.5
     assert log.seconds > 0
+    frame = log.to_dataframe()
+    assert isinstance(frame, pandas.DataFrame)
+    assert list(frame["name"]) == [layer.name for layer in log]
+    assert list(frame["error"]) == [layer.error for layer in log]
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MissingPackageError, match="to_dict"):
         log.to_dataframe()
 
 
-@pytest.mark.parametrize("allocation", ["uniform", "global", "erk", "lamp", sparta.sparsify.Global(max_sparsity=0.8)])
+@pytest.mark.parametrize(
+    "allocation", ["uniform", "global", "erk", "lamp", "energy", sparta.sparsify.Global(max_sparsity=0.8)], ids=str
+)
 def test_allocations_meet_the_whole_budget(allocation):
     model = make()
     for index, linear in enumerate(m for m in model.modules() if isinstance(m, nn.Linear)):
@@ -324,6 +334,37 @@ def test_allocations_meet_the_whole_budget(allocation):
     spec, log = prune(model, tokens(), "unstructured", 0.6, allocation=allocation, method="wanda")
     assert math.isclose(spec.density, 0.4, abs_tol=2e-3)
     assert (len({round(layer.density, 2) for layer in log}) == 1) == (allocation == "uniform")
+
+
+def test_measured_sensitivities_say_where_zeros_go():
+    model = make()
+    names = [target.name for target in find_targets(model)]
+    steep = {name: [(0.0, 0.0), (0.9, 9.0 if name.startswith("layers.0") else 0.1)] for name in names}
+    _, log = prune(model, tokens(), "unstructured", 0.5, allocation=sparta.sparsify.Sensitivity(curves=steep))
+    first = [layer.density for layer in log if layer.name.startswith("layers.0")]
+    others = [layer.density for layer in log if not layer.name.startswith("layers.0")]
+    assert min(first) > max(others)
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt", "alps", "obc"])
+def test_heads_are_blocks_as_high_as_the_layer_that_reads_them(method):
+    model = make()
+    spec, log = prune(model, tokens(), {"layers.*.attention.o.weight": "16x4"}, 0.5, method=method)
+    assert len(spec) == len(log) == 2
+    for tesa in spec.values():
+        heads = tesa.mask().view(16, 4, 4)
+        assert sorted(int(heads[:, head].sum()) for head in range(4)) == [0, 0, 64, 64]
+    for layer in log:
+        assert layer.error <= layer.error_before or method == "wanda"
+
+
+def test_a_loader_of_data_is_an_iterable_like_others():
+    samples = torch.cat(tokens())
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(samples), batch_size=4)
+    a, b = make(), make()
+    prune(a, loader, "2:4", method="sparsegpt")
+    prune(b, tokens(), "2:4", method="sparsegpt")
+    assert same(a, b)
 
 
 def test_patterns_by_layer():
@@ -411,6 +452,34 @@ def test_a_killed_run_goes_on_exactly(tmp_path):
     finished = make()
     assert prune(finished, data, "2:4", checkpoint=tmp_path)[0] == spec
     assert same(whole, finished)
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = [{tests!r}]
+from oneshot.models import make, tokens
+from sparta.oneshot import prune
+
+def kill(step):
+    if step.name == "layers.0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+prune(make(), tokens(), "2:4", refine="block", progress=kill, checkpoint={folder!r})
+"""
+
+
+def test_a_process_that_is_killed_leaves_what_it_had_finished(tmp_path):
+    code = KILLED.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
+    ended = subprocess.run([sys.executable, "-c", code], timeout=120, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    seen, whole, resumed = [], make(), make()
+    spec, _ = prune(whole, tokens(), "2:4", refine="block")
+    again, _ = prune(resumed, tokens(), "2:4", refine="block", checkpoint=tmp_path, progress=seen.append)
+    assert again == spec
+    assert len(list(tmp_path.glob("*.safetensors"))) == len(seen) == 3
+    for a, b in zip(resumed.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)  # the process may have had other threads
 
 
 @pytest.mark.parametrize("change", ["data", "model", "method", "pattern"])

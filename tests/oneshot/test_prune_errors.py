@@ -14,10 +14,8 @@ from sparta.errors import (
     ShapeError,
     ValueRangeError,
 )
-from sparta.oneshot import Problem, prune
-from sparta.oneshot.methods import alps, magnitude
+from sparta.oneshot import prune
 from sparta.oneshot.targets import Target
-from sparta.tesa.patterns import Unstructured
 
 
 def test_data_that_is_no_batches():
@@ -82,14 +80,6 @@ def test_methods_that_need_data_and_sparsities_that_do_not_fit():
 def test_methods_name_the_layer_they_cannot_prune():
     with pytest.raises(sparta.errors.PatternError, match=r"enter\.weight: method 'obc'"):
         prune(make(), tokens(), "4:1:4", method="obc")
-
-
-def test_errors_after_refinement_are_never_above_those_of_magnitude():
-    for seed in range(3):
-        torch.manual_seed(seed)
-        weight, x = torch.randn(12, 16).double(), torch.randn(80, 16).double() @ torch.randn(16, 16).double()
-        problem = Problem.of(weight, x.T @ x, Unstructured(), 0.5)
-        assert problem.loss(alps(problem).weight) <= problem.loss(magnitude(problem).weight)
 
 
 def test_a_target_says_what_it_was_called_with():

@@ -3,6 +3,10 @@
 import copy
 import json
 import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -349,6 +353,32 @@ def test_a_killed_plan_goes_on_and_gives_the_same(tmp_path):
     third = FakeBench({})
     planned(speedup=2.0, bench=third, checkpoint=tmp_path)
     assert third.calls["whole"] == 0
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = [{tests!r}]
+from planning.benches import FakeBench
+from planning.plans import planned
+
+class Killed(FakeBench):
+    def whole(self, masks):
+        if self.calls["whole"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().whole(masks)
+
+planned(speedup=2.0, bench=Killed({{}}), checkpoint={folder!r})
+"""
+
+
+def test_a_process_that_is_killed_leaves_what_it_had_measured(tmp_path):
+    code = KILLED.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
+    ended = subprocess.run([sys.executable, "-c", code], timeout=120, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    bench, whole = FakeBench({}), planned(speedup=2.0)
+    again = planned(speedup=2.0, bench=bench, checkpoint=tmp_path)
+    assert again.assignment == whole.assignment
+    assert bench.calls["whole"] == len(whole.points) - 1
 
 
 def test_the_checkpoint_of_another_plan_is_refused(tmp_path):

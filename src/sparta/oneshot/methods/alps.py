@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from sparta.oneshot.methods.base import method
-from sparta.oneshot.methods.least_squares import refit
+from sparta.oneshot.methods.least_squares import no_worse, refit
 from sparta.oneshot.problem import Problem, Solution
 
 __all__ = ["alps"]
@@ -46,7 +46,7 @@ def alps(problem: Problem) -> Solution:
         penalty *= next(factor for share, factor in _GROWTH if changed >= share * kept)
     found = Solution(mask, refit(problem, mask, projected / scale.to(dtype)))
     start = Solution(first, refit(problem, first, problem.weight))
-    return min((found, start), key=lambda solution: _cost(problem, solution))
+    return no_worse(problem, min((found, start), key=lambda solution: _cost(problem, solution)))
 
 
 def _cost(problem: Problem, solution: Solution) -> float:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparta.oneshot.problem import Problem
+from sparta.oneshot.methods.magnitude import magnitude
+from sparta.oneshot.problem import Problem, Solution
 
-__all__ = ["exact_fit", "refit"]
+__all__ = ["exact_fit", "no_worse", "refit"]
 
 
 def refit(problem: Problem, mask: Tensor, start: Tensor, steps: int = 20) -> Tensor:
@@ -52,3 +53,13 @@ def exact_fit(problem: Problem, mask: Tensor) -> Tensor:
                 solved = torch.cholesky_solve(target[row, kept].unsqueeze(1), factor)
                 result[group, row, kept] = solved.squeeze(1).to(result.dtype)
     return result
+
+
+def no_worse(problem: Problem, found: Solution) -> Solution:
+    """Return a solution whose error is never above that of pruning by magnitude: almost always `found` itself."""
+    plain = magnitude(problem)
+    most = problem.loss(plain.weight)
+    if problem.loss(found.weight) <= most:
+        return found
+    fitted = Solution(plain.mask, refit(problem, plain.mask, plain.weight))
+    return fitted if problem.loss(fitted.weight) <= most else plain

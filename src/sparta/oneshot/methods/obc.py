@@ -1,23 +1,25 @@
 """OBC: the exact greedy. One unit at a time, always the one whose removal costs least after the best update.
 
 Rows (bands of rows for blocks) are independent of each other, so the whole trace of each is computed and the counts
-per band follow from the costs. The time grows with rows times columns cubed: it is for small layers.
+per band follow from the costs; every other density follows from the same traces. The time grows with rows times columns
+cubed: it is for small layers.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparta.errors import PatternError, message
+from sparta.errors import PatternError, ValueRangeError, message
 from sparta.oneshot.methods.base import method
 from sparta.oneshot.methods.least_squares import exact_fit
 from sparta.oneshot.problem import Problem, Solution, Units
 
-__all__ = ["obc"]
+__all__ = ["obc", "obc_path"]
 
 Trace = list[tuple[int, float]]
 _BUDGET = 2**24  # elements of the inverses that are held at once
@@ -26,6 +28,18 @@ _BUDGET = 2**24  # elements of the inverses that are held at once
 @method("obc")
 def obc(problem: Problem) -> Solution:
     """Remove units one at a time, then fit the values of those that stay."""
+    (found,) = obc_path(problem, [problem.count])
+    return found
+
+
+def obc_path(problem: Problem, counts: Sequence[int | None]) -> list[Solution]:
+    """Return a solution for each number of units to prune, all from one pass.
+
+    >>> from sparta.tesa.patterns import Unstructured
+    >>> problem = Problem.of(torch.eye(4), torch.eye(4), Unstructured(), 0.5)
+    >>> [int(found.mask.sum()) for found in obc_path(problem, [0, 4, 12])]
+    [16, 12, 4]
+    """
     units = problem.units
     if units is None:
         raise PatternError(
@@ -42,13 +56,25 @@ def obc(problem: Problem) -> Solution:
         rows = problem.weight[group].double()
         bands += [(group, slice(first, first + units.height)) for first in range(0, len(rows), units.height)]
         traces += _traces(rows, inverse, units)
-    removed = _shares([[cost for _, cost in trace] for trace in traces], problem.count)
+    most = sum(len(trace) for trace in traces)
+    for count in counts:
+        if count is not None and not 0 <= count <= most:
+            raise ValueRangeError(message(f"{count} units of {most}", "as many as there are, or fewer"))
+    costs = [[cost for _, cost in trace] for trace in traces]
+    masks = [_mask(problem, units, bands, traces, _shares(costs, count)) for count in counts]
+    return [Solution(mask, exact_fit(problem, mask)) for mask in masks]
+
+
+def _mask(
+    problem: Problem, units: Units, bands: Sequence[tuple[int, slice]], traces: Sequence[Trace], removed: Sequence[int]
+) -> Tensor:
+    """Return the mask in which so many units of each band are gone, the first of its trace."""
     mask = torch.ones_like(problem.weight, dtype=torch.bool)
     for (group, band), trace, count in zip(bands, traces, removed, strict=True):
         gone = torch.zeros(units.count, dtype=torch.bool, device=mask.device)
         gone[[unit for unit, _ in trace[:count]]] = True
         mask[group, band] = ~gone[units.column_unit]
-    return Solution(mask, exact_fit(problem, mask))
+    return mask
 
 
 def _traces(rows: Tensor, inverse: Tensor, units: Units) -> list[Trace]:

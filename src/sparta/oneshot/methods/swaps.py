@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparta.errors import PatternError, message
 from sparta.oneshot.methods.base import method
-from sparta.oneshot.methods.least_squares import refit
+from sparta.oneshot.methods.least_squares import no_worse, refit
 from sparta.oneshot.methods.wanda import wanda
 from sparta.oneshot.problem import Problem, Solution, Units
 
@@ -25,7 +25,7 @@ _BUDGET = 2**24  # elements of the quadratic forms that are held at once
 def swaps(problem: Problem) -> Solution:
     """Start from Wanda's mask, exchange, and fit the values."""
     mask = improve(problem, wanda(problem).mask)
-    return Solution(mask, refit(problem, mask, problem.weight * mask))
+    return no_worse(problem, Solution(mask, refit(problem, mask, problem.weight * mask)))
 
 
 def improve(problem: Problem, mask: Tensor) -> Tensor:
