@@ -1,6 +1,7 @@
 """Options of a plan beside patterns of linear layers: rounding, and convolutions."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,12 +10,13 @@ from torch import nn
 from planning.benches import FakeBench
 from planning.plans import example, planned, transformer
 from sparta.compiler.session import Session
-from sparta.errors import SpartaError
+from sparta.errors import SpartaError, ValueRangeError
 from sparta.oneshot.targets import find_targets
 from sparta.planning import Option
 from sparta.planning.api import plan_with
 from sparta.planning.bench import CompilerBench
 from sparta.planning.cost import errors_of, grams_of, sensitivity_of
+from sparta.planning.options import precisions_of
 from sparta.planning.result import Goal
 from sparta.planning.rounding import rounded, rounding_errors
 from sparta.tesa.spec import Spec
@@ -83,7 +85,7 @@ def test_what_rounding_costs_is_told_by_row():
     known = {"int8": errors["0.weight"]}
     cost = errors_of(target, gram, [(option, None)], sensitivity, "alps", known)[option]
     spec = Spec.from_zeros(model)
-    simulated = rounded(model, data, spec, ["0.weight"], "int8").simulated
+    simulated = rounded(model, data, spec, {"0.weight": "int8"}).simulated
     with torch.no_grad():
         outputs = [(simulated(batch), model(batch)) for batch in data]
     change = sum(float((a - b).square().sum()) for a, b in outputs) / sum(float(b.square().sum()) for _, b in outputs)
@@ -147,6 +149,100 @@ def test_the_compiler_times_layers_that_are_rounded():
     whole = bench.whole(kinds)
     assert whole.ms > 0
     assert not bench.notes
+
+
+def test_bf16_is_an_option_between_the_given_numbers_and_int8():
+    asked = {"speedup": 1.2, "patterns": ["2:4"]}
+    plan = planned(**asked, precisions=["int8", "bf16"], bench=FakeBench({}, slower=1.0))
+    assert plan.met
+    for costs in plan.table.costs.values():
+        assert 0 < costs[Option("dense", precision="bf16")] < 0.5 * costs[Option("dense", precision="int8")]
+        assert costs[Option("2:4", precision="bf16")] > costs[Option("2:4")]
+    assert plan.loss < planned(**asked, precisions=["int8"], bench=FakeBench({}, slower=1.0)).loss
+    assert "bf16" in plan.precisions.values()
+    assert "bf16 by plan.compile" in str(plan)
+    name, bf16 = "1.down.weight", Option("dense", precision="bf16")
+    given, int8 = Option("dense"), Option("dense", precision="int8")
+    sizes = [plan.table.megabytes(name, option) for option in (given, bf16, int8)]
+    assert sizes == pytest.approx([sizes[0], sizes[0] / 2, sizes[0] / 4])
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_layers_in_bf16_stand_beside_others(both):
+    model = transformer()
+    before = copy.deepcopy(model.state_dict())
+    plan = planned(model, speedup=1.2, patterns=["2:4"], precisions=["int8", "bf16"])
+    bf16 = Option("dense", precision="bf16")
+    plan.assignment = {"1.gate.weight": bf16, "1.up.weight": bf16, "3.down.weight": Option("2:4", precision="bf16")}
+    if both:
+        plan.assignment["0.o.weight"] = Option("dense", precision="int8")
+    plan.apply(model)
+    assert torch.equal(before["1.gate.weight"], model[1].gate.weight)
+    fast = plan.compile(model, tune="off")
+    rounded = {f"{row.layer}.weight": row.format for row in fast.report.precision.layers if not row.why}
+    assert rounded == plan.precisions
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    with torch.no_grad():
+        wanted = model(example())
+        found = fast(example())
+    assert found.dtype == torch.float32
+    gap = float((found - wanted).norm() / wanted.norm())
+    assert 1e-5 < gap < 0.02
+    assert fast.report.precision.change == pytest.approx(gap, rel=1.0)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(64, 32), nn.Conv2d(8, 16, 3), nn.Conv1d(8, 16, 3, bias=False)], ids=str)
+def test_what_bf16_costs_is_measured_on_the_data(layer):
+    torch.manual_seed(0)
+    data = [torch.randn(4, *([64] if isinstance(layer, nn.Linear) else [8, 12, 12][: layer.weight.dim() - 1]))]
+    with torch.no_grad():
+        if layer.bias is not None:
+            layer.bias += 100  # which does not hide what is lost
+        errors = rounding_errors(layer, ["weight"], data, "bf16")
+        simulated = rounded(layer, data, Spec({}), {"weight": "bf16"}).simulated
+        given = layer(data[0])
+        bias = 0 if layer.bias is None else layer.bias.view(-1, *[1] * (layer.weight.dim() - 2))
+        change = float((simulated(data[0]) - given).norm() / (given - bias).norm())
+    assert errors["weight"] == pytest.approx(change)
+    assert not layer._forward_hooks
+    assert layer.weight.dtype == torch.float32
+
+
+def test_a_weight_that_others_share_stays_as_it_is_for_them():
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16, bias=False))
+    model[1].weight = model[0].weight
+    words = torch.arange(5)
+    short = rounded(model.eval(), [words], Spec({}), {"1.weight": "bf16"}).simulated
+    assert short[0].weight.dtype == torch.float32
+    assert short(words).dtype == torch.float32
+
+
+@pytest.mark.parametrize("flags", [("avx2",), ("avx2", "avx512_bf16")])
+def test_bf16_is_an_option_where_the_processor_computes_in_it(flags, monkeypatch):
+    machine = SimpleNamespace(vector_isa=flags)
+    monkeypatch.setattr("sparta.compiler.precise.probe_cpu", lambda: machine)
+    assert precisions_of("auto", "cpu", {torch.float32}) == ["int8"]
+    if len(flags) == 1:
+        with pytest.raises(ValueRangeError, match=r"precisions='bf16'.*int8 for float32 on this cpu"):
+            precisions_of("bf16", "cpu", {torch.float32})
+        return
+    assert precisions_of(["int8", "bf16"], "cpu", {torch.float32}) == ["int8", "bf16"]
+    with pytest.raises(ValueRangeError, match="none for bfloat16"):
+        precisions_of("bf16", "cpu", {torch.bfloat16})
+
+
+def test_the_compiler_times_layers_in_bf16():
+    model = transformer()
+    targets = {t.name: t for t in find_targets(model)}
+    bench = CompilerBench(copy.deepcopy(model), example(), targets, Session(budget_s=4.0))
+    kinds = {}
+    for name, option in {"1.gate.weight": Option("4x1", 0.9, "bf16"), "1.up.weight": Option("dense", None, "bf16"),
+                         "1.down.weight": Option("dense", None, "int8")}.items():  # fmt: skip
+        assert 0 < bench.option_ms(name, option) <= bench.dense_ms(name)
+        kinds[name] = (option, option.made if option.prunes else None)
+    whole = bench.whole(kinds)
+    assert whole.ms > 0
+    assert "1.up.weight" not in whole.dense, "it is dense as it was meant to be"
 
 
 class Convolutions(nn.Module):

@@ -24,7 +24,7 @@ def plan_source(  # noqa: PLR0913 - one option each
     max_loss: Annotated[float | None, typer.Option(help="As fast as possible within this estimated loss.")] = None,
     pattern: Annotated[list[str] | None, typer.Option(help="Patterns to choose from; may be repeated.")] = None,
     precision: Annotated[
-        str, typer.Option(help="What layers may be rounded to: int8, fp8, auto for what runs here, or none.")
+        str, typer.Option(help="What layers may be rounded to: int8, fp8, bf16, auto for 8 bits, or none.")
     ] = "auto",
     method: Annotated[
         str, typer.Option(help="How layers are pruned: magnitude, wanda, sparsegpt, alps, ...")

@@ -32,7 +32,7 @@ from sparta.propagation.capture import call_arguments
 from sparta.tesa.bits import bit_format
 from sparta.tesa.spec import Spec
 
-__all__ = ["DEFAULT_LOSS", "PRECISIONS", "Wanted", "compiled_at", "side_by_side"]
+__all__ = ["DEFAULT_LOSS", "PRECISIONS", "Wanted", "compiled_at", "computes_in_bf16", "side_by_side"]
 
 PRECISIONS = ("int8", "bf16", "fp8", "auto")
 DEFAULT_LOSS = 0.1
@@ -178,8 +178,12 @@ def _candidates(device: str, model: nn.Module) -> list[str]:
         return ["int8"]
     if device == "cuda":
         return ["fp8", "bf16"] if torch.cuda.get_device_capability() >= _FP8_CAPABILITY else ["bf16"]
-    quick = {"avx512_bf16", "amx_bf16", "bf16"} & set(probe_cpu().vector_isa)
-    return ["int8", "bf16"] if quick else ["int8"]
+    return ["int8", "bf16"] if computes_in_bf16() else ["int8"]
+
+
+def computes_in_bf16() -> bool:
+    """Whether the CPU has instructions for bfloat16."""
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(probe_cpu().vector_isa))
 
 
 def _compiled(

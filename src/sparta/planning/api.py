@@ -78,8 +78,10 @@ def plan(  # noqa: PLR0913 - one verb, and all but three of its arguments by nam
         What layers may become: ``"auto"`` for what kernels of the device are good at, or patterns, with ``"channels"``
         for whole inputs, neurons and attention heads.
     precisions
-        What layers may be rounded to, dense or in a pattern: ``"auto"`` for what the device has kernels for (``"int8"``
-        on the CPU for float32, ``"fp8"`` on CUDA for 16 bits); None for none. :meth:`SparsityPlan.compile` rounds.
+        What layers may be rounded to, dense or in a pattern: ``"auto"`` for 8 bits where the device has kernels for
+        them (``"int8"`` on the CPU for float32, ``"fp8"`` on CUDA for 16 bits); ``["int8", "bf16"]`` for 16 bits as
+        well, where the model is in float32 and the device computes in bfloat16; None for none.
+        :meth:`SparsityPlan.compile` rounds.
     device
         Where to measure; None: where the model is.
     budget_s

@@ -30,9 +30,9 @@ from sparta.compiler.plan import LayerPlan
 from sparta.compiler.session import Session
 from sparta.errors import SpartaError
 from sparta.oneshot.targets import Target
-from sparta.planning.options import Option
+from sparta.planning.options import BF16, Option
 from sparta.planning.rounding import rounded
-from sparta.precision.api import FORMATS, FoundGrids
+from sparta.precision.api import FORMATS
 from sparta.precision.formats import Float8, round_weight
 from sparta.propagation.capture import call_arguments
 from sparta.specialize.cpu.library import load as load_kernels
@@ -137,6 +137,7 @@ class CompilerBench:
     notes: list[str] = field(default_factory=list)
     _known: dict[str, Choice] = field(default_factory=dict)
     _dense: dict[str, float] = field(default_factory=dict)
+    _shares: dict[str, tuple[float, float]] = field(default_factory=dict)
     _given: float | None = None
     _found: dict[str, tuple[SubGraph, Tensor, Tensor | None]] | None = None
     _program: Program | None = None
@@ -197,23 +198,47 @@ class CompilerBench:
         if option.prunes:
             mask = _mask(self.targets[name], option.made, option.sparsity)
             pruned = replace(subgraph, weight=subgraph.weight * mask.to(subgraph.weight.device))
+        if option.precision == BF16:
+            product, casts = self._in_bf16(name)
+            share = self._kernel_share(_shortened(pruned), *_short(x, residual)) if option.prunes else 1.0
+            return dense * min(1.0, casts + product * share)
         if option.precision is not None:
             pruned = self._rounded(name, pruned, option.precision, x, residual)
             if pruned.scales is None:
                 return dense  # no kernel takes it rounded
-        spec = pruned.spec(x)
+        return dense * self._kernel_share(pruned, x, residual)
+
+    def _kernel_share(self, subgraph: SubGraph, x: Tensor, residual: Tensor | None) -> float:
+        """Return the time of the best kernel as a share of that of the dense one; 1 where none is faster."""
+        spec = subgraph.spec(x)
 
         def problem() -> Any:
-            return pruned.lowering.problem(spec, pruned.weight, x, pruned.bias, residual)
+            return subgraph.lowering.problem(spec, subgraph.weight, x, subgraph.bias, residual)
 
         with torch.no_grad():
             choice = choice_for(spec, problem, self._known, self.session, share=_SHARE)
         if self.session.interrupted:
             raise KeyboardInterrupt  # it was taken as the end of one measurement; it ends all of them
-        if choice.implement == DENSE_KERNEL:
-            return dense
-        ratio = best_ratio(choice)
-        return dense if ratio is None else dense * min(1.0, ratio)
+        ratio = None if choice.implement == DENSE_KERNEL else best_ratio(choice)
+        return 1.0 if ratio is None else min(1.0, ratio)
+
+    def _in_bf16(self, name: str) -> tuple[float, float]:
+        """Return what a dense layer takes in bfloat16, and what the casts take, as shares of what it takes as it is."""
+        kind = self.kind(name)
+        if kind not in self._shares:
+            subgraph, x, _ = self._layers[name]
+            short, narrow = _shortened(subgraph), x.to(torch.bfloat16)
+            wide = self._run(subgraph, subgraph.weight, x, subgraph.bias)
+            back = wide.to(torch.bfloat16)
+            calls = {
+                "dense": lambda: self._run(subgraph, subgraph.weight, x, subgraph.bias),
+                "short": lambda: self._run(short, short.weight, narrow, short.bias),
+                "casts": lambda: self._waited((x.to(torch.bfloat16), back.to(wide.dtype))),
+            }
+            rounds = Rounds(self.session.measure(calls, _SECONDS))
+            product, casts = (1 / rounds.ratio("dense", key).value for key in ("short", "casts"))
+            self._shares[kind] = (product, casts)
+        return self._shares[kind]
 
     def narrow_ms(self, name: str, *, rows: float, columns: float) -> float:
         """Return the milliseconds of a dense layer of which some rows and columns stay, by its ratio to the whole."""
@@ -245,10 +270,9 @@ class CompilerBench:
         spec.apply(model)
         short = {name: option.precision for name, (option, _) in masks.items() if option.precision is not None}
         grids: Mapping[str, Any] = {}
-        for precision in sorted(set(short.values())):
-            names = [name for name in short if short[name] == precision]
-            found = rounded(model, [self.example], spec, names, precision, quick=True)
-            model, spec, grids = found.model, found.spec, FoundGrids({**grids, **found.activations})
+        if short:
+            found = rounded(model, [self.example], spec, short, quick=True)
+            model, spec, grids = found.model, found.spec, found.activations
         fast, hurried = self._compiled(model, spec, grids)
         if _gave_up(fast):  # timing was unstable, or the time was up: kernels are stored by now
             fast, hurried = self._compiled(model, spec, grids)
@@ -258,7 +282,8 @@ class CompilerBench:
             seconds = max(_WHOLE_SECONDS, 2 * _ROUNDS * given_ms / 1e3)
             rounds = Rounds(self.session.measure(calls, seconds))
         lost = {layer.name for layer in fast.report.plan.layers if _lost(layer)}
-        dense = frozenset(name for name in masks if _module(name) in lost)
+        wanted = {name for name, (option, _) in masks.items() if option.prunes or option.precision != BF16}
+        dense = frozenset(name for name in wanted if _module(name) in lost)
         ratio = rounds.ratio("given", "fast").value
         memory = fast.report.totals.compiled_memory / 1e6
         return Whole(given_ms, given_ms / ratio, ratio, memory, dense, hurried)
@@ -336,6 +361,16 @@ class CompilerBench:
 def _mask(target: Target, pattern: Pattern, sparsity: float | None) -> Tensor:
     """Return the mask of a layer's weight by magnitude, outputs first."""
     return pattern.project(target.seen(target.parameter.detach()).abs(), sparsity)
+
+
+def _shortened(subgraph: SubGraph) -> SubGraph:
+    """Return a sub-graph whose weight is in bfloat16."""
+    bias = None if subgraph.bias is None else subgraph.bias.to(torch.bfloat16)
+    return replace(subgraph, weight=subgraph.weight.to(torch.bfloat16), bias=bias)
+
+
+def _short(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return x.to(torch.bfloat16), None if residual is None else residual.to(torch.bfloat16)
 
 
 def _lost(layer: LayerPlan) -> bool:

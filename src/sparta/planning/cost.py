@@ -21,7 +21,7 @@ from sparta.oneshot.calibrate import Grams, call
 from sparta.oneshot.methods import find_method, refit
 from sparta.oneshot.problem import Problem
 from sparta.oneshot.targets import Target
-from sparta.planning.options import Option
+from sparta.planning.options import BF16, Option
 from sparta.precision.api import FORMATS
 from sparta.precision.formats import round_weight
 from sparta.tesa.patterns import Pattern
@@ -148,7 +148,10 @@ def _rounding(weight: Tensor, gram: Tensor, whole: Tensor, precision: str) -> Te
     Rounding the weights changes a row by what the Gram matrix says. What is left of the sum is due to the inputs, whose
     noise reaches each row by the squares of its weights, however large the output of the row is.
     """
-    values = round_weight(weight.flatten(0, 1), 0, FORMATS[precision]).values.view_as(weight)
+    if precision == BF16:
+        values = weight.to(torch.bfloat16).to(weight.dtype)
+    else:
+        values = round_weight(weight.flatten(0, 1), 0, FORMATS[precision]).values.view_as(weight)
     change = (values - weight).double()
     by_weights = ((change @ gram.double()) * change).sum(2).clamp(min=0)
     squares = weight.double().square().sum(2)

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sparta.compiler.precise import computes_in_bf16
 from sparta.errors import ArgumentError, NameNotFoundError, ValueRangeError, did_you_mean, message
 from sparta.tesa.patterns import Pattern, as_pattern
 
-__all__ = ["CHANNELS", "DENSE", "MEASURED", "SPARSITIES", "Option", "options_of", "precisions_of"]
+__all__ = ["BF16", "CHANNELS", "DENSE", "MEASURED", "SPARSITIES", "Option", "options_of", "precisions_of"]
 
 SPARSITIES = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
 """Levels of patterns that have none of their own, the fastest first."""
@@ -27,8 +28,10 @@ _AUTO = {
     "cpu": ("unstructured", "4x1", "16x1", CHANNELS),
     "cuda": ("2:4", "unstructured", "32x32", CHANNELS),
 }
-_PRECISIONS = {"cpu": ("int8",), "cuda": ("fp8",)}
-_DTYPES = {"int8": {torch.float32}, "fp8": {torch.bfloat16, torch.float16}}
+BF16 = "bf16"
+"""Sixteen bits for the layers that need more than eight; a model that is in 16 bits as a whole does not need it."""
+_PRECISIONS = {"cpu": ("int8", BF16), "cuda": ("fp8", BF16)}
+_DTYPES = {"int8": {torch.float32}, "fp8": {torch.bfloat16, torch.float16}, BF16: {torch.float32}}
 _FP8_CAPABILITY = (8, 9)
 
 
@@ -43,7 +46,7 @@ class Option:
     sparsity
         The fraction of units that goes; None for dense and for patterns with a sparsity of their own.
     precision
-        ``"int8"`` or ``"fp8"`` for weights and inputs that are rounded; None for the model's own numbers.
+        ``"int8"``, ``"fp8"`` or ``"bf16"`` for weights and inputs that are rounded; None for the model's own numbers.
 
     >>> print(Option("4x1", 0.7)), print(Option("2:4")), print(Option("dense", precision="int8"))
     4x1 70 %
@@ -136,16 +139,16 @@ def precisions_of(asked: Sequence[str] | str | None, device: str, dtypes: set[to
     Parameters
     ----------
     asked
-        ``"auto"`` for what the device has kernels for; a precision, or several; None or nothing for none.
+        ``"auto"`` for 8 bits where the device has kernels for them; a precision, or several; None or nothing for none.
     dtypes
         Of the model's own numbers.
 
     >>> precisions_of("auto", "cpu", {torch.float32}), precisions_of(None, "cpu", {torch.float32})
     (['int8'], [])
     """
-    able = [each for each in _PRECISIONS.get(device, ()) if dtypes <= _DTYPES[each] and _has_kernels(each)]
+    able = [each for each in _PRECISIONS.get(device, ()) if dtypes <= _DTYPES[each] and _has_kernels(each, device)]
     if asked is None or asked == "auto":
-        return able if asked else []
+        return [each for each in able if each != BF16] if asked else []
     if not isinstance(asked, str | Sequence):
         raise ArgumentError(
             message(f"precisions is a {type(asked).__name__}", "'auto', a precision or several of them")
@@ -162,5 +165,7 @@ def precisions_of(asked: Sequence[str] | str | None, device: str, dtypes: set[to
     return chosen
 
 
-def _has_kernels(precision: str) -> bool:
+def _has_kernels(precision: str, device: str) -> bool:
+    if precision == BF16 and device == "cpu":
+        return computes_in_bf16()
     return precision != "fp8" or torch.cuda.get_device_capability() >= _FP8_CAPABILITY

@@ -291,8 +291,7 @@ class SparsityPlan:
 
     def _rounded(self, model: nn.Module, spec: Spec) -> Quantized:
         home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        (precision,) = set(self.precisions.values())
-        return rounded(model, [moved(batch, home) for batch in self.data], spec, self.precisions, precision)
+        return rounded(model, [moved(batch, home) for batch in self.data], spec, self.precisions)
 
     def forget(self) -> None:
         """Forget what was applied."""

@@ -1,20 +1,30 @@
 """Layers of a plan that are rounded: what that changes in each, and the model in which those that were chosen are.
 
-Rounding is that of :mod:`sparta.precision`, for some layers only: all others, embeddings among them, stay as they are.
+Rounding to 8 bits is that of :mod:`sparta.precision`, for some layers only: all others, embeddings among them, stay as
+they are. A layer in bfloat16 casts what it takes and gives, so that its neighbours see the numbers that they did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any, Literal, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from sparta.errors import SpartaError
-from sparta.precision.api import FORMATS, Quantized, quantize
+from sparta.oneshot.calibrate import call
+from sparta.planning.options import BF16
+from sparta.precision.api import FORMATS, FoundGrids, Quantized, quantize
+from sparta.precision.data import checked_batches
 from sparta.precision.layers import chosen_layer, unusable
+from sparta.precision.losses import Judge
 from sparta.precision.observe import observe
+from sparta.precision.report import LayerPrecision, PrecisionReport
 from sparta.precision.watch import Weights
+from sparta.tesa.names import canonical
 from sparta.tesa.spec import Spec
 
 __all__ = ["rounded", "rounding_errors"]
@@ -24,6 +34,8 @@ def rounding_errors(
     model: nn.Module, names: Collection[str], batches: Sequence[Any], precision: str
 ) -> dict[str, float]:
     """Return the relative error that rounding weights and inputs makes in the output of each layer that can be."""
+    if precision == BF16:
+        return _errors_in_bf16(model, names, batches)
     weights = Weights(model)
     try:
         seen = observe(model, batches, weights)
@@ -38,16 +50,35 @@ def rounding_errors(
 
 
 def rounded(
-    model: nn.Module, batches: Sequence[Any], spec: Spec, names: Collection[str], precision: str, *, quick: bool = False
+    model: nn.Module, batches: Sequence[Any], spec: Spec, precisions: Mapping[str, str], *, quick: bool = False
 ) -> Quantized:
-    """Return a copy of a model in which these layers are rounded, with its spec and the grids of their inputs.
+    """Return a copy of a model in which some layers are rounded, with its spec and the grids of their inputs.
 
     Parameters
     ----------
+    precisions
+        Of each layer that is rounded: bfloat16, and one other at most.
     quick
         Take the first grids that will do: times do not depend on them.
     """
-    others = [name for name in Weights(model).tensors if name not in names]
+    on_grids = {name: precision for name, precision in precisions.items() if precision != BF16}
+    found = _on_grids(model, batches, spec, on_grids, quick=quick) if on_grids else _as_given(model, batches, spec)
+    short = [name for name in precisions if name not in on_grids]
+    for _, layer in _layers(found.model, short):
+        _shorten(layer)
+    if not short or quick:
+        return found
+    known = {row.layer: row for row in found.report.layers}
+    known |= {layer: LayerPrecision(layer, BF16, BF16) for layer in (name.removesuffix(".weight") for name in short)}
+    told = replace(found.report, layers=tuple(known.values()), change=found.judge.change(found.simulated))
+    return replace(found, report=told)
+
+
+def _on_grids(
+    model: nn.Module, batches: Sequence[Any], spec: Spec, precisions: Mapping[str, str], *, quick: bool
+) -> Quantized:
+    (precision,) = set(precisions.values())
+    others = [name for name in Weights(model).tensors if name not in precisions]
     return quantize(
         model,
         batches,
@@ -58,3 +89,74 @@ def rounded(
         dynamic=None if precision == "int8" else True,
         ignore=others,
     )
+
+
+def _as_given(model: nn.Module, batches: Sequence[Any], spec: Spec) -> Quantized:
+    """Return a copy with its zeros, of which nothing is on a grid."""
+    copy = deepcopy(model).eval()
+    for parameter in copy.parameters():
+        parameter.requires_grad = False
+    spec.apply(copy)
+    judge = Judge.of(copy, checked_batches(batches), None)
+    return Quantized(copy, spec, FoundGrids(), copy, PrecisionReport(BF16, (), len(batches), 0.0), judge)
+
+
+# ---------------------------------------------------------------------- bfloat16
+
+
+def _layers(model: nn.Module, names: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Give the layers of these weights, each with the name of its weight."""
+    for path, module in model.named_modules():
+        name = canonical(f"{path}.weight" if path else "weight")
+        if name in names:
+            yield name, module
+
+
+def _shorten(layer: nn.Module) -> None:
+    """Let a layer compute in bfloat16, in place; a weight that others share stays as it is for them."""
+    for key, parameter in layer._parameters.items():
+        if parameter is not None:
+            layer._parameters[key] = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
+    layer.register_forward_pre_hook(_narrowed)
+    layer.register_forward_hook(_widened)
+
+
+def _narrowed(_layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(arg.to(torch.bfloat16) if isinstance(arg, Tensor) else arg for arg in args)
+
+
+def _widened(_layer: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output.to(torch.float32)
+
+
+def _errors_in_bf16(model: nn.Module, names: Collection[str], batches: Sequence[Any]) -> dict[str, float]:
+    changes, wholes = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+
+    def listener(name: str, short: nn.Module) -> Any:
+        def hook(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            changes[name] += float((short(*args) - output).double().square().sum())
+            wholes[name] += float((output - _bias(layer)).double().square().sum())
+
+        return hook
+
+    found = [(name, layer, deepcopy(layer)) for name, layer in _layers(model, names)]
+    for _, _, short in found:
+        _shorten(short)
+    handles = [layer.register_forward_hook(listener(name, short)) for name, layer, short in found]
+    try:
+        with torch.no_grad():
+            for index, batch in enumerate(batches):
+                call(model, batch, index)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: (changes[name] / whole) ** 0.5 for name, whole in wholes.items() if whole > 0}
+
+
+def _bias(layer: nn.Module) -> Tensor | float:
+    """Return what a layer adds to its product, as it lies on its output."""
+    bias = getattr(layer, "bias", None)
+    if not isinstance(bias, Tensor):
+        return 0.0
+    spatial = len(layer.kernel_size) if isinstance(layer, nn.Conv1d | nn.Conv2d) else 0
+    return bias.view(-1, *[1] * spatial)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from sparta.oneshot.targets import Target
 from sparta.planning.layers import Group
-from sparta.planning.options import CHANNELS, DENSE, Option
+from sparta.planning.options import BF16, CHANNELS, DENSE, Option
 from sparta.planning.solve import Front, front_of
 from sparta.tesa.patterns import Pattern
 
@@ -121,7 +121,7 @@ class Table:
     def megabytes(self, name: str, option: Option) -> float:
         """Return the memory of one weight, about."""
         parameter = self.targets[name].parameter
-        size = parameter.element_size() if option.precision is None else 1
+        size = parameter.element_size() if option.precision is None else 2 if option.precision == BF16 else 1
         whole = parameter.numel() * size / 1e6
         if not option.prunes or option.pattern == CHANNELS:
             return whole * option.density
