@@ -256,18 +256,21 @@ class Convolutions(nn.Module):
         return self.head(torch.relu_(self.second(x)).mean((2, 3)))
 
 
+@pytest.mark.parametrize("precisions", [[], ["int8"], ["int8", "bf16"]])
 @pytest.mark.parametrize("patterns", [["4x1"], ["channels"], ["4x1", "channels"]])
-def test_convolutions_are_planned_too(patterns):
+def test_convolutions_are_planned_too(patterns, precisions):
     torch.manual_seed(0)
     model = Convolutions().eval()
     targets = {t.name: t for t in find_targets(model)}
     images = [torch.randn(4, 3, 8, 8) for _ in range(2)]
     plan = plan_with(
         FakeBench(targets, rest=0.5), Session(), (model, copy.deepcopy(model)), images[0], images, Goal(speedup=1.3),
-        patterns=patterns,
+        patterns=patterns, precisions=precisions,
     )  # fmt: skip
     assert plan.met
     assert plan.assignment
+    for name, costs in plan.table.costs.items():
+        assert all(costs[Option("dense", precision=each)] > 0 for each in precisions), name
     pruned = copy.deepcopy(model)
     plan.apply(pruned)
     plan.spec.check(pruned)

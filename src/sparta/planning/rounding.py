@@ -30,6 +30,7 @@ from sparta.tesa.spec import Spec
 __all__ = ["rounded", "rounding_errors"]
 
 
+@torch.no_grad()
 def rounding_errors(
     model: nn.Module, names: Collection[str], batches: Sequence[Any], precision: str
 ) -> dict[str, float]:
@@ -144,9 +145,8 @@ def _errors_in_bf16(model: nn.Module, names: Collection[str], batches: Sequence[
         _shorten(short)
     handles = [layer.register_forward_hook(listener(name, short)) for name, layer, short in found]
     try:
-        with torch.no_grad():
-            for index, batch in enumerate(batches):
-                call(model, batch, index)
+        for index, batch in enumerate(batches):
+            call(model, batch, index)
     finally:
         for handle in handles:
             handle.remove()
