@@ -5,7 +5,8 @@ Run with ``python benchmarks/compiler/quantized.py --threads 2``; ``--only`` and
 fp32 and eagerly in bf16; the sparse one is compiled with ``precision="int8"``, ``"bf16"`` or as it is. All calls of a
 model take turns, each twice in a row, and the second run counts. Threads of other runtimes look for work for tens of
 milliseconds after a call, and the next call would share cores with them, so a turn begins when no thread of this
-process runs. bf16 is left out where the processor does not compute in it. Results are saved after every model;
+process runs. bf16 is left out where the processor does not compute in it. Sparse models in fp32 are also timed without
+their live weights, as :mod:`emptied` says, for a bound. Results are saved after every model, over older ones;
 ``--continue`` goes on where a run ended, ``--keep`` keeps the rivals' files for the next run, and ``--variants`` takes
 some of ours.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import platform
 import statistics
 import sys
@@ -34,10 +34,14 @@ from sparta.tables import table
 from sparta.tesa.patterns import parse_pattern
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "oneshot"))
+from emptied import emptied, least_ms
 from networks import encoder, mobilenet, pruned_layers, resnet
+from roofline import measured_roof
+from rows import keep, stored
 from runtimes import rival_calls
 
-from record import RESULTS, path_of, save
+from record import RESULTS, path_of
 
 QUESTION, DEVICE = "compiler_quantized", f"{platform.machine()} cpu"
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], Callable[[int, bool], Tensor]]] = {
@@ -82,18 +86,16 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     load()  # compiled before any budget begins
-    results = _before(options.out, options.machine) if options.go_on else []
-    done = {(row["model"], row["batch"]) for row in results}
+    path = path_of(QUESTION, options.machine, options.out or RESULTS)
+    done = {(row["model"], row["batch"]) for row in stored(path)} if options.go_on else set()
     for name in options.only:
         for batch in options.batch:
             if (name, batch) in done:
                 continue
-            results.append(_measured(name, batch, options))
-            print(_shown(results[-1:]), flush=True)
-            record = {"threads": options.threads, "rows": results}
+            row = _measured(name, batch, options)
+            print(_shown(row), flush=True)
             if not options.quick or options.out:
-                save(QUESTION, options.machine, record, folder=options.out)
-    print(_shown(results))
+                keep(row, ("model", "batch"), _in_order, path, options.machine, {"threads": options.threads})
     return 0
 
 
@@ -116,9 +118,9 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _before(folder: Path | None, machine: str) -> list[dict[str, Any]]:
-    path = path_of(QUESTION, machine, folder or RESULTS)
-    return list(json.loads(path.read_text(encoding="utf-8"))["results"]["rows"]) if path.exists() else []
+def _in_order(row: dict[str, Any]) -> tuple[int, int]:
+    """Return what rows are sorted by."""
+    return row["batch"], list(MODELS).index(row["model"])
 
 
 def _measured(name: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -131,6 +133,9 @@ def _measured(name: str, batch: int, options: argparse.Namespace) -> dict[str, A
     if "bf16" in precisions:
         calls["eager bf16"] = _in_bf16(model)
     changes: dict[str, float] = {}
+    empty: dict[str, Callable[[Tensor], Any]] = {}
+    least: dict[str, float] = {}
+    roof = measured_roof()
     with tempfile.TemporaryDirectory() as temporary, torch.no_grad():
         folder = Path(temporary) if options.keep is None else options.keep / f"{name}-{batch}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -145,8 +150,12 @@ def _measured(name: str, batch: int, options: argparse.Namespace) -> dict[str, A
             calls[label] = fast
             if fast.report.precision is not None:
                 changes[label] = fast.report.precision.change
-        medians = _in_turns(calls, x, options.seconds)
-    return {"model": name, "batch": batch, "median_ms": medians, "change": changes}
+            elif sparsity:
+                empty[label], least[label] = emptied(fast), least_ms(fast, roof, options.threads)
+        beside = {f"empty {label}": call for label, call in empty.items()}
+        medians = _in_turns(calls | beside, x, options.seconds)
+    bounds = {label: {"empty": medians.pop(f"empty {label}"), "least": least[label]} for label in empty}
+    return {"model": name, "batch": batch, "median_ms": medians, "change": changes, "bound_ms": bounds}
 
 
 def _in_turns(calls: dict[str, Callable[[Tensor], Any]], x: Tensor, seconds: float) -> dict[str, float]:
@@ -199,13 +208,13 @@ def _in_bf16(model: nn.Module) -> Callable[[Tensor], Any]:
     return lambda x: short(x.to(torch.bfloat16))
 
 
-def _shown(results: list[dict[str, Any]]) -> str:
+def _shown(row: dict[str, Any]) -> str:
     rows = [
-        [row["model"], row["batch"], name, ms, row["change"].get(name)]
-        for row in results
+        [row["model"], row["batch"], name, ms, row["change"].get(name), *row["bound_ms"].get(name, {}).values()]
         for name, ms in row["median_ms"].items()
     ]
-    return table(["model", "batch", "what", "ms", "change"], rows)
+    heads = ["model", "batch", "what", "ms", "change", "ms without live weights", "ms of live weights"]
+    return table(heads, [[*line, *[None] * (len(heads) - len(line))] for line in rows])
 
 
 if __name__ == "__main__":

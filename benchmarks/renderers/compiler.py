@@ -107,6 +107,21 @@ def precision(found: Sequence[Record]) -> str:
     return "\n\n".join(parts)
 
 
+# How many times faster than the best dense runtime at the same precision; dense models are to lose no more than 3 %.
+_GOALS = {
+    "bert-base": {"dense fp32": 0.97, "4x1 80% fp32": 4.0, "4x1 90% fp32": 6.0, "4x1 80% bf16": 2.0}
+    | {"4x4 80% int8": 2.5, "4x4 90% int8": 3.5},
+    "resnet50": {
+        "dense fp32": 0.97,
+        "4x1 80% fp32": 4.0,
+        "4x1 90% fp32": 5.0,
+        "4x4 80% int8": 1.8,
+        "4x4 90% int8": 2.5,
+    },
+    "mobilenetv2": {"dense fp32": 0.97, "4x1 80% fp32": 2.0, "4x1 90% fp32": 3.0},
+}
+
+
 @renderer("compiler-quantized", "compiler_quantized")
 def quantized(found: Sequence[Record]) -> str:
     """Return whole models in several precisions: milliseconds of the best dense runtime in each, and of ours."""
@@ -121,23 +136,26 @@ def quantized(found: Sequence[Record]) -> str:
                 precision = name.split()[-1]
                 rivals = {n: t for n, t in times.items() if not n.startswith("sparta") and n.endswith(precision)}
                 best = min(rivals, key=rivals.__getitem__)
-                change = row["change"].get(name)
-                line = [
-                    row["model"],
-                    row["batch"],
-                    name.removeprefix("sparta "),
-                    f"{ms:.2f}",
-                    best,
-                    f"{rivals[best]:.2f}",
-                ]
-                rows.append([*line, f"{rivals[best] / ms:.2f}", None if change is None else f"{change:.3f}"])
+                change, variant = row["change"].get(name), name.removeprefix("sparta ")
+                line = [row["model"], row["batch"], variant, f"{ms:.2f}", best, f"{rivals[best]:.2f}"]
+                target, bound = _GOALS.get(row["model"], {}).get(variant), row.get("bound_ms", {}).get(name)
+                rows.append(
+                    [
+                        *line,
+                        f"{rivals[best] / ms:.2f}",
+                        None if target is None else f"{target:g}",
+                        None if bound is None else f"{rivals[best] / (bound['empty'] + bound['least']):.2f}",
+                        None if change is None else f"{change:.3f}",
+                    ]
+                )
         title = (
             "Milliseconds of compiled models and of the best dense runtime at the same precision (eager PyTorch, "
             "ONNX Runtime, OpenVINO), how many times faster, and how much rounding changes the outputs (of their "
-            "norm). "
+            "norm). The bound is of the same model without its live weights, plus what these need at the full rate of "
+            "all cores, both measured in the same run. "
             f"{record['results']['threads']} threads. {source(record)}"
         )
-        heads = ["model", "batch", "weights", "ms", "best dense", "its ms", "times faster", "change"]
+        heads = ["model", "batch", "weights", "ms", "best dense", "its ms", "times faster", "target", "bound", "change"]
         parts.append(f"{title}\n\n{markdown(heads, rows)}")
     return "\n\n".join(parts)
 
