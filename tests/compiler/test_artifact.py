@@ -162,6 +162,25 @@ def test_kernels_that_do_not_fit_are_chosen_anew(saved, config):
     assert "does not run here" in again.report.full
 
 
+def test_a_kernel_of_another_version_runs_with_parameters_of_its_own(own_stores, tmp_path):
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    path = tmp_path / "model.sparta"
+    with forcing("cpu"):
+        fast = sparta.compile(model, x, tune="off")
+    fast.save(path)
+
+    def change(_tensors, payload):
+        for kernel in payload["kernels"].values():
+            for choice in kernel["choices"].values():
+                choice["version"] += 1
+
+    rewritten(path, change)
+    with pytest.warns(UserWarning, match="another version of cpu is installed.*with other parameters"):
+        again = sparta.load(path)
+    assert {layer.first.implement for layer in again.report.plan.layers} == {"cpu"}
+    torch.testing.assert_close(again(x), fast(x), rtol=1e-4, atol=1e-5)
+
+
 # ---------------------------------------------------------------------- files that are not as written
 
 

@@ -320,7 +320,10 @@ class _Reader:
         return fused.lowering.spec(fused.weight, x, fused.attributes, fused.epilogue, device=self.where.type)
 
     def choice(self, name: str, spec: KernelSpec, stored: Mapping[str, Any]) -> Choice:
-        """Return the stored choice where it runs here, else one of this machine's own, else dense."""
+        """Return the stored choice where it runs here, else one of this machine's own, else the kernel as it is now.
+
+        Dense is the last resort: what won when the file was written was faster.
+        """
         choice = choice_from_dict(stored["choice"])
         try:
             implement = implement_named(choice.implement, spec.op)
@@ -333,13 +336,22 @@ class _Reader:
                 raise FileFormatError(message(f"the parameters {dict(choice.params)}", "those of the search space"))
             build(spec, choice.config)
         except SpartaError as error:
-            other = _rounding_too(choice, spec) or choose(spec, ForgivingStore())
-            why = str(error).splitlines()[0]
-            note = f"{name}: {choice.implement} does not run here ({why}); {other.implement} runs instead"
+            other = self.other_choice(choice, spec)
+            why, same = str(error).splitlines()[0], other.implement == choice.implement
+            runs = "it runs with other parameters" if same else f"{other.implement} runs instead"
+            note = f"{name}: {choice.implement} does not run here ({why}); {runs}"
             self.notes.append(note)
             warnings.warn(note, stacklevel=6)
             return other
         return choice
+
+    def other_choice(self, choice: Choice, spec: KernelSpec) -> Choice:
+        """Return what runs where a stored choice does not; what rounds its inputs gives way to nothing else."""
+        own = _with_own_parameters(choice, spec)
+        if own is not None and choice.implement in INT8_IMPLEMENTS:
+            return own
+        known = choose(spec, ForgivingStore())
+        return known if own is None or known.implement != DENSE or known.entry is not None else own
 
     def tesa(self, prefix: str, meta: Mapping[str, Any]) -> TeSA:
         """Return a stored TeSA."""
@@ -347,10 +359,8 @@ class _Reader:
         return from_state({part: self.tensors[f"{prefix}/{part}"] for part in meta["parts"]}, meta)
 
 
-def _rounding_too(choice: Choice, spec: KernelSpec) -> Choice | None:
-    """Return the same kernel with parameters of its own, for one that rounds its inputs: others compute otherwise."""
-    if choice.implement not in INT8_IMPLEMENTS:
-        return None
+def _with_own_parameters(choice: Choice, spec: KernelSpec) -> Choice | None:
+    """Return the same kernel with its best guess for the parameters, None where it is not to be had here."""
     try:
         implement = implement_named(choice.implement, spec.op)
         if not implement.answer(spec):
