@@ -40,6 +40,7 @@ _FARTHEST = 255  # chunks that one step can go on
 _LONGEST_LIST = 2**16 - 1  # columns of one chunk that four rows may share
 _LISTS = 2**QUAD_ROWS  # kQuadLists of native/quads.h
 _ROWS_OF_LIST: NDArray[np.int64] = np.array([number.bit_count() for number in range(_LISTS)])
+_SINGLES = [1 << row for row in range(QUAD_ROWS)]  # lists of one row
 _LEAST_COLUMNS = 2  # of a list, on average
 _PADDING = 16  # values that a kernel may load beyond the last one
 
@@ -184,11 +185,10 @@ def _pack_quads(mask: Bools, k_chunk: int) -> tuple[Layout, Ints, Ints]:
     parts = (len(bounds) - 1) * quads
     entries = np.stack([column // step * quads + quad, column, lists[quad, column].astype(np.int64)])
     found = _without_short_lists(entries, parts)
-    part, column, which = _with_pairs(found)
-    counts = np.bincount(part * _LISTS + which, minlength=parts * _LISTS).reshape(parts, _LISTS)
+    (part, column, which), counts = _with_steps(_with_pairs(found), parts)
     starts = np.empty((parts, 2 + _LISTS // QUAD_ROWS), dtype=np.int64)
-    starts[:, 0] = running_sums(counts.sum(axis=1))[:-1]
-    starts[:, 1] = running_sums(counts @ _ROWS_OF_LIST)[:-1]
+    starts[:, 0] = running_sums(np.bincount(part, minlength=parts))[:-1]
+    starts[:, 1] = running_sums(np.bincount(part, _ROWS_OF_LIST[which], parts).astype(np.int64))[:-1]
     starts[:, 2:] = counts.astype("<u2").view("<i8")
     first_row = part % max(quads, 1) * QUAD_ROWS
     places = (first_row[:, None] + rows) * inputs + column[:, None]
@@ -237,6 +237,23 @@ def _with_pairs(found: Ints) -> Ints:
         single[2] &= 1 << row
     left = np.concatenate([np.delete(found, odd, axis=1), *(single[:, single[2] > 0] for single in singles)], axis=1)
     return left[:, np.lexsort((left[1], left[2], left[0]))]
+
+
+def _with_steps(found: Ints, parts: int) -> tuple[Ints, Ints]:
+    """Return entries with those first that all four rows have alone, row by row in turn, and the lengths of all lists.
+
+    The first length is of steps, each of which is one entry of every row.
+    """
+    part, _, which = found
+    counts = np.bincount(part * _LISTS + which, minlength=parts * _LISTS).reshape(parts, _LISTS)
+    first = running_sums(counts.reshape(-1))[part * _LISTS + which]
+    place = np.arange(found.shape[1]) - first  # in its list
+    steps = counts[:, _SINGLES].min(axis=1)
+    in_step = (_ROWS_OF_LIST[which] == 1) & (place < steps[part])
+    order = np.lexsort((which, place, np.where(in_step, 0, which), part))
+    counts[:, _SINGLES] -= steps[:, None]
+    counts[:, 0] = steps
+    return found[:, order], counts
 
 
 def offset_table(offsets: Ints) -> Tensor:

@@ -64,13 +64,6 @@ struct RowsTask {
   int64_t plane = 0;                   // floats between two rows of it
 };
 
-// One weight of one row.
-template <int MV>
-SPARTA_INLINE void multiply_single(const float* from, Vec weight, Vec (&sums)[MV]) {
-#pragma GCC unroll 4
-  for (int j = 0; j < MV; ++j) sums[j] += weight * load(from + j * kLanes);
-}
-
 // One entry of a group: MV vectors of inputs times BN weights.
 template <int BN, int MV>
 SPARTA_INLINE void multiply_entry(const float* values, const Vec (&inputs)[MV], Vec (&sums)[BN][MV]) {
