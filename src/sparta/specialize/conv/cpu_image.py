@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from sparta.errors import NameNotFoundError, ShapeError, did_you_mean, message
 from sparta.specialize.conv.spec import ConvGeometry
 
-__all__ = ["IMAGES", "ImagePlan", "plan_image"]
+__all__ = ["IMAGES", "ImagePlan", "plan_image", "shifts"]
 
 IMAGES = ("flat", "rows", "columns", "taps")
 """Which shifts of a tap have slots of their own: none but the phases of a stride, those along rows (where rows are
@@ -53,6 +53,8 @@ class ImagePlan:
         Tokens after a band that its taps read.
     direct
         Whether the input is read as it is.
+    grid_columns
+        Regions side by side, in the layout of :mod:`~sparta.specialize.conv.cpu_grid`; else 0.
     """
 
     out_size: tuple[int, int]
@@ -65,6 +67,7 @@ class ImagePlan:
     band_tokens: int
     reach: int
     direct: bool
+    grid_columns: int = 0
 
     def entry_offsets(self, tap: Ints, channel: Ints, channels: int) -> Ints:
         """Return byte offsets of weights at these taps and input channels."""
@@ -109,7 +112,7 @@ def plan_image(
     if image not in IMAGES:
         raise NameNotFoundError(did_you_mean(str(image), IMAGES, "image layout"))
     out_rows, out_columns = geometry.output_size(size, kernel)
-    taps = list(itertools.product(*(_shifts(geometry, kernel, dim) for dim in (0, 1))))
+    taps = list(itertools.product(*(shifts(geometry, kernel, dim) for dim in (0, 1))))
     # A shift is (phase, whole strides); a slot holds the phases and the strides that offsets leave out.
     keys = [
         (row[0], column[0], row[1] if image == "taps" else 0, column[1] if image != "flat" else 0)
@@ -179,7 +182,7 @@ def _shared_width(
     return width
 
 
-def _shifts(geometry: ConvGeometry, kernel: Sequence[int], dim: int) -> list[tuple[int, int]]:
+def shifts(geometry: ConvGeometry, kernel: Sequence[int], dim: int) -> list[tuple[int, int]]:
     """Return the phase and the whole strides of each tap along a dim."""
     distances = (tap * geometry.dilation[dim] for tap in range(kernel[dim]))
     return [(distance % geometry.stride[dim], distance // geometry.stride[dim]) for distance in distances]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.specialize.conv.cpu_grid import GRID, plan_grid
 from sparta.specialize.conv.cpu_image import ImagePlan, plan_image
 from sparta.specialize.conv.spec import ConvGeometry
 from sparta.specialize.cpu.chain import ImageProduct, Step, StepKind
@@ -210,6 +211,7 @@ class PackedConv:
             activation_code(activation),
             count,
             0,
+            plan.image.grid_columns,
         )
         self.library.multiply_conv(addressof(matrix), call)
         return y if x.dtype == torch.float32 else y.to(x.dtype)
@@ -290,7 +292,7 @@ class PackedConv:
         matrix = PanelMatrix.from_buffer_copy(plan.matrix)
         matrix.values = values.data_ptr()
         count = 0 if 0 in shape else shape[0]
-        rest = (*plan.addresses, count, *strides, *plan.numbers.values(), activation, threads, y_gap)
+        rest = (*plan.addresses, count, *strides, *plan.numbers.values(), activation, threads, y_gap, plan.image.grid_columns)
         return _Ready(torch.Size(shape), addressof(matrix), rest, (plan, matrix))
 
     def fixed(self, size: Sequence[int], threads: int) -> FixedPlan:
@@ -341,16 +343,7 @@ class PackedConv:
         found = self._plans.get(key)
         if found is not None:
             return found
-        image = plan_image(
-            self._geometry,
-            self._kernel,
-            size,
-            image=self.image,
-            channels=self._channels,
-            tile=self.tile.mv * self.library.lanes,
-            threads=threads,
-            contiguous=contiguous,
-        )
+        image = self._layout_of(size, threads, contiguous=contiguous)
         if image.direct and plane is not None:
             image = replace(image, plane=plane)
         used = np.zeros((len(image.slot_rows), self._channels), dtype=np.uint8)
@@ -367,6 +360,21 @@ class PackedConv:
         # A new dict, because another thread may be reading this one.
         self._plans = {**dict(list(self._plans.items())[1 - _KEPT_PLANS :]), key: plan}
         return plan
+
+    def _layout_of(self, size: tuple[int, int], threads: int, *, contiguous: bool) -> ImagePlan:
+        lanes, channels = self.library.lanes, self._channels
+        if self.image == GRID:
+            return plan_grid(self._geometry, self._kernel, size, channels=channels, lanes=lanes, threads=threads)
+        return plan_image(
+            self._geometry,
+            self._kernel,
+            size,
+            image=self.image,
+            channels=channels,
+            tile=self.tile.mv * lanes,
+            threads=threads,
+            contiguous=contiguous,
+        )
 
     def _numbers(self, image: ImagePlan, size: tuple[int, int]) -> dict[str, int]:
         """Return the numbers of a plan in the order of the C structure."""

@@ -51,20 +51,21 @@ PANEL_CALL = struct.Struct("@PPqqqPPqiiii")
 # residual, its stride, activation, whether x is dynamic, the output's inverse scale, whether no weight is -128.
 INT8_CALL = struct.Struct("@PPqqqPPPfiiiiifiiiPqiifi")
 # x, y, bias, residual, rows and columns of slots, what is used; images, four strides of x, twelve numbers of the plan
-# and `direct`, in the order of native/bands.h; activation, threads, the gap between two channels of the result.
-CONV_CALL = struct.Struct("@7P17q4i")
+# and `direct`, in the order of native/bands.h; activation, threads, the gap between two channels of the result, the
+# columns of a grid.
+CONV_CALL = struct.Struct("@7P17q5i4x")
 # The same without a gap and over places; image, multiplier, offset, row sums; channels, inverse scale, whether x is
 # unsigned, its zero, whether no weight is -128; whether x and y are places; of the latter the inverse scale, whether
 # they are unsigned, the zero; the result in real numbers beside; of the residual the kind, inverse scale, scale,
 # whether it is unsigned, the zero.
-INT8_CONV_CALL = struct.Struct("@7P17q3i4PqfiiiiifiiPiffii4x")
+INT8_CONV_CALL = struct.Struct("@7P17q3i12x4PqfiiiiifiiPiffii4x")
 
 
 # The same for a dense weight; values, offsets; groups, outputs, columns, those of a chunk, tiles of an image and of a
 # band; rows and vectors of a tile; a plan with fewer products, and its values.
-DENSE_CONV_CALL = struct.Struct("@7P17q3i2P6q2i2P")
+DENSE_CONV_CALL = struct.Struct("@7P17q3i12x2P6q2i2P")
 # That plan: the copies of its tiles, the channels of a chunk, where the 16 values of a tile lie.
-WINOGRAD_PLAN = struct.Struct("@7P17q3iq16I")
+WINOGRAD_PLAN = struct.Struct("@7P17q3i12xq16I")
 # x, y, bias, residual, values; planes, channels, multiplier, rows and columns of both; kernel, stride, padding,
 # dilation; activation, threads; a second result, and how the first is in bytes: see native/depthwise.h.
 DEPTHWISE_CALL = struct.Struct("@5P15q2iPf3i")

@@ -38,6 +38,8 @@ struct ConvCall {
   int32_t activation;
   int32_t threads;
   int32_t y_gap;                  // floats between two channels of the output, and of the residual
+  int32_t grid_columns;           // 0, or the regions side by side of the layout that grid.h is about
+  int32_t unused;
 };
 
 // Floats from a channel of the output to the next.

@@ -5,7 +5,7 @@
 
 #include <functional>
 
-#include "bands.h"
+#include "grid.h"
 
 namespace sparta {
 
@@ -192,6 +192,12 @@ inline bool multiply_band(const PanelMatrix& matrix, const ConvCall& call, int64
 }
 
 inline bool multiply_conv(const PanelMatrix& matrix, const ConvCall& call) {
+  if (call.grid_columns > 0) {
+    const int64_t bands = call.images * grid_bands_of(call);
+    return share_tiles(matrix, bands, call.threads, [&](int64_t band, int64_t begin, int64_t end) {
+      return multiply_grid_band(matrix, call, band, begin, end);
+    });
+  }
   return share_tiles(matrix, call.images * bands_of(call), call.threads, [&](int64_t band, int64_t begin, int64_t end) {
     return multiply_band(matrix, call, band, begin, end);
   });
