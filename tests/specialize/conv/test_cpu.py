@@ -10,16 +10,20 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError
-from sparta.specialize.conv.cpu import CpuConv2d, conv_images
+from sparta.specialize.conv.cpu import CpuConv2d, conv_layouts
 from sparta.specialize.conv.cpu import conv_tiles as offered_tiles
-from sparta.specialize.conv.cpu_image import IMAGES, plan_image
+from sparta.specialize.conv.cpu_grid import GRID, plan_grid
+from sparta.specialize.conv.cpu_image import IMAGES as SHIFTED
+from sparta.specialize.conv.cpu_image import plan_image
 from sparta.specialize.conv.cpu_packed import PackedConv
 from sparta.specialize.conv.spec import ConvGeometry, conv_spec, dense_conv
 from sparta.specialize.cpu import runnable_isas
+from sparta.specialize.cpu.tile import Tile
 from sparta.tesa.attribute import TeSA
 from sparta.testing import check
 from specialize.kernel_strategies import tiles
 
+IMAGES = (*SHIFTED, GRID)
 ISAS = st.sampled_from(runnable_isas())
 ACTIVATIONS = {None: lambda y: y, "relu": functional.relu, "gelu": functional.gelu, "silu": functional.silu}
 LAYOUTS = st.sampled_from(["contiguous", "channels last", "reversed dims", "sliced"])
@@ -302,7 +306,7 @@ def test_blocks_with_a_few_gaps_stay_blocks(shape, gaps, block):
     geometry, weight = ConvGeometry.make(2, padding=shape[2] // 2), torch.randn(shape)
     x = torch.randn(1, shape[1], 9, 9)
     spec = conv_spec(TeSA.from_mask(mask), x.shape, x.dtype, geometry)
-    offered = list(itertools.product(offered_tiles(spec), conv_images(spec)))
+    offered = list(itertools.product(offered_tiles(spec), conv_layouts(spec)))
     assert offered[0][0].block == block
     assert len(set(offered)) == len(offered) <= 27
     for tile, image in offered:
@@ -312,14 +316,16 @@ def test_blocks_with_a_few_gaps_stay_blocks(shape, gaps, block):
 
 @pytest.mark.parametrize("isa", runnable_isas())
 @pytest.mark.parametrize("height", [1, 4, 8])
-@pytest.mark.parametrize(("shape", "size"), [((32, 48, 1, 1), 7), ((32, 600, 1, 1), 4), ((32, 70, 3, 3), 9)])
+@pytest.mark.parametrize(
+    ("shape", "size"), [((32, 48, 1, 1), 7), ((32, 600, 1, 1), 4), ((32, 70, 3, 3), 9), ((32, 20, 3, 3), 15)]
+)
 def test_every_offered_tile_and_layout_is_right_and_they_are_few(isa, height, shape, size, monkeypatch):
     monkeypatch.setenv("SPARTA_CPU_ISA", isa)
     geometry = ConvGeometry.make(2, padding=shape[2] // 2)
     mask = (torch.rand(shape[0] // height, *shape[1:]) < 0.2).repeat_interleave(height, 0)
     weight, x = torch.randn(shape), torch.randn(1, shape[1], size, size)
     spec = conv_spec(TeSA.from_mask(mask), x.shape, x.dtype, geometry)
-    offered = list(itertools.product(offered_tiles(spec), conv_images(spec)))
+    offered = list(itertools.product(offered_tiles(spec), conv_layouts(spec)))
     assert len(set(offered)) == len(offered) <= 27
     assert CpuConv2d().default(spec) == {"tile": str(offered[0][0]), "image": offered[0][1]}
     truth = expected(x, weight, mask, geometry)
@@ -358,3 +364,37 @@ def test_rows_share_what_they_load_only_within_their_group(groups):
     assert packed.tile.interleave == (4 if groups == 1 else 2)
     truth = torch.nn.functional.conv2d(x.double(), (weight * mask).double(), padding=1, groups=groups)
     torch.testing.assert_close(packed(x).double(), truth, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("isa", runnable_isas())
+@pytest.mark.parametrize(
+    ("size", "stride", "groups"), [((37, 41), 1, 1), ((5, 90), 1, 2), ((64, 33), 2, 1), ((1, 1), 1, 1)]
+)
+@pytest.mark.parametrize("tile", [Tile(mv=4, interleave=4, k_chunk=90), Tile(mv=3, interleave=4), Tile(block=4, mv=2)])
+def test_a_grid_gives_one_result_whatever_the_threads(isa, size, stride, groups, tile):
+    geometry = ConvGeometry.make(2, stride=stride, padding=1, groups=groups)
+    weight, bias = torch.randn(72, 40 // groups, 3, 3), torch.randn(72)
+    mask = (torch.rand(18, *weight.shape[1:]) < 0.3).repeat_interleave(4, 0) & (
+        torch.rand(weight.shape) < (1.0 if tile.block > 1 else 0.6)
+    )
+    x = laid_out(torch.randn(2, 40, *size), "channels last")
+    truth = expected(x, weight, mask, geometry, bias)
+    residual = torch.randn(truth.shape)
+    packed = PackedConv(weight, mask, geometry, image=GRID, isa=isa, **tile.to_dict())
+    results = [packed(x, bias, "relu", residual, threads=threads) for threads in (1, 2, 3, 7)]
+    check(results[0], functional.relu(truth) + residual.double(), reduction=weight[0].numel())
+    for result in results[1:]:
+        assert torch.equal(result, results[0])
+    flat = PackedConv(weight, mask, geometry, image="flat", isa=isa, **tile.to_dict())
+    assert packed.fixed(size, 2).numbers == flat.fixed(size, 2).numbers  # what packages hold
+
+
+@given(st.integers(1, 70), st.integers(1, 70), st.sampled_from([4, 8, 16]), st.integers(1, 5))
+def test_regions_hold_every_pixel_and_bands_every_row(rows, columns, lanes, threads):
+    plan = plan_grid(ConvGeometry.make(2, padding=1), (3, 3), (rows, columns), channels=9, lanes=lanes, threads=threads)
+    height, width = -(-rows // (lanes // plan.grid_columns)), plan.row_width - 2
+    assert width * plan.grid_columns >= columns
+    assert plan.band_tokens % plan.row_width == 0
+    band = plan.band_tokens // plan.row_width
+    assert plan.plane >= (band + 2) * plan.row_width * lanes
+    assert 1 <= band <= height

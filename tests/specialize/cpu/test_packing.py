@@ -41,10 +41,11 @@ def test_four_rows_share_the_columns_that_they_keep(mask, chunk, dense):
         begin, end = (int(layout.arrays["chunk_columns"][number // quads + i]) for i in (0, 1))
         lengths = record[2:].view(torch.int16).tolist()
         for row in [0, 1, 2, 3] * lengths[0]:  # steps: a column of each row in turn
-            row, column = number % quads * QUAD_ROWS + row, int(offsets[at]) // (4 * 2 * 4)
-            assert begin <= column < end and not found[row, column]
-            found[row, column] = True
-            assert int(layout.source[value]) == row * inputs + column
+            place = number % quads * QUAD_ROWS + row, int(offsets[at]) // (4 * 2 * 4)
+            assert begin <= place[1] < end
+            assert not found[place]
+            found[place] = True
+            assert int(layout.source[value]) == place[0] * inputs + place[1]
             at, value = at + 1, value + 1
         for which, length in enumerate([0, *lengths[1:]]):
             rows = [number % quads * QUAD_ROWS + row for row in range(QUAD_ROWS) if which >> row & 1]

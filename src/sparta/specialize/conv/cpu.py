@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from sparta.common.tuning import TunableItemCfg
+from sparta.specialize.conv.cpu_grid import GRID
 from sparta.specialize.conv.cpu_packed import PackedConv
 from sparta.specialize.conv.spec import ConvGeometry, ConvKernel
 from sparta.specialize.cpu.candidates import candidates
@@ -23,13 +24,14 @@ from sparta.specialize.implement import Implement, Params, Support
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.tesa.attribute import TeSA
 
-__all__ = ["CpuConv1d", "CpuConv2d", "block_height", "conv_images", "conv_tiles"]
+__all__ = ["CpuConv1d", "CpuConv2d", "block_height", "conv_images", "conv_layouts", "conv_tiles"]
 
 _VECTOR_BYTES = 64
 _NEAR_BYTES = 32 * 1024  # of the first level of caches, for the input
 _ENTRIES_AHEAD = 4
 _ROWS = 4  # of the blocks that kernels like best
 _SHORT_ROW = 14  # pixels: of fewer, a gap after each row costs more than a copy for each shift
+_LARGE_IMAGE = 14 * 14  # pixels
 _FILLED = 0.7  # the share of live weights from which blocks with gaps are faster than single rows
 
 
@@ -44,7 +46,7 @@ class _CpuConv(Implement):
     """Hand-written C++ kernels, compiled for this machine at their first use."""
 
     name = "cpu"
-    version = 3
+    version = 4
     every_epilogue = True
     any_mask = True
 
@@ -56,12 +58,12 @@ class _CpuConv(Implement):
         """Return the tiles and image layouts that are worth timing."""
         return {
             "tile": TunableItemCfg("choice", _value=[str(tile) for tile in conv_tiles(spec)]),
-            "image": TunableItemCfg("choice", _value=list(conv_images(spec))),
+            "image": TunableItemCfg("choice", _value=list(conv_layouts(spec))),
         }
 
     def default(self, spec: KernelSpec) -> dict[str, Any]:
         """Return the best guess."""
-        return {"tile": str(conv_tiles(spec)[0]), "image": conv_images(spec)[0]}
+        return {"tile": str(conv_tiles(spec)[0]), "image": conv_layouts(spec)[0]}
 
     def build(self, spec: KernelSpec, params: Params) -> ConvKernel:
         """Compile the library if it is not there yet, and pack the mask."""
@@ -125,7 +127,7 @@ def _unstructured_tiles(wide: Sequence[Tile], shape: Sequence[int]) -> list[Tile
 
     The last is the plainest, which any configuration may name.
     """
-    near = {1: _NEAR_BYTES, 2: 2 * _NEAR_BYTES, 4: 3 * _NEAR_BYTES // 2}
+    near = {1: _NEAR_BYTES, 2: 2 * _NEAR_BYTES, 4: 5 * _NEAR_BYTES // 4}
     chunked = [_in_chunks(tile, shape, near[tile.interleave]) for tile in wide if tile.interleave in near]
     return [*wide, *chunked, Tile()]
 
@@ -147,6 +149,20 @@ def _in_chunks(tile: Tile, shape: Sequence[int], nbytes: int) -> Tile:
     if together >= channels:
         return tile
     return replace(tile, k_chunk=-(-channels // -(-channels // together)) * taps)
+
+
+def conv_layouts(spec: KernelSpec) -> tuple[str, ...]:
+    """Return the layouts worth timing in fp32, the best guess first.
+
+    An unstructured weight with several taps loads most, and nearly always across two cache lines, but from a grid of
+    regions. Small regions overlap by more than they hold.
+    """
+    images = conv_images(spec)
+    if math.prod(spec["weight"].shape[2:]) == 1 or block_height(spec) % _ROWS == 0:
+        return images
+    geometry = ConvGeometry.from_dict(spec.attributes)
+    pixels = math.prod(geometry.output_size(spec["input"].shape[2:], spec["weight"].shape[2:]))
+    return (GRID, "rows", "flat") if pixels >= _LARGE_IMAGE else images
 
 
 def conv_images(spec: KernelSpec) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ last.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from ctypes import addressof
@@ -99,7 +100,8 @@ class PackedConv:
     geometry
         Strides, padding, dilation, groups.
     image
-        How images are laid out for the kernel, one of :data:`~sparta.specialize.conv.cpu_image.IMAGES`.
+        How images are laid out for the kernel, one of :data:`~sparta.specialize.conv.cpu_image.IMAGES` or
+            :data:`~sparta.specialize.conv.cpu_grid.GRID`.
     isa
         Instruction set; ``None`` for the best.
     tile
@@ -292,7 +294,16 @@ class PackedConv:
         matrix = PanelMatrix.from_buffer_copy(plan.matrix)
         matrix.values = values.data_ptr()
         count = 0 if 0 in shape else shape[0]
-        rest = (*plan.addresses, count, *strides, *plan.numbers.values(), activation, threads, y_gap, plan.image.grid_columns)
+        rest = (
+            *plan.addresses,
+            count,
+            *strides,
+            *plan.numbers.values(),
+            activation,
+            threads,
+            y_gap,
+            plan.image.grid_columns,
+        )
         return _Ready(torch.Size(shape), addressof(matrix), rest, (plan, matrix))
 
     def fixed(self, size: Sequence[int], threads: int) -> FixedPlan:
@@ -304,10 +315,17 @@ class PackedConv:
         """
         sizes = (1, *size) if self._dims == 1 else tuple(size)
         image = (1, sizes[0] * sizes[1]) if self._pointwise else (sizes[0], sizes[1])
-        plan = self._plan(image, threads, contiguous=True)
+        # Called from elsewhere, a grid is read as rows that follow each other: the same weights, and the same sums.
+        flat = self._with_image("flat") if self.image == GRID else self
+        plan = flat._plan(image, threads, contiguous=True)
         matrix = {name: getattr(plan.matrix, name) for name in ("channels", "inputs", "groups", "chunks")}
         matrix |= {name: getattr(plan.matrix, name) for name in ("bn", "mv", "interleave", "prefetch")}
         return FixedPlan({**self.layout.arrays, **plan.arrays}, matrix | plan.numbers)
+
+    def _with_image(self, image: str) -> PackedConv:
+        other = copy.copy(self)
+        other.image = image
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
         # Addresses and the open library belong to this object in this process; a copy makes its own.
