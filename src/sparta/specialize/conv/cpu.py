@@ -18,8 +18,9 @@ from sparta.specialize.conv.spec import ConvGeometry, ConvKernel
 from sparta.specialize.cpu.candidates import candidates
 from sparta.specialize.cpu.device import runs_here
 from sparta.specialize.cpu.kernel import PackedKernel
-from sparta.specialize.cpu.packing import columns_of
+from sparta.specialize.cpu.packing import QUAD_ROWS, columns_of
 from sparta.specialize.cpu.tile import Tile
+from sparta.specialize.cpu.toolchain import chosen_isa
 from sparta.specialize.implement import Implement, Params, Support
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.tesa.attribute import TeSA
@@ -32,6 +33,7 @@ _ENTRIES_AHEAD = 4
 _ROWS = 4  # of the blocks that kernels like best
 _SHORT_ROW = 14  # pixels: of fewer, a gap after each row costs more than a copy for each shift
 _LARGE_IMAGE = 14 * 14  # pixels
+_QUAD_DENSITY = 0.07  # from which four rows of several taps have enough in common to share what they load
 _FILLED = 0.7  # the share of live weights from which blocks with gaps are faster than single rows
 
 
@@ -99,11 +101,19 @@ def _tiles_of(weight: TeSA, pixels: int, height: int) -> list[Tile]:
     """Return the tiles for a mask that is seen as blocks of so many rows."""
     found = candidates(max(pixels, 2), weight.shape[0], math.prod(weight.shape[1:]), weight.density, (height, 1))
     panels = [replace(tile, k_chunk=0, prefetch=0) for tile in (Tile(**each) for each in found) if tile.form == "panel"]
+    if height == 1 and math.prod(weight.shape[2:]) > 1 and weight.density >= _QUAD_DENSITY:
+        panels = [_shared_loads(tile) for tile in panels]
     # A tile with fewer than half the sums of the largest loads too much for what it multiplies.
     most = max(tile.block * tile.mv for tile in panels)
     wide = [tile for tile in dict.fromkeys(panels) if 2 * tile.block * tile.mv >= most]
     tiles = _unstructured_tiles(wide, weight.shape) if wide[0].block == 1 else _block_tiles(wide, weight.shape)
     return list(dict.fromkeys(tiles))
+
+
+def _shared_loads(tile: Tile) -> Tile:
+    """Return a tile of single rows as one of four rows that share what they load, where registers hold its sums."""
+    widest = 4 if chosen_isa(None) == "avx512" else 2
+    return replace(tile, interleave=QUAD_ROWS) if tile.interleave == 1 and tile.mv <= widest else tile
 
 
 def block_height(spec: KernelSpec) -> int:

@@ -80,4 +80,4 @@ def _grid_columns(out_rows: int, out_columns: int, reach: tuple[int, int], lanes
         height, width = -(-out_rows // (lanes // columns)), -(-out_columns // columns)
         return height * width, (height + reach[0]) * (width + reach[1])
 
-    return min((2**power for power in range(lanes.bit_length())), key=costs)
+    return min((1 << power for power in range(lanes.bit_length())), key=costs)
