@@ -133,13 +133,12 @@ def block_height(spec: KernelSpec) -> int:
 
 
 def _unstructured_tiles(wide: Sequence[Tile], shape: Sequence[int]) -> list[Tile]:
-    """Return tiles with all channels at once, then in chunks: smaller ones for rows that are computed one by one.
+    """Return each tile in chunks of channels, smaller ones for rows that are computed one by one, and whole.
 
     The last is the plainest, which any configuration may name.
     """
     near = {1: _NEAR_BYTES, 2: 2 * _NEAR_BYTES, 4: 5 * _NEAR_BYTES // 4}
-    chunked = [_in_chunks(tile, shape, near[tile.interleave]) for tile in wide if tile.interleave in near]
-    return [*wide, *chunked, Tile()]
+    return [*(each for tile in wide for each in (_in_chunks(tile, shape, near[tile.interleave]), tile)), Tile()]
 
 
 def _block_tiles(wide: Sequence[Tile], shape: Sequence[int]) -> list[Tile]:
