@@ -59,5 +59,6 @@ def _one_cache_for_the_run(tmp_path_factory):
     # Workers of pytest-xdist have folders of their own side by side; the cache goes next to them.
     shared = base.parent if base.name.startswith("popen-") else base
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPARTA_CACHE", str(shared / "sparta-cache"))
+        # Whoever runs the tests may have compiled the kernels already, in a folder for them alone.
+        patch.setenv("SPARTA_CACHE", os.environ.get("SPARTA_TEST_CACHE", str(shared / "sparta-cache")))
         yield

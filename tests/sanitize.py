@@ -81,6 +81,7 @@ def environment(cache):
         **os.environ,
         "SPARTA_CPU_SANITIZE": "1",
         "SPARTA_CACHE": str(cache),
+        "SPARTA_TEST_CACHE": str(cache),
         "LD_PRELOAD": ":".join(preloaded),
         # Python itself does not free all it has; only what the kernels do is of interest.
         "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",
