@@ -32,7 +32,7 @@ BF16 = "bf16"
 """Sixteen bits for the layers that need more than eight; a model that is in 16 bits as a whole does not need it."""
 _PRECISIONS = {"cpu": ("int8", BF16), "cuda": ("fp8", BF16)}
 _DTYPES = {"int8": {torch.float32}, "fp8": {torch.bfloat16, torch.float16}, BF16: {torch.float32}}
-_FP8_CAPABILITY = (8, 9)
+_FP8_CAPABILITY, _BF16_CAPABILITY = (8, 9), (8, 0)
 
 
 @dataclass(frozen=True, order=True)
@@ -166,6 +166,6 @@ def precisions_of(asked: Sequence[str] | str | None, device: str, dtypes: set[to
 
 
 def _has_kernels(precision: str, device: str) -> bool:
-    if precision == BF16 and device == "cpu":
-        return computes_in_bf16()
-    return precision != "fp8" or torch.cuda.get_device_capability() >= _FP8_CAPABILITY
+    if device == "cpu":
+        return precision != BF16 or computes_in_bf16()
+    return torch.cuda.get_device_capability() >= (_BF16_CAPABILITY if precision == BF16 else _FP8_CAPABILITY)

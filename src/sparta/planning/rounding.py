@@ -118,12 +118,18 @@ def _shorten(layer: nn.Module) -> None:
     for key, parameter in layer._parameters.items():
         if parameter is not None:
             layer._parameters[key] = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
-    layer.register_forward_pre_hook(_narrowed)
+    layer.register_forward_pre_hook(_narrowed, with_kwargs=True)
     layer.register_forward_hook(_widened)
 
 
-def _narrowed(_layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(arg.to(torch.bfloat16) if isinstance(arg, Tensor) else arg for arg in args)
+def _narrowed(
+    _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(map(_short, args)), {key: _short(each) for key, each in kwargs.items()}
+
+
+def _short(x: Any) -> Any:
+    return x.to(torch.bfloat16) if isinstance(x, Tensor) else x
 
 
 def _widened(_layer: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -134,8 +140,8 @@ def _errors_in_bf16(model: nn.Module, names: Collection[str], batches: Sequence[
     changes, wholes = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
 
     def listener(name: str, short: nn.Module) -> Any:
-        def hook(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            changes[name] += float((short(*args) - output).double().square().sum())
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            changes[name] += float((short(*args, **kwargs) - output).double().square().sum())
             wholes[name] += float((output - _bias(layer)).double().square().sum())
 
         return hook
@@ -143,7 +149,7 @@ def _errors_in_bf16(model: nn.Module, names: Collection[str], batches: Sequence[
     found = [(name, layer, deepcopy(layer)) for name, layer in _layers(model, names)]
     for _, _, short in found:
         _shorten(short)
-    handles = [layer.register_forward_hook(listener(name, short)) for name, layer, short in found]
+    handles = [layer.register_forward_hook(listener(name, short), with_kwargs=True) for name, layer, short in found]
     try:
         for index, batch in enumerate(batches):
             call(model, batch, index)

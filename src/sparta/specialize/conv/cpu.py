@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from sparta.common.tuning import TunableItemCfg
-from sparta.specialize.conv.cpu_grid import GRID
+from sparta.specialize.conv.cpu_grid import GRID, plan_grid
 from sparta.specialize.conv.cpu_packed import PackedConv
 from sparta.specialize.conv.spec import ConvGeometry, ConvKernel
 from sparta.specialize.cpu.candidates import candidates
@@ -33,6 +33,7 @@ _ENTRIES_AHEAD = 4
 _ROWS = 4  # of the blocks that kernels like best
 _SHORT_ROW = 14  # pixels: of fewer, a gap after each row costs more than a copy for each shift
 _LARGE_IMAGE = 14 * 14  # pixels
+_MOST_GRID_FLOATS = 512 * 1024  # of the copy of a band
 _QUAD_DENSITY = 0.07  # from which four rows of several taps have enough in common to share what they load
 _FILLED = 0.7  # the share of live weights from which blocks with gaps are faster than single rows
 
@@ -164,14 +165,18 @@ def conv_layouts(spec: KernelSpec) -> tuple[str, ...]:
     """Return the layouts worth timing in fp32, the best guess first.
 
     An unstructured weight with several taps loads most, and nearly always across two cache lines, but from a grid of
-    regions. Small regions overlap by more than they hold.
+    regions. Small regions overlap by more than they hold, and the rows of large ones leave the caches.
     """
-    images = conv_images(spec)
-    if math.prod(spec["weight"].shape[2:]) == 1 or block_height(spec) % _ROWS == 0:
+    images, kernel, size = conv_images(spec), spec["weight"].shape[2:], spec["input"].shape[2:]
+    if math.prod(kernel) == 1 or len(kernel) == 1 or block_height(spec) % _ROWS == 0:
         return images
     geometry = ConvGeometry.from_dict(spec.attributes)
-    pixels = math.prod(geometry.output_size(spec["input"].shape[2:], spec["weight"].shape[2:]))
-    return (GRID, "rows", "flat") if pixels >= _LARGE_IMAGE else images
+    if math.prod(geometry.output_size(size, kernel)) < _LARGE_IMAGE:
+        return images
+    channels = spec["weight"].shape[1]
+    plan = plan_grid(geometry, (kernel[0], kernel[1]), (size[0], size[1]), channels=channels)
+    fits = len(plan.slot_rows) * channels * plan.plane <= _MOST_GRID_FLOATS
+    return (GRID, "rows", "flat") if fits else images
 
 
 def conv_images(spec: KernelSpec) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from sparta.specialize.conv.spec import ConvGeometry
 __all__ = ["GRID", "plan_grid"]
 
 GRID = "grid"
-_BAND_FLOATS = 128 * 1024  # a band's copy; with the weights it stays in the second level of caches
+_BAND_FLOATS = 128 * 1024  # a band's copy, where it has several rows; with the weights it stays in the second cache
 _LINE = 16  # floats in a cache line
 
 

@@ -98,7 +98,8 @@ class Chained:
         if whole is not None:
             threads, alone = torch.get_num_threads(), partial(self.program_of, threads=1)
             parts = parts_of(whole, self._module, leaves, self.program_of)
-            parts += side_by_side(whole, self._module, leaves, alone, threads)
+            if not self._any_size:  # where sizes come and go, they are not worth so many trials
+                parts += side_by_side(whole, self._module, leaves, alone, threads)
             program = quicker_of(whole, parts, leaves) if parts else whole
         self._programs[key] = program
         while len(self._programs) > _MOST_SIZES:

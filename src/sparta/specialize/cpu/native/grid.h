@@ -146,7 +146,7 @@ inline bool multiply_grid_band(const PanelMatrix& matrix, const ConvCall& call, 
   const Band band = grid_band_of(call, index);
   const Grid grid(call);
   const int64_t slot_floats = call.in_channels * call.plane, stride = grid.width * kLanes;
-  float* image = image_scratch.get(call.slots * slot_floats);
+  float* image = image_scratch.get(call.slots * slot_floats + kLanes);  // never nothing
   float* sums = sums_scratch.get((last - first) * kBlockRows * stride);
   if (!image || !sums) return false;
   for (int64_t slot = 0; slot < call.slots; ++slot) pack_grid(call, band, slot, image + slot * slot_floats);
