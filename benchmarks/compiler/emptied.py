@@ -1,8 +1,9 @@
 """What is left of a compiled model when nothing of its pruned layers is live: the time that no sparsity takes away.
 
 The same graph runs in the same host, with the kernels that were chosen and no live weight in them: dense layers, norms
-and attention as they are, and of the pruned layers what moving images, adding a bias and storing cost. With what the
-live weights need at the full rate of all cores, measured in registers, it is a bound for kernels of this kind.
+and attention as they are, and of the pruned layers what adding a bias and storing cost. What is copied only for live
+weights to read is left out. With what the live weights need at as many times the rate of one core as there are cores,
+measured in registers, it is a bound for kernels of this kind, and not one that they can reach.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 Run with ``python benchmarks/compiler/quantized.py --threads 2``; ``--only`` and ``--batch`` take some of the cases,
 ``--quick`` small models. The dense model runs in ONNX Runtime and OpenVINO (where they are installed) in int8, bf16 and
 fp32 and eagerly in bf16; the sparse one is compiled with ``precision="int8"``, ``"bf16"`` or as it is. All calls of a
-model take turns, each twice in a row, and the second run counts. Threads of other runtimes look for work for tens of
-milliseconds after a call, and the next call would share cores with them, so a turn begins when no thread of this
-process runs. bf16 is left out where the processor does not compute in it. Sparse models in fp32 are also timed without
+model take turns. Threads of other runtimes look for work for tens of milliseconds after a call, and the next call would
+share cores with them, so a turn begins when no thread of this process runs. Cores that have rested are slow for some
+milliseconds, which would be charged to short calls most, so in its turn each is called for a while before the call that
+counts. bf16 is left out where the processor does not compute in it. Sparse models in fp32 are also timed without
 their live weights, as :mod:`emptied` says, for a bound. Results are saved after every model, over older ones;
 ``--continue`` goes on where a run ended, ``--keep`` keeps the rivals' files for the next run, and ``--variants`` takes
 some of ours.
@@ -75,6 +76,7 @@ VARIANTS = (
 
 LABELS = tuple(f"{p} {f'{s:.0%} ' if s else ''}{q or 'fp32'}" for p, s, q in VARIANTS)
 _PAUSE, _LONGEST_WAIT = 0.02, 0.5  # seconds: one look at other threads, whose time is counted in ticks, and all looks
+_WARM = 0.05  # seconds of calls before the one that counts
 _IDLE = 0.1  # the share of a pause that threads may still run
 _ROUNDS = 60
 _LARGE = 4  # from this batch on one batch of calibration is enough: the rivals keep all activations of it
@@ -165,7 +167,10 @@ def _in_turns(calls: dict[str, Callable[[Tensor], Any]], x: Tensor, seconds: flo
     for _ in range(_ROUNDS):
         for name, call in calls.items():
             _wait_for_threads()
+            begin = time.perf_counter()
             call(x)
+            while time.perf_counter() - begin < _WARM:
+                call(x)
             begin = time.perf_counter()
             call(x)
             taken[name].append(1e3 * (time.perf_counter() - begin))

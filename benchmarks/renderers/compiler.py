@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from renderers.registry import Record, markdown, renderer, source
 
@@ -160,13 +160,17 @@ def quantized(found: Sequence[Record]) -> str:
     return "\n\n".join(parts)
 
 
+_SLOW = 10.0  # times eager: who takes longer is no rival, as the benchmark has it
+
+
 @renderer("compiler-paper-grid", "compiler_paper_grid")
 def paper_grid(found: Sequence[Record]) -> str:
     """Return the paper's grid: times faster than each rival, what each step brings, and memory."""
     parts = []
     for record in found:
         results = record["results"]["rows"]
-        rivals = list(dict.fromkeys(name for row in results for name in row["median_ms"] if name != "sparta"))
+        timed = list(dict.fromkeys(name for row in results for name in row["median_ms"] if name != "sparta"))
+        rivals = [name for name in timed if any(_is_rival(row["median_ms"], name) for row in results)]
         ratios = {name: [_over(row, name) for row in results] for name in rivals}
         means = [statistics.geometric_mean([each for each in ratios[name] if each is not None]) for name in rivals]
         speeds = [
@@ -181,6 +185,8 @@ def paper_grid(found: Sequence[Record]) -> str:
         )
         parts.append(f"{title}\n\n{markdown(['model', 'pattern', 'ms', *rivals], speeds)}")
         left_out = dict.fromkeys(f"{row['model']}: {row['left_out']}." for row in results if row.get("left_out"))
+        slow = [name for name in timed if name not in rivals]
+        left_out |= dict.fromkeys(f"{name} is left out: more than {_SLOW:g} times slower than eager." for name in slow)
         parts += [" ".join(left_out)] if left_out else []
         names = [name for name in _STEPS if any(name in row["ablation_ms"] for row in results)]
         steps = [[row["model"], row["pattern"], *_in_columns(row["ablation_ms"], names, ".1f")] for row in results]
@@ -203,6 +209,10 @@ def paper_grid(found: Sequence[Record]) -> str:
             "model:\n\n" + markdown(["model", "pattern", "weights", "compiled", *held], sizes)
         )
     return "\n\n".join(parts)
+
+
+def _is_rival(times: Mapping[str, float], name: str) -> bool:
+    return name in times and times[name] <= _SLOW * times["eager"]
 
 
 def _over(row: Record, name: str) -> float | None:
