@@ -17,6 +17,7 @@ from sparta.specialize.conv.int8_depthwise import Int8Depthwise
 from sparta.specialize.conv.int8_packed import PackedInt8Conv
 from sparta.specialize.conv.spec import ConvGeometry
 from sparta.specialize.cpu import runnable_isas
+from sparta.specialize.cpu.library import load
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.implement import implement_named, supported
 from sparta.specialize.int8_linear.quantization import Quantization
@@ -69,8 +70,9 @@ def layers(draw):
 def test_results_equal_the_convolution_of_integers(layer, isa, image, mv, data):
     spec, integers, x, bias, residual = layer
     groups = spec.attributes["groups"]
-    whole = groups == 1 or integers.shape[0] // groups % 32 == 0
-    tile = data.draw(st.sampled_from([Tile(block=1, mv=mv), Tile(block=4, mv=mv), *[Tile("runs", 32)] * whole]))
+    each = integers.shape[0] // groups if groups > 1 else 0
+    tiles = [Tile(block=1, mv=mv), Tile(block=4, mv=mv), Tile("gathered", 16, mv), Tile("runs", 32)]
+    tile = data.draw(st.sampled_from([tile for tile in tiles if each % tile.block == 0]))
     with mock.patch.dict(os.environ, {"SPARTA_CPU_ISA": isa}):
         kernel = build(spec, {"_name": "cpu-int8", "tile": str(tile), "image": image})
     strange = x.to(memory_format=torch.channels_last) if x.dim() == 4 and data.draw(st.booleans()) else x
@@ -172,9 +174,12 @@ def test_dense_layers_are_offered_runs_where_registers_are_many():
         for isa in runnable_isas():
             with mock.patch.dict(os.environ, {"SPARTA_CPU_ISA": isa}):
                 tiles = implement.space(spec)["tile"]._value
-                first = implement.default(spec)["tile"] == str(Tile("runs", 32))
+                by_tiles = load().byte_tiles
+            plain = [tile for tile in tiles if not tile.startswith("gathered")]
             assert (str(Tile("runs", 32)) in tiles) == (found and isa == "avx512")
-            assert first == (found and isa == "avx512" and outputs >= 32)
+            assert (plain[0] == str(Tile("runs", 32))) == (found and isa == "avx512" and outputs >= 32)
+            assert (str(Tile("gathered", 16, 4)) in tiles) == by_tiles
+            assert tiles[0].startswith("gathered") == (by_tiles and density == 1.0)
 
 
 def test_groups_that_have_no_whole_places_run_in_real_numbers():

@@ -29,6 +29,9 @@ __all__ = ["CpuConv1d", "CpuConv2d", "block_height", "conv_images", "conv_layout
 
 _VECTOR_BYTES = 64
 _NEAR_BYTES = 32 * 1024  # of the first level of caches, for the input
+# Bytes of input in a chunk of channels, by the rows that are computed at once. Four rows that share loads read so
+# little twice that more of it may come from the second level.
+_CHUNKS = {1: (_NEAR_BYTES,), 2: (2 * _NEAR_BYTES,), 4: (5 * _NEAR_BYTES // 4, 2 * _NEAR_BYTES)}
 _ENTRIES_AHEAD = 4
 _ROWS = 4  # of the blocks that kernels like best
 _SHORT_ROW = 14  # pixels: of fewer, a gap after each row costs more than a copy for each shift
@@ -138,8 +141,11 @@ def _unstructured_tiles(wide: Sequence[Tile], shape: Sequence[int]) -> list[Tile
 
     The last is the plainest, which any configuration may name.
     """
-    near = {1: _NEAR_BYTES, 2: 2 * _NEAR_BYTES, 4: 5 * _NEAR_BYTES // 4}
-    return [*(each for tile in wide for each in (_in_chunks(tile, shape, near[tile.interleave]), tile)), Tile()]
+    found = []
+    for tile in wide:
+        found += [_in_chunks(tile, shape, nbytes) for nbytes in _CHUNKS[tile.interleave]]
+        found.append(tile)
+    return [*found, Tile()]
 
 
 def _block_tiles(wide: Sequence[Tile], shape: Sequence[int]) -> list[Tile]:
@@ -173,7 +179,7 @@ def conv_layouts(spec: KernelSpec) -> tuple[str, ...]:
     geometry = ConvGeometry.from_dict(spec.attributes)
     if math.prod(geometry.output_size(size, kernel)) < _LARGE_IMAGE:
         return images
-    channels = spec["weight"].shape[1]
+    channels = spec["weight"].shape[1] * geometry.groups
     plan = plan_grid(geometry, (kernel[0], kernel[1]), (size[0], size[1]), channels=channels)
     fits = len(plan.slot_rows) * channels * plan.plane <= _MOST_GRID_FLOATS
     return (GRID, "rows", "flat") if fits else images

@@ -26,7 +26,7 @@ from sparta.specialize.conv.spec import ConvGeometry
 from sparta.specialize.cpu.chain import ImageProduct, Step, StepKind
 from sparta.specialize.cpu.device import DTYPES
 from sparta.specialize.cpu.library import CONV_CALL, PanelMatrix, activation_code, load, raise_for
-from sparta.specialize.cpu.packing import QUAD_ROWS, is_float, offset_table, pack_entries
+from sparta.specialize.cpu.packing import QUAD_ROWS, Bools, Ints, Layout, is_float, offset_table, pack_entries
 from sparta.specialize.cpu.tile import Tile
 
 __all__ = ["FixedPlan", "PackedConv", "checked_real"]
@@ -139,10 +139,9 @@ class PackedConv:
         self._geometry = geometry if self._dims == 2 else _with_one_row(geometry)
         self._kernel = (self.shape[2] if self._dims == 2 else 1, self.shape[-1])
         taps = self._kernel[0] * self._kernel[1]
-        flat = mask.cpu().reshape(outputs, each * taps).numpy()
-        self.layout, first_row, column = pack_entries(flat, self.tile)
-        group = first_row // max(outputs // geometry.groups, 1)
-        self._entry_channel, self._entry_tap = group * each + column // max(taps, 1), column % max(taps, 1)
+        by_taps = mask.cpu().reshape(outputs, each, taps).numpy()
+        self.layout, first_row, channel, self._entry_tap = self._entries(by_taps)
+        self._entry_channel = first_row // max(outputs // geometry.groups, 1) * each + channel
         self._pointwise = taps == 1 and set(geometry.stride) == {1} and not any(map(sum, geometry.padding))
         self._plans: dict[tuple[int, ...], _Plan] = {}
         self.values = None if weight is None else self.pack(weight)
@@ -157,6 +156,12 @@ class PackedConv:
         if groups > 1 and (shape[0] // groups) % self.tile.block:
             given = f"blocks of {self.tile.block} for {shape[0] // groups} output channels per group"
             raise ValueRangeError(message(given, "blocks that divide a group", "use block=1"))
+
+    def _entries(self, mask: Bools) -> tuple[Layout, Ints, Ints, Ints]:
+        """Return the layout of a mask (N, C / groups, taps), and first row, channel and tap of each of its entries."""
+        outputs, each, taps = mask.shape
+        layout, first_row, column = pack_entries(mask.reshape(outputs, each * taps), self.tile)
+        return layout, first_row, column // max(taps, 1), column % max(taps, 1)
 
     def pack(self, weight: Tensor) -> Tensor:
         """Return the values of a weight with this mask, in the order the kernel reads."""

@@ -54,6 +54,8 @@ CONV_OPS = {"conv2d": "int8_conv2d", "conv1d": "int8_conv1d"}
 """The operation with an int8 weight for each convolution."""
 _VECTORS = {"avx512": (4, 3, 2), "avx2": (2, 3, 4), "portable": (2, 1)}  # of pixels, for blocks of 4
 _RUN_ROWS = 32  # of a group in the form 'runs'
+_TILE_ROWS = 16  # of a group in the form 'gathered'
+_MOST_UNION = 2.2  # times the live weights: what tile registers may multiply to be the better guess
 _DENSE = 0.5  # the share of live weights from which groups are read as if they had no pruned ones
 
 
@@ -165,7 +167,7 @@ class _CpuInt8Conv(Implement):
     """Hand-written C++ kernels on places of four channels, with VNNI where the processor has it."""
 
     name = "cpu-int8"
-    version = 4
+    version = 5
     every_epilogue = True
     any_mask = True
 
@@ -205,7 +207,8 @@ class _CpuInt8Conv(Implement):
 def _tiles(spec: KernelSpec) -> list[Tile]:
     """Return the tiles worth timing, the best guess first: blocks of 4 where groups and the mask have them.
 
-    Groups that skip nothing are computed a run of pixels after the other where the processor has registers enough.
+    Groups that skip nothing are computed a run of pixels after the other where the processor has registers enough; with
+    tile registers, groups of 16 rows are.
     """
     weight, isa = spec["weight"], load().isa
     each, alone = weight.shape[0] // spec.attributes["groups"], spec.attributes["groups"] == 1
@@ -213,9 +216,14 @@ def _tiles(spec: KernelSpec) -> list[Tile]:
     heights = [height for height in ((4, 1) if whole else (1, 4)) if height == 1 or alone or each % 4 == 0]
     tiles = [Tile(block=height, mv=mv) for height in heights for mv in (_VECTORS[isa] if height == 4 else (4, 3, 2))]
     runs = weight.density > _DENSE and (alone or each % _RUN_ROWS == 0) and isa == "avx512"
-    if not runs:
+    if runs:
+        tiles = [Tile("runs", _RUN_ROWS), *tiles] if each >= _RUN_ROWS else [*tiles, Tile("runs", _RUN_ROWS)]
+    if not load().byte_tiles or not (alone or each % _TILE_ROWS == 0):
         return tiles
-    return [Tile("runs", _RUN_ROWS), *tiles] if each >= _RUN_ROWS else [*tiles, Tile("runs", _RUN_ROWS)]
+    gathered = [Tile("gathered", _TILE_ROWS, mv) for mv in (4, 2, 3)]  # two vectors: groups that skip the same go together
+    # A tile multiplies a place for 16 rows where any of them has it.
+    union = 1 - (1 - weight.density) ** (_TILE_ROWS / min(_TILE_ROWS, max(block_height(spec), 1)))
+    return [*gathered, *tiles] if union <= _MOST_UNION * weight.density else [*tiles[:2], *gathered, *tiles[2:]]
 
 
 class CpuInt8Conv2d(_CpuInt8Conv):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import addressof
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from sparta.specialize.conv.int8_images import UNIT, Int8Images, Ready
 from sparta.specialize.conv.spec import ConvGeometry
 from sparta.specialize.cpu.chain import StepKind
 from sparta.specialize.cpu.library import PanelMatrix
+from sparta.specialize.cpu.packing import Bools, Ints, Layout
+from sparta.specialize.int8_linear.cpu_gathered import gathered_entries
 
 __all__ = ["PackedInt8Conv"]
 
@@ -33,7 +36,7 @@ class PackedInt8Conv(Int8Images, PackedConv):
     mask
         (N, C / groups, KH, KW) or (N, C / groups, K), bool. With several groups, C / groups is a multiple of 4.
     geometry, image, isa, tile
-        As of a ``PackedConv``; tiles are panels with blocks of 1 or 4 and nothing else than ``mv``, or runs.
+        As of a ``PackedConv``; tiles are panels with blocks of 1 or 4 and nothing else than ``mv``, runs, or gathered.
 
     Examples
     --------
@@ -46,7 +49,7 @@ class PackedInt8Conv(Int8Images, PackedConv):
     """
 
     kind = StepKind.INT8_CONV
-    forms = ("panel", "runs")
+    forms = ("panel", "runs", "gathered")
 
     def __init__(
         self, mask: Tensor, geometry: ConvGeometry, *, image: str = "flat", isa: str | None = None, **tile: Any
@@ -58,8 +61,21 @@ class PackedInt8Conv(Int8Images, PackedConv):
         self.mask = mask.cpu()
         super().__init__(None, _by_places(self.mask).any(-1), geometry, image=image, isa=isa, **tile)
         tile_ = self.tile
-        if tile_.block not in (1, 4, 32) or tile_.interleave != 1 or tile_.k_chunk or tile_.prefetch:
-            raise ValueRangeError(message(f"the tile {tile_}", "panels of blocks of 1 or 4, and mv, or runs"))
+        if tile_.block not in (1, 4, 16, 32) or tile_.interleave != 1 or tile_.k_chunk or tile_.prefetch:
+            allowed = "panels of blocks of 1 or 4, or gathered, and mv, or runs"
+            raise ValueRangeError(message(f"the tile {tile_}", allowed))
+
+    def _entries(self, mask: Bools) -> tuple[Layout, Ints, Ints, Ints]:
+        """Gathered places come tap by tap, so that those of a tap which skips none lie evenly in the image."""
+        if self.tile.form != "gathered":
+            return super()._entries(mask)
+        outputs, places, taps = mask.shape
+        layout, first_row, column = gathered_entries(mask.transpose(0, 2, 1).reshape(outputs, taps * places))
+        position = torch.arange(mask.size).view(outputs, places, taps).transpose(1, 2).reshape(-1)
+        source = layout.source.long()
+        if mask.size:
+            source = torch.where(source >= 0, position[source.clamp_min(0)], -1)
+        return replace(layout, source=source), first_row, column % max(places, 1), column // max(places, 1)
 
     def pack_integers(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the live values of a weight, int8, and the sums of its output channels."""

@@ -6,14 +6,16 @@ A place is in the list of a group if any of its 16 rows has a live weight there;
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from sparta.errors import ShapeError, message
-from sparta.specialize.cpu.packing import Bools, Layout, columns_of, offset_table, running_sums, value_sources
+from sparta.specialize.cpu.packing import Bools, Ints, Layout, columns_of, offset_table, running_sums, value_sources
 from sparta.specialize.cpu.tile import Tile
 
-__all__ = ["gathered_layout"]
+__all__ = ["gathered_entries", "gathered_layout"]
 
 TILE = 16  # rows, and places, of a tile of weights
 _BLOCK_ROWS = 32  # kBlockRows of native/spmm.h
@@ -28,15 +30,21 @@ def gathered_layout(units: Bools, tile: Tile, lanes: int) -> Layout:
     >>> len(layout.source), layout.source[:3].tolist(), layout.arrays["starts"].tolist()
     (256, [0, 1, 2], [0, 16])
     """
-    outputs, places = units.shape
+    places = units.shape[1]
     row_bytes = 4 * tile.mv * lanes
     if places * row_bytes >= 2**31:
         raise ShapeError(message(f"a weight of {4 * places} input channels", f"up to {2**33 // row_bytes - 4}"))
+    layout, _, column = gathered_entries(units)
+    return replace(layout, arrays={**layout.arrays, "offsets": offset_table(column * row_bytes)})
+
+
+def gathered_entries(units: Bools) -> tuple[Layout, Ints, Ints]:
+    """Return the layout of live places without its offsets, and the first row and the column of each of its entries."""
+    outputs, places = units.shape
     counts, column = columns_of(units, TILE)
     whole = -(-counts // TILE) * TILE
     starts, groups = running_sums(whole), len(counts)
-    # Every entry's number within its group; those beyond the last are copies of the first without weights, so that only
-    # 16 neighbours are as far apart as their first and their last.
+    # Every entry's number within its group; those beyond the last are copies of the first without weights.
     number = np.arange(int(starts[-1])) - np.repeat(starts[:-1], whole)
     there = number < np.repeat(counts, whole)
     first = np.repeat(running_sums(counts)[:-1], whole)
@@ -52,7 +60,7 @@ def gathered_layout(units: Bools, tile: Tile, lanes: int) -> Layout:
         "rows": torch.from_numpy((np.arange(groups) * TILE).astype(np.int32)),
         "costs": torch.from_numpy(running_sums(cost)),
         "chunk_columns": torch.tensor([0, places]),
-        "offsets": offset_table(filled * row_bytes),
     }
     positions = torch.from_numpy(by_tile.astype(np.int32 if units.size < 2**31 else np.int64))
-    return Layout((outputs, places), groups, arrays, positions, padded=bool((by_tile < 0).any()))
+    layout = Layout((outputs, places), groups, arrays, positions, padded=bool((by_tile < 0).any()))
+    return layout, first_row, filled

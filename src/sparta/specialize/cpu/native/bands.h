@@ -204,7 +204,7 @@ inline void find_strips(const Band& band, int64_t reach, int64_t step, const std
 }
 
 // Channels whose values are asked for ahead: they lie far apart, where the processor does not look by itself.
-constexpr int64_t kChannelsAhead = 16;
+constexpr int64_t kChannelsAhead = 32;
 
 // Fills one slot of a band, channel by channel, where values of a row lie side by side, or every second one is taken. What
 // is written beyond a plane is written over by the next one; there is room for a vector behind the last.
@@ -220,7 +220,7 @@ inline void pack_strips(const ConvCall& call, const Band& band, const std::vecto
     const float* later = image + kChannelsAhead * call.x_strides[1];
     float* plane = planes + channel * call.plane;
     for (const Strip* strip = first; strip != end; ++strip) {
-      __builtin_prefetch(later + strip->from);
+      __builtin_prefetch(later + strip->from, 0, 2);
       const float* from = image + strip->from;
       store(plane + strip->at,
             Step == 1 ? load_lanes(from, strip->lanes, fill) : load_lanes_by_two(from, strip->lanes, fill));

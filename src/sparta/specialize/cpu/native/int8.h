@@ -247,7 +247,7 @@ inline bool multiply_int8_tile(const PanelMatrix& matrix, const Int8Call& call, 
     int32_t* panel = call.y_is_panel ? static_cast<int32_t*>(call.y) + (index * places + row / 4) * tile : nullptr;
     int32_t* y = panel && finish.joins ? panel : reinterpret_cast<int32_t*>(results);
     kernel(Int8Task{&matrix, &finish, block * groups_each, std::min((block + blocks) * groups_each, matrix.groups), x,
-                    y, row, tile});
+                    y, row, tile, tile});
     const Int8Rows at{index, tokens, row, rows, panel};
     if (!is_general(call)) {
       store_simple(call, at, results, tile, vectors, finish);

@@ -96,7 +96,8 @@ inline void multiply_int8_tokens(const Int8BandTask& task, const TokenTile& give
   const PanelMatrix& matrix = *task.matrix;
   const ConvCall& call = task.call->conv;
   const bool no_least = task.call->no_least_weight != 0, whole = given.whole;
-  const bool in_registers = (whole || kMovesLanes) && matrix.bn == 4 && fits_registers(call.activation);
+  const bool fours = matrix.bn == 4 || matrix.bn == kTileRows;
+  const bool in_registers = (whole || kMovesLanes) && fours && fits_registers(call.activation);
   const int64_t tile = matrix.mv * kLanes, plane = task.ends.plane, groups_each = kBlockRows / matrix.bn;
   const int64_t begin = given.begin;
   PixelLanes pixels[kMostTokens / kLanes + 1];
@@ -109,14 +110,14 @@ inline void multiply_int8_tokens(const Int8BandTask& task, const TokenTile& give
     const int64_t groups = block * groups_each, end = std::min((block + blocks) * groups_each, matrix.groups);
     const PlacesEnds ends = moved(task.ends, row / 4 * plane, row * plane);
     if (in_registers) {
-      find_places_kernel(given.vectors, no_least)(
+      find_places_kernel(matrix.bn, given.vectors, no_least)(
           PlacesTask{&matrix, task.finish, whole ? moved(ends, begin, begin) : ends, groups, end, task.x + begin, row,
-                     whole ? nullptr : pixels});
+                     call.plane, whole ? nullptr : pixels});
       continue;
     }
     find_int8_kernel(matrix.bn, given.vectors, no_least)(
         Int8Task{&matrix, &task.finish->scales, groups, end, task.x + begin,
-                 reinterpret_cast<int32_t*>(task.results), row, tile});
+                 reinterpret_cast<int32_t*>(task.results), row, tile, call.plane});
     with_activation(call.activation, [&](auto tag) {
       store_results<decltype(tag)::value>(task.results, tile, rows, segments, runs, *task.finish, ends);
     });

@@ -72,7 +72,8 @@ struct Int8Task {
   const int32_t* x;           // the panel tile, four bytes a place
   int32_t* y;                 // results at row `first_row`: a row for each channel, or for each four
   int64_t first_row;
-  int64_t tile;
+  int64_t tile;      // numbers from one row of results to the next
+  int64_t x_stride;  // from one place of x to the next
 };
 
 // An offset of a group without any: adding -0 changes nothing, not even a -0.

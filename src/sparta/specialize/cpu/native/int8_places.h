@@ -136,6 +136,7 @@ struct PlacesTask {
   int64_t group_end;
   const int32_t* x;
   int64_t first_row;
+  int64_t x_stride;          // numbers from one place of x to the next
   const PixelLanes* pixels;  // of each vector, or null
 };
 
@@ -153,6 +154,30 @@ SPARTA_INLINE void announce_four(const PlacesTask& task, int64_t row) {
   }
 }
 
+// The sums of four rows become results, `row` the first of them.
+template <int MV>
+SPARTA_INLINE void finish_four(const PlacesTask& task, const PlacesFinish& finish, const GroupScales<4>& scales,
+                               int64_t row, int64_t channels, const IntVec (&sums)[4][MV]) {
+  const int64_t done = row - task.first_row, rows = channels - row;
+  const int64_t place = done / 4 * task.ends.plane, at = done * task.ends.plane;
+  Vec multiplier[4], offset[4];
+  each<4>([&](auto r) SPARTA_LAMBDA {
+    multiplier[r] = splat(scales.multiplier[r]);
+    offset[r] = splat(scales.offset[r]);
+  });
+  each<MV>([&](auto j) SPARTA_LAMBDA {
+    Vec four[4];
+    each<4>([&](auto r) SPARTA_LAMBDA { four[r] = requantise(sums[r][j], multiplier[r], offset[r]); });
+    if (!task.pixels) {
+      put_four(four, finish, task.ends, place + j * kLanes, at + j * kLanes, rows, TokenLanes<true>{kLanes});
+      return;
+    }
+    const PixelLanes& pixels = task.pixels[j];
+    each<4>([&](auto r) SPARTA_LAMBDA { four[r] = together(four[r], pixels.lanes); });
+    put_four(four, finish, task.ends, place + pixels.pixel, at + pixels.pixel, rows, TokenLanes<false>{pixels.count});
+  });
+}
+
 template <class Unit, int MV>
 void multiply_int8_places(const PlacesTask& given) {
   const PlacesTask task = given;  // copies, which no store can change
@@ -160,31 +185,26 @@ void multiply_int8_places(const PlacesTask& given) {
   const PlacesFinish finish = *task.finish;
   StreamAhead weights(matrix.values + matrix.starts[task.group_begin] * 4);
   for (int64_t group = task.group_begin; group < task.group_end; ++group) {
-    const int64_t row = matrix.rows[group], done = row - task.first_row;
-    const int64_t place = done / 4 * task.ends.plane, at = done * task.ends.plane;
+    const int64_t row = matrix.rows[group];
     const GroupScales<4> scales(finish.scales, row, matrix.channels);
     weights.ask(matrix.values + matrix.starts[group + 1] * 4);
     if (group + kGroupsAhead < task.group_end) announce_four<MV>(task, matrix.rows[group + kGroupsAhead]);
     IntVec sums[4][MV];
     sum_int8_group<Unit>(matrix, group, task.x, scales.starts, sums);
-    Vec multiplier[4], offset[4];
-    each<4>([&](auto r) SPARTA_LAMBDA {
-      multiplier[r] = splat(scales.multiplier[r]);
-      offset[r] = splat(scales.offset[r]);
-    });
-    each<MV>([&](auto j) SPARTA_LAMBDA {
-      Vec four[4];
-      each<4>([&](auto r) SPARTA_LAMBDA { four[r] = requantise(sums[r][j], multiplier[r], offset[r]); });
-      const int64_t rows = matrix.channels - row;
-      if (!task.pixels) {
-        put_four(four, finish, task.ends, place + j * kLanes, at + j * kLanes, rows, TokenLanes<true>{kLanes});
-        return;
-      }
-      const PixelLanes& pixels = task.pixels[j];
-      each<4>([&](auto r) SPARTA_LAMBDA { four[r] = together(four[r], pixels.lanes); });
-      put_four(four, finish, task.ends, place + pixels.pixel, at + pixels.pixel, rows, TokenLanes<false>{pixels.count});
-    });
+    finish_four(task, finish, scales, row, matrix.channels, sums);
   }
+}
+
+// The same for groups of 16 rows, by tile registers.
+template <class Tiles, int MV>
+void multiply_places_tiles(const PlacesTask& given) {
+  const PlacesTask task = given;
+  const PanelMatrix matrix = *task.matrix;
+  const PlacesFinish finish = *task.finish;
+  const int32_t* const starts = finish.scales.starts;
+  each_four_of_tiles<Tiles, MV>(task, matrix, starts, [&](int64_t row, const IntVec (&sums)[4][MV]) SPARTA_LAMBDA {
+    finish_four(task, finish, GroupScales<4>(finish.scales, row, matrix.channels), row, matrix.channels, sums);
+  });
 }
 
 using PlacesKernel = void (*)(const PlacesTask&);
@@ -199,8 +219,24 @@ PlacesKernel find_places_kernel_of(int64_t mv) {
   }
 }
 
-// For groups of four rows and 1 to 4 vectors.
-inline PlacesKernel find_places_kernel(int64_t mv, bool no_least_weight) {
+template <class Tiles>
+PlacesKernel find_places_tiles(int64_t mv) {
+  switch (mv) {
+    case 1: return multiply_places_tiles<Tiles, 1>;
+    case 2: return multiply_places_tiles<Tiles, 2>;
+    case 3: return multiply_places_tiles<Tiles, 3>;
+    default: return multiply_places_tiles<Tiles, 4>;
+  }
+}
+
+// For groups of 4 or 16 rows and 1 to 4 vectors.
+inline PlacesKernel find_places_kernel(int32_t bn, int64_t mv, bool no_least_weight) {
+  if (bn == kTileRows) {
+#if defined(SPARTA_AMX)
+    if (has_byte_tiles()) return find_places_tiles<NativeByteTiles>(mv);
+#endif
+    return find_places_tiles<PlainByteTiles>(mv);
+  }
 #if defined(SPARTA_AVX512) || defined(SPARTA_AVX_VNNI)
   if (has_vnni()) return find_places_kernel_of<VnniUnit>(mv);
 #endif
