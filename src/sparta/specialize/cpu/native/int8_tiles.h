@@ -213,29 +213,47 @@ SPARTA_INLINE void sum_int8_tiles(Tiles& tiles, const PanelMatrix& matrix, int64
   });
 }
 
-// Calls f with four rows of every group that a task has: the first of them and their sums.
+// Rows whose sums are stored.
+struct StoredRows {
+  int64_t first;
+  int64_t rows;
+  const int32_t* sums;
+};
+
+// Calls f with four rows of every group that a task has: the first of them and their sums. Tiles multiply the next group
+// while the sums of the one before become results: what was just stored cannot be loaded at once.
 template <class Tiles, int MV, class Task, class F>
 SPARTA_INLINE void each_four_of_tiles(const Task& task, const PanelMatrix& matrix, const int32_t* starts, F f) {
-  alignas(64) int32_t all[2 * kTileRows * kSumsStride];
+  alignas(64) int32_t all[2][2 * kTileRows * kSumsStride];
   Tiles tiles;
-  for (int64_t group = task.group_begin; group < task.group_end;) {
-    bool pair = false;
-    if constexpr (kPairs<MV>) pair = group + 1 < task.group_end && share_places(matrix, group);
-    if constexpr (kPairs<MV>) {
-      if (pair) sum_int8_tiles<Tiles, MV, true>(tiles, matrix, group, task.x, task.x_stride, all);
-    }
-    if (!pair) sum_int8_tiles<Tiles, MV, false>(tiles, matrix, group, task.x, task.x_stride, all);
-    const int64_t first = matrix.rows[group], rows = std::min((pair ? 2 : 1) * kTileRows, matrix.channels - first);
-    for (int64_t r = 0; r < rows; r += 4) {
+  const auto finish = [&](const StoredRows& stored) SPARTA_LAMBDA {
+    for (int64_t r = 0; r < stored.rows; r += 4) {
+      const int64_t row = stored.first + r;
       IntVec sums[4][MV];
       each<4>([&](auto i) SPARTA_LAMBDA {
-        const IntVec start = IntVec{} + starts[std::min(first + r + i, matrix.channels - 1)];
-        each<MV>([&](auto j) SPARTA_LAMBDA { sums[i][j] = start + load_ints(all + (r + i) * kSumsStride + j * kLanes); });
+        const IntVec start = IntVec{} + starts[std::min<int64_t>(row + i, matrix.channels - 1)];
+        const int32_t* from = stored.sums + (r + i) * kSumsStride;
+        each<MV>([&](auto j) SPARTA_LAMBDA { sums[i][j] = start + load_ints(from + j * kLanes); });
       });
-      f(first + r, sums);
+      f(row, sums);
     }
-    group += pair ? 2 : 1;
+  };
+  StoredRows before{0, 0, nullptr};
+  for (int64_t group = task.group_begin, which = 0; group < task.group_end; which = 1 - which) {
+    int64_t groups = 1;
+    if constexpr (kPairs<MV>) {
+      if (group + 1 < task.group_end && share_places(matrix, group)) {
+        sum_int8_tiles<Tiles, MV, true>(tiles, matrix, group, task.x, task.x_stride, all[which]);
+        groups = 2;
+      }
+    }
+    if (groups == 1) sum_int8_tiles<Tiles, MV, false>(tiles, matrix, group, task.x, task.x_stride, all[which]);
+    finish(before);
+    const int64_t first = matrix.rows[group];
+    before = {first, std::min(groups * kTileRows, matrix.channels - first), all[which]};
+    group += groups;
   }
+  finish(before);
 }
 
 // Groups of 16 rows; entries of a group are a multiple of 16, values [tiles][16 rows][16 places].
