@@ -290,7 +290,9 @@ def test_bad_layers_are_named(layer):
     with pytest.raises(ValueRangeError, match="blocks that divide"):
         PackedConv(None, ones, ConvGeometry.make(2, groups=4), block=4)
     with pytest.raises(NameNotFoundError, match="did you mean 'flat'"):
-        PackedConv(None, ones, geometry, image="flatt")(torch.zeros(1, 4, 6, 6), values=torch.zeros(0))
+        PackedConv(None, ones, geometry, image="flatt")
+    with pytest.raises(NameNotFoundError, match="did you mean 'grid'"):
+        PackedConv(None, ones, geometry, image="gird")
     with pytest.raises(ValueRangeError, match="pass values="):
         PackedConv(None, ones, geometry)(torch.zeros(1, 4, 6, 6))
     with pytest.raises(ShapeError, match="as when packed"):
