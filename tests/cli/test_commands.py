@@ -292,6 +292,29 @@ def test_plan_writes_a_spec(here):
     sparta.Spec.load("plan.spec")
 
 
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [([], "auto"), (["auto"], "auto"), (["none"], None), (["int8"], ["int8"]), (["int8", "bf16"], ["int8", "bf16"])],
+)
+def test_plan_takes_several_precisions(here, monkeypatch, given, asked):
+    seen = []
+
+    def planned(*_args, precisions, **_more):
+        seen.append(precisions)
+        raise sparta.errors.SpartaError("enough")
+
+    monkeypatch.setattr(sparta, "plan", planned)
+    options = [text for each in given for text in ("--precision", each)]
+    assert "enough" in error_of(run("plan", "their_nets:with_inputs", "--speedup", "2", *options))
+    assert seen == [asked]
+
+
+@pytest.mark.parametrize("others", ["auto", "none", "int4"])
+def test_plan_refuses_precisions_that_are_none(here, others):
+    asked = ["--speedup", "2", "--precision", "int8", "--precision", others]
+    assert f"unknown precision '{others}'" in error_of(run("plan", "their_nets:with_inputs", *asked))
+
+
 def test_what_plan_refuses(here):
     assert "example inputs" in error_of(run("plan", "their_nets:small", "--speedup", "2"))
     assert "speedup" in error_of(run("plan", "their_nets:with_inputs"))

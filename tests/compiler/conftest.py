@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from sparta.specialize.conv.cpu_grid import GRID
 from sparta.specialize.implement import implement_named
 from sparta.specialize.tuning.select import Choice
 from sparta.specialize.tuning.store import Entry
@@ -30,6 +31,12 @@ def forcing(name="cpu"):
     with pytest.MonkeyPatch.context() as patch:
         choosing(patch, lambda spec: chosen(spec, name))
         yield
+
+
+@pytest.fixture
+def grids(monkeypatch):
+    """Let the C++ kernels of convolutions read every image as a grid of regions."""
+    monkeypatch.setattr("sparta.specialize.conv.cpu.conv_layouts", lambda _spec: (GRID,))
 
 
 @pytest.fixture

@@ -16,6 +16,9 @@ from sparta.compiler.artifact import FORMAT_VERSION
 from sparta.compiler.graph.serialize import graph_from_json, graph_to_json
 from sparta.errors import FileFormatError
 from sparta.files import load_tensors, save_tensors
+from sparta.specialize.implement import implement_named
+from sparta.specialize.tuning.forgiving import ForgivingStore
+from sparta.specialize.tuning.store import Entry
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +181,37 @@ def test_a_kernel_of_another_version_runs_with_parameters_of_its_own(own_stores,
     with pytest.warns(UserWarning, match="another version of cpu is installed.*with other parameters"):
         again = sparta.load(path)
     assert {layer.first.implement for layer in again.report.plan.layers} == {"cpu"}
+    torch.testing.assert_close(again(x), fast(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stored", ["cpu", "dense", "torch-csr", None])
+@pytest.mark.parametrize("lost", ["version", "parameters"])
+def test_what_was_measured_here_goes_before_parameters_of_its_own(own_stores, tmp_path, stored, lost):
+    model, x = nets.pruned(nets.Mlp()), torch.randn(6, 32)
+    path = tmp_path / "model.sparta"
+    with forcing("cpu"):
+        fast = sparta.compile(model, x, tune="off")
+    fast.save(path)
+    specs = [spec for module in fast.kernels.values() for spec, _ in module.choices.values()]
+    for spec in specs if stored else ():
+        params = implement_named(stored, spec.op).default(spec)
+        ForgivingStore().put(spec, Entry(stored, params, 1.0, 1.0 if stored == "dense" else 2.0))
+
+    def change(_tensors, payload):
+        for kernel in payload["kernels"].values():
+            for choice in kernel["choices"].values():
+                if lost == "version":
+                    choice["version"] += 1
+                else:
+                    choice["choice"]["config"] = {"_name": "cpu", "tile": "panel:3:77:1:0:0"}
+
+    with pytest.warns(UserWarning, match="does not run here"):
+        again = sparta.load(rewritten(path, change))
+    found = [choice for module in again.kernels.values() for _, choice in module.choices.values()]
+    assert {choice.implement for choice in found} == {stored or "cpu"}
+    own = {choice.reason for choice in found if choice.reason.startswith("its best guess here")}
+    assert bool(own) is (stored is None)
+    assert not any("version" in choice.reason for choice in found)
     torch.testing.assert_close(again(x), fast(x), rtol=1e-4, atol=1e-5)
 
 

@@ -274,9 +274,23 @@ def test_one_pass_of_obc_gives_every_density(pattern, monkeypatch):
         assert bool((denser.mask | ~sparser.mask).all()), "what goes first stays away"
 
 
-def test_a_path_has_no_more_units_than_the_layer():
-    with pytest.raises(ValueRangeError, match="33 units of 32"):
-        obc_path(problem(Unstructured(), 0.5, shape=(4, 8)), [1, 33])
+@pytest.mark.parametrize(
+    ("pattern", "groups", "most"),
+    [
+        *((Unstructured(), 1, 192), (NM(1, 4), 1, 144), (NM(2, 4), 1, 96), (Block(5, 1), 1, 48), (Channel(1), 1, 16)),
+        *((Block(1, 4), 1, 48), (Block(4, 2), 2, 48), (Unstructured(), 2, 384), (NM(2, 4), 2, 192)),
+    ],
+    ids=str,
+)
+def test_a_path_has_no_more_units_than_the_layer_which_is_known_before_any_trace(pattern, groups, most, monkeypatch):
+    shape = (12 * groups, 16)
+    task = problem(pattern, None if isinstance(pattern, NM) else 0.5, shape, groups=groups)
+    (sparsest,) = obc_path(task, [most])
+    assert torch.equal(sparsest.mask, obc_path(task, [None])[0].mask)
+    monkeypatch.setattr(torch, "cholesky_inverse", lambda _: pytest.fail("traced"))
+    for wrong in (most + 1, -1):
+        with pytest.raises(ValueRangeError, match=f"{wrong} units of {most}"):
+            obc_path(task, [1, wrong])
 
 
 def test_obc_gives_more_where_it_costs_less():

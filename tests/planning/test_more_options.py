@@ -10,9 +10,9 @@ from torch import nn
 from planning.benches import FakeBench
 from planning.plans import example, planned, transformer
 from sparta.compiler.session import Session
-from sparta.errors import SpartaError, ValueRangeError
+from sparta.errors import NameNotFoundError, SpartaError, ValueRangeError
 from sparta.oneshot.targets import find_targets
-from sparta.planning import Option
+from sparta.planning import Option, rounding
 from sparta.planning.api import plan_with
 from sparta.planning.bench import CompilerBench
 from sparta.planning.cost import errors_of, grams_of, sensitivity_of
@@ -208,6 +208,65 @@ def test_what_bf16_costs_is_measured_on_the_data(layer):
     assert layer.weight.dtype == torch.float32
 
 
+class Keyed(nn.Module):
+    """A layer that is called by keyword, and one that is there twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.again, self.last = self.first, nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.last(input=self.again(input=self.first(input=x).relu()).relu())
+
+
+@pytest.mark.parametrize("name", ["first.weight", "again.weight", "last.weight"])
+def test_layers_in_bf16_may_be_called_by_keyword_and_be_named_by_any_of_their_paths(name):
+    torch.manual_seed(0)
+    model, x = Keyed().eval(), torch.randn(8, 16)
+    assert 1e-4 < rounding_errors(model, [name], [x], "bf16")[name] < 1e-2
+    found = rounded(model, [x], Spec({}), {name: "bf16"})
+    layer = found.model.get_submodule(name.removesuffix(".weight"))
+    assert layer.weight.dtype == torch.bfloat16
+    assert len(layer._forward_hooks) == 1
+    assert [row.layer for row in found.report.layers] == [name.removesuffix(".weight")]
+    assert 1e-4 < found.report.change < 1e-2
+    with torch.no_grad():
+        assert found.simulated(x).dtype == torch.float32
+
+
+def test_a_layer_with_two_paths_becomes_bf16_once():
+    model, x = Keyed().eval(), torch.randn(8, 16)
+    found = rounded(model, [x], Spec({}), {"first.weight": "bf16", "again.weight": "bf16"})
+    assert len(found.model.first._forward_hooks) == 1
+
+
+@pytest.mark.parametrize("others", [{}, {"last.weight": "int8"}])
+def test_layers_in_bf16_that_the_model_lacks_are_an_error(others):
+    with pytest.raises(NameNotFoundError, match=r"again\.weight"):
+        rounded(Keyed().eval(), [torch.randn(8, 16)], Spec({}), {"agian.weight": "bf16", **others})
+
+
+def test_what_is_around_a_model_goes_whatever_its_layers_are_rounded_to():
+    model, x = Keyed().eval(), torch.randn(8, 16)
+    for precision in ("int8", "bf16"):
+        assert rounding_errors(nn.DataParallel(model), ["last.weight"], [x], precision)["last.weight"] > 0
+        found = rounded(nn.DataParallel(model), [x], Spec({}), {"last.weight": precision}, quick=True)
+        assert type(found.model) is Keyed
+
+
+def test_copies_in_bf16_are_made_one_by_one(monkeypatch):
+    done = []
+
+    def noting(what, call):
+        return lambda layer: done.append(what) or call(layer)
+
+    monkeypatch.setattr(rounding, "deepcopy", noting("copied", copy.deepcopy))
+    monkeypatch.setattr(rounding, "_shorten", noting("shortened", rounding._shorten))
+    rounding_errors(transformer(), ["0.q.weight", "1.up.weight", "1.down.weight"], [example()], "bf16")
+    assert done == ["copied", "shortened"] * 3
+
+
 def test_a_weight_that_others_share_stays_as_it_is_for_them():
     model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16, bias=False))
     model[1].weight = model[0].weight
@@ -229,6 +288,17 @@ def test_bf16_is_an_option_where_the_processor_computes_in_it(flags, monkeypatch
     assert precisions_of(["int8", "bf16"], "cpu", {torch.float32}) == ["int8", "bf16"]
     with pytest.raises(ValueRangeError, match="none for bfloat16"):
         precisions_of("bf16", "cpu", {torch.bfloat16})
+
+
+@pytest.mark.parametrize(("capability", "able"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_bf16_is_an_option_on_gpus_that_compute_in_it(capability, able, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    assert precisions_of("auto", "cuda", {torch.float32}) == []
+    if able:
+        assert precisions_of("bf16", "cuda", {torch.float32}) == ["bf16"]
+        return
+    with pytest.raises(ValueRangeError, match=r"precisions='bf16'.*none for float32 on this cuda"):
+        precisions_of("bf16", "cuda", {torch.float32})
 
 
 def test_the_compiler_times_layers_in_bf16():

@@ -1,6 +1,7 @@
 """Plans hold on a busy machine: shares of the model count, and what was hurried is not held against options."""
 
 import inspect
+import json
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,7 +14,7 @@ from planning.plans import batches, example, planned, transformer
 from sparta.compiler.api import compile_in
 from sparta.compiler.plan import LayerPlan
 from sparta.compiler.session import Session
-from sparta.errors import ValueRangeError
+from sparta.errors import FileFormatError, ValueRangeError
 from sparta.oneshot.targets import find_targets
 from sparta.planning.bench import _GIVEN, CompilerBench, Whole, _lost
 from sparta.planning.between import costs_between, times_between
@@ -363,3 +364,50 @@ def test_a_whole_that_was_hurried_is_not_kept_for_other_plans():
     bench.hurried = True
     assert not Remembering(bench, notebook).whole({}).hurried
     assert bench.calls["whole"] == 2
+
+
+def test_a_whole_that_is_interrupted_is_neither_compiled_again_nor_kept(monkeypatch):
+    tried = []
+
+    def interrupted(session, *args, **more):
+        tried.append(compile_in(session, *args, **more))
+        session.interrupted = True  # as where Ctrl-C ends a contest
+        return tried[-1]
+
+    monkeypatch.setattr("sparta.planning.bench.compile_in", interrupted)
+    bench, notebook = CompilerBench(transformer(), example(), {}, Session(tune="off")), Notebook()
+    with pytest.raises(KeyboardInterrupt):
+        Remembering(bench, notebook).whole({})
+    assert len(tried) == 1
+    assert bench.session.interrupted
+    assert not any(key.startswith("whole") for key in notebook.entries)
+
+
+def test_after_an_interrupt_among_layers_the_whole_is_still_measured():
+    session = Session(tune="off")
+    bench = CompilerBench(transformer(), example(), {}, session)
+    session.interrupted = True
+    assert bench.whole({}).ratio > 0
+
+
+def test_what_inductor_takes_is_the_most_that_a_whole_has_seen(monkeypatch):
+    seen, took = [], iter([0.003, 0.003, 0.5, 0.5, 0.02, 0.02, 0.02, 0.02])
+
+    def spied(session, *args, **more):
+        seen.append(session.inductor_seconds)
+        session.inductor_seconds = next(took)
+        return compile_in(session, *args, **more)
+
+    monkeypatch.setattr("sparta.planning.bench.compile_in", spied)
+    bench = CompilerBench(transformer(), example(), {}, Session(tune="off"))
+    for _ in range(4):
+        bench.whole({})  # each of which compiles twice
+    assert seen == [Session().inductor_seconds, 0.003, 0.003, 0.5, 0.5, 0.5, 0.5, 0.5]
+
+
+def test_a_notebook_of_another_version_is_refused(tmp_path):
+    Notebook.opened(tmp_path, "a question").keep("whole ", {"ratio": 1.0})
+    record = json.loads((tmp_path / "plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps({**record, "version": 1}))
+    with pytest.raises(FileFormatError, match=r"of another version.*use an empty folder"):
+        Notebook.opened(tmp_path, "a question")

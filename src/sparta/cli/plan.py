@@ -24,8 +24,9 @@ def plan_source(  # noqa: PLR0913 - one option each
     max_loss: Annotated[float | None, typer.Option(help="As fast as possible within this estimated loss.")] = None,
     pattern: Annotated[list[str] | None, typer.Option(help="Patterns to choose from; may be repeated.")] = None,
     precision: Annotated[
-        str, typer.Option(help="What layers may be rounded to: int8, fp8, bf16, auto for 8 bits, or none.")
-    ] = "auto",
+        list[str] | None,
+        typer.Option(help="What layers may be rounded to: int8, fp8, bf16, auto or none; may be repeated."),
+    ] = None,
     method: Annotated[
         str, typer.Option(help="How layers are pruned: magnitude, wanda, sparsegpt, alps, ...")
     ] = "wanda",
@@ -49,7 +50,8 @@ def plan_source(  # noqa: PLR0913 - one option each
             "memory_mb": memory_mb,
             "max_loss": max_loss,
         }
-        allowed = None if precision == "none" else precision
+        alone: dict[tuple[str, ...], str | None] = {(): "auto", ("auto",): "auto", ("none",): None}
+        allowed = alone.get(tuple(precision or ()), precision)
         how: dict[str, Any] = {"patterns": pattern or "auto", "precisions": allowed, "method": method}
         found = sparta.plan(model, example, data, **goal, **how, budget_s=budget_s)
         if out is not None:

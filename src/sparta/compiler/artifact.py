@@ -369,7 +369,7 @@ def _with_own_parameters(choice: Choice, spec: KernelSpec) -> Choice | None:
         build(spec, {"_name": choice.implement, **params})
     except SpartaError:
         return None
-    return Choice(choice.implement, params, "parameters of its own: those of the file are of another version")
+    return Choice(choice.implement, params, "its best guess here: with those of the file it does not run")
 
 
 def _kernel_fields(name: str, module: KernelModule, tensors: dict[str, Tensor]) -> dict[str, Any]:

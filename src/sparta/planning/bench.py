@@ -139,6 +139,7 @@ class CompilerBench:
     _dense: dict[str, float] = field(default_factory=dict)
     _shares: dict[str, tuple[float, float]] = field(default_factory=dict)
     _given: float | None = None
+    _inductor_seconds: float = 0.0  # the most that one of its calls took to compile, of all wholes
     _found: dict[str, tuple[SubGraph, Tensor, Tensor | None]] | None = None
     _program: Program | None = None
 
@@ -291,14 +292,18 @@ class CompilerBench:
     # ------------------------------------------------------------------ within
 
     def _compiled(self, model: nn.Module, spec: Spec, grids: Mapping[str, Any]) -> tuple[Any, bool]:
-        """Return a compiled model, and whether it was hurried."""
+        """Return a compiled model, and whether it was hurried; what an interrupt cut short is no measurement."""
         session = Session(tune=self.session.tune, budget_s=self._left(), show=self.session.show, brief=True)
         session.measure, session.inductor_seconds = self.session.measure, self.session.inductor_seconds
         fast = compile_in(  # all that competes in a plain call of `sparta.compile` competes here, Inductor too
             session, model, [self.example], spec, dynamic_shapes=None, activations=grids, inductor=None, check=False
         )
-        self.session.interrupted |= session.interrupted
-        self.session.inductor_seconds = session.inductor_seconds
+        if session.interrupted:  # the compiler took it as the end of its measuring; it ends all of it
+            self.session.interrupted = True
+            raise KeyboardInterrupt
+        if session.inductor_seconds != self.session.inductor_seconds:  # the cache makes later ones short
+            self._inductor_seconds = max(self._inductor_seconds, session.inductor_seconds)
+            self.session.inductor_seconds = self._inductor_seconds
         return fast, session.hurried
 
     @property

@@ -23,7 +23,7 @@ __all__ = ["GIVEN", "Notebook", "Remembering", "narrow_key", "option_key"]
 
 GIVEN = "given"
 """The entry of the model as given."""
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(eq=False)

@@ -14,7 +14,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from sparta.errors import SpartaError
+from sparta.errors import NameNotFoundError, SpartaError, did_you_mean
+from sparta.modules import unwrapped
 from sparta.oneshot.calibrate import call
 from sparta.planning.options import BF16
 from sparta.precision.api import FORMATS, FoundGrids, Quantized, quantize
@@ -35,6 +36,7 @@ def rounding_errors(
     model: nn.Module, names: Collection[str], batches: Sequence[Any], precision: str
 ) -> dict[str, float]:
     """Return the relative error that rounding weights and inputs makes in the output of each layer that can be."""
+    model = unwrapped(model)
     if precision == BF16:
         return _errors_in_bf16(model, names, batches)
     weights = Weights(model)
@@ -61,11 +63,18 @@ def rounded(
         Of each layer that is rounded: bfloat16, and one other at most.
     quick
         Take the first grids that will do: times do not depend on them.
+
+    Raises
+    ------
+    sparta.errors.NameNotFoundError
+        If the model has no layer of a name that is to be in bfloat16.
     """
+    model = unwrapped(model)
     on_grids = {name: precision for name, precision in precisions.items() if precision != BF16}
-    found = _on_grids(model, batches, spec, on_grids, quick=quick) if on_grids else _as_given(model, batches, spec)
     short = [name for name in precisions if name not in on_grids]
-    for _, layer in _layers(found.model, short):
+    _check_known(model, short)
+    found = _on_grids(model, batches, spec, on_grids, quick=quick) if on_grids else _as_given(model, batches, spec)
+    for layer in {layer: None for _, layer in _layers(found.model, short)}:  # each once, by however many paths
         _shorten(layer)
     if not short or quick:
         return found
@@ -105,12 +114,19 @@ def _as_given(model: nn.Module, batches: Sequence[Any], spec: Spec) -> Quantized
 # ---------------------------------------------------------------------- bfloat16
 
 
-def _layers(model: nn.Module, names: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Give the layers of these weights, each with the name of its weight."""
-    for path, module in model.named_modules():
+def _layers(model: nn.Module, names: Collection[str] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """Give the layers of these weights, or all, each with the name of its weight; by every path that leads to one."""
+    for path, module in model.named_modules(remove_duplicate=False):
         name = canonical(f"{path}.weight" if path else "weight")
-        if name in names:
+        if (names is None or name in names) and module._parameters.get("weight") is not None:
             yield name, module
+
+
+def _check_known(model: nn.Module, names: Sequence[str]) -> None:
+    known = [name for name, _ in _layers(model)]
+    for name in names:
+        if name not in known:
+            raise NameNotFoundError(did_you_mean(name, known, "weight of a layer"))
 
 
 def _shorten(layer: nn.Module) -> None:
@@ -120,6 +136,12 @@ def _shorten(layer: nn.Module) -> None:
             layer._parameters[key] = nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
     layer.register_forward_pre_hook(_narrowed, with_kwargs=True)
     layer.register_forward_hook(_widened)
+
+
+def _short_copy(layer: nn.Module) -> nn.Module:
+    copy = deepcopy(layer)
+    _shorten(copy)
+    return copy
 
 
 def _narrowed(
@@ -146,9 +168,7 @@ def _errors_in_bf16(model: nn.Module, names: Collection[str], batches: Sequence[
 
         return hook
 
-    found = [(name, layer, deepcopy(layer)) for name, layer in _layers(model, names)]
-    for _, _, short in found:
-        _shorten(short)
+    found = [(name, layer, _short_copy(layer)) for name, layer in _layers(model, names)]
     handles = [layer.register_forward_hook(listener(name, short), with_kwargs=True) for name, layer, short in found]
     try:
         for index, batch in enumerate(batches):

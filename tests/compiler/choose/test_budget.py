@@ -96,6 +96,39 @@ def test_inductor_begins_with_the_graph_that_has_kernels(forced, own_stores, mon
     assert compiled == [True, False]
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_what_inductor_takes_is_learnt_from_what_compiles_alone(forced, own_stores, monkeypatch, works):
+    def compile_it(module, **_options):
+        if not works:
+            raise RuntimeError("no compiler")
+        return module
+
+    monkeypatch.setattr(torch, "compile", compile_it)
+    session = Session(measure=Clock(plain_cost()), budget_s=1000)
+    job = Job.started(nets.pruned(nets.Mlp()), torch.randn(6, 32), None, None, (), session)
+    job.contest(inductor=True).decide()
+    assert (session.inductor_seconds != Session().inductor_seconds) is works
+    assert any("does not run: " in note for note in session.notes) is not works
+
+
+class Spent(Session):
+    """A session whose time for layers is over before the first."""
+
+    @property
+    def left_for_layers(self):
+        return 0.0
+
+
+@pytest.mark.parametrize(("stored", "interrupted"), [(False, False), (True, False), (False, True)])
+def test_layers_that_the_budget_did_not_reach_were_hurried(tuned, own_stores, stored, interrupted):
+    model, x = nets.pruned(nn.Sequential(nn.Linear(32, 32))), torch.randn(4, 32)
+    if stored:
+        sparta.compile(model, x)
+    session = Spent(measure=Clock(plain_cost()), interrupted=interrupted)
+    Job.started(model, x, None, None, (), session).contest(inductor=False)
+    assert session.hurried is not (stored or interrupted)
+
+
 def test_a_confirmation_ends_with_its_time_and_two_pairs_must_be_far_above():
     calls = []
 

@@ -345,14 +345,15 @@ def test_inputs_of_any_strides(monkeypatch):
             torch.testing.assert_close(chain(x)[0], model(x), rtol=1e-4, atol=1e-5)
 
 
-def test_memory_in_use_at_the_same_time_does_not_overlap(monkeypatch):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_memory_in_use_at_the_same_time_does_not_overlap(monkeypatch, threads):
     choosing(monkeypatch, tiled)
     model, x = nets.pruned(nn.Sequential(Layer(), Layer())), torch.randn(2, 20, 32)
-    trace = Trace(sparta.compile(model, x, tune="off").graph, [x], 1)
+    trace = Trace(sparta.compile(model, x, tune="off").graph, [x], threads)
     round_early(trace)
     hand_over_panels(trace)
     share_packed(trace)
-    total = planned(trace.items)
+    total = planned(trace.items, threads)
     pieces = {id(i.result.source): i.result.source for i in trace.items if not isinstance(i, PythonCall)}
     pieces |= {id(i.packed): i.packed for i in trace.items if isinstance(i, Linear) and i.packed is not None}
     made = [piece for piece in pieces.values() if isinstance(piece, Made)]
@@ -367,9 +368,9 @@ def test_small_pieces_share_memory_only_where_threads_share_them_alike(monkeypat
     choosing(monkeypatch, tiled)
     model, x = nets.pruned(nn.Sequential(Layer(), Layer())), torch.randn(2, 20, 32)
 
-    def planned_pieces():
-        trace = Trace(sparta.compile(model, x, tune="off").graph, [x], 1)
-        planned(trace.items)
+    def planned_pieces(threads):
+        trace = Trace(sparta.compile(model, x, tune="off").graph, [x], threads)
+        planned(trace.items, threads)
         return [
             (i.result.source, isinstance(i, Native) and i.call.step.kind is StepKind.ATTENTION) for i in trace.items
         ]
@@ -381,11 +382,14 @@ def test_small_pieces_share_memory_only_where_threads_share_them_alike(monkeypat
             if one is not two and one.offset < two.offset + two.nbytes and two.offset < one.offset + one.nbytes
         ]
 
-    found = sharing(planned_pieces())
+    found = sharing(planned_pieces(2))
     assert found  # memory is used again
     assert all(one == two and of_heads == others for one, two, of_heads, others in found)
+    alone = sharing(planned_pieces(1))  # no other core has written anything
+    assert any(one != two for one, two, _, _ in alone)
+    assert any(of_heads != others for _, _, of_heads, others in alone)
     monkeypatch.setattr(memory, "_NEAR", 0)  # large pieces have left the caches
-    assert any(one != two for one, two, _, _ in sharing(planned_pieces()))
+    assert any(one != two for one, two, _, _ in sharing(planned_pieces(2)))
 
 
 def test_convolutions_are_steps(forced):

@@ -9,7 +9,9 @@ import sparta
 from compiler.conftest import forcing
 from sparta.compiler.run.chain.chained import Chained
 from sparta.compiler.run.eager import with_fast_paths
+from sparta.compiler.run.kernel_module import KernelModule
 from sparta.measure.machine import probe_compiler
+from sparta.specialize.conv.cpu_grid import GRID
 
 pytestmark = pytest.mark.skipif(probe_compiler()[0] is None, reason="needs a C++ compiler")
 
@@ -58,6 +60,30 @@ def test_channels_of_small_images_are_set_apart(shows, size, threads):
         with torch.no_grad():
             for one, two in zip(chain(x), with_fast_paths(graph)(x), strict=True):
                 torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shows", [False, True])
+@pytest.mark.parametrize("size", [(14, 14), (13, 17)])
+@pytest.mark.usefixtures("grids")
+def test_grids_of_regions_skip_gaps_and_add_what_has_them(shows, size, threads):
+    torch.manual_seed(0)
+    model = Residual(shows=shows).eval()
+    spec = sparta.Spec.from_pattern(model, sparta.Unstructured(), 0.5)
+    spec.apply(model)
+    x = torch.randn(3, 16, *size)
+    with forcing("cpu"):
+        graph = sparta.compile(model, x, spec, tune="off").graph
+    kernels = [module for module in graph.modules() if isinstance(module, KernelModule)]
+    layouts = [choice.params["image"] for module in kernels for _, choice in module.choices.values()]
+    assert layouts == [GRID] * 7
+    chain = Chained(graph)
+    assert chain.program(x).apart == (3 if shows else 6)
+    with torch.no_grad():
+        for one, truth in zip(chain(x), model(x), strict=True):
+            torch.testing.assert_close(one, truth, rtol=1e-4, atol=1e-5)
+        x[0, 2, 0, 0], x[1, 3, -1, -1], x[2, 5, 6, 7] = torch.inf, torch.nan, -torch.inf
+        for one, two in zip(chain(x), with_fast_paths(graph)(x), strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
 
 
 def test_what_others_read_is_not_set_apart():

@@ -259,7 +259,7 @@ def test_layers_of_single_pixels_run_band_by_band_where_their_result_is_large():
     with forcing("cpu"):
         graph = sparta.compile(model, x, spec, tune="off").graph
     trace = Trace(graph, (x,), 2)
-    planned(trace.items)
+    planned(trace.items, trace.threads)
     convolutions = [item for item in trace.items if isinstance(item, ImageItem)]
     for first, second in pairwise(convolutions):  # what the second writes is not where the first reads
         if second.x.source is first.result.source and isinstance(first.x.source, Made):

@@ -14,6 +14,7 @@ from compiler.run.test_chain_sequences import Attending
 from sparta.compiler.run.chain import batches
 from sparta.compiler.run.chain.batches import SideBySide, side_by_side
 from sparta.compiler.run.chain.chained import Chained
+from sparta.compiler.run.chain.program import Program
 from sparta.errors import SpartaError
 from sparta.measure.machine import probe_compiler
 
@@ -110,6 +111,17 @@ def test_sequences_and_integers_side_by_side(threads):
             near(each((x,))[0], whole)
 
 
+@pytest.mark.usefixtures("small_batches", "grids")
+def test_grids_of_regions_side_by_side(threads):
+    model, x = trained(Small()), torch.randn(6, 3, 45, 38)
+    chain, found = cut(sparse(model, x, "unstructured"), x, threads)
+    assert found
+    with torch.no_grad():
+        for each in found:
+            near(each((x,))[0], model(x))
+        near(chain(x)[0], model(x))
+
+
 @pytest.mark.parametrize("name", NOT_ALONE)
 @pytest.mark.usefixtures("small_batches")
 def test_batches_whose_images_meet_are_not_cut(name):
@@ -141,6 +153,46 @@ def test_a_chain_takes_the_way_that_is_measured_to_be_fastest(monkeypatch, threa
         with ThreadPoolExecutor(4) as pool:  # each caller with memory of its own
             for given, found in [(x + n, pool.submit(chain, x + n)) for n in range(8)]:
                 near(found.result()[0], model(given))
+
+
+@pytest.mark.parametrize("any_size", [False, True])
+@pytest.mark.usefixtures("small_batches")
+def test_sizes_that_come_and_go_are_not_tried_side_by_side(monkeypatch, threads, any_size):
+    monkeypatch.setattr(batches, "_CLEARLY", 1e9)
+    model, x = trained(Small()), torch.randn(6, 3, 45, 38)
+    chain = Chained(sparse(model, x), any_size=any_size)
+    with torch.no_grad():
+        near(chain(x)[0], model(x))
+    (program,) = chain._programs.values()
+    assert type(program) is (Program if any_size else SideBySide)
+
+
+class Words(nn.Module):
+    """Words that are looked up, and layers after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.one, self.two = nn.Embedding(50, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, ids):
+        return self.two(functional.gelu(self.one(self.words(ids))))
+
+
+@pytest.mark.parametrize("place", [0, 3, 6])
+def test_a_word_that_is_none_in_one_part_is_an_error_of_all(threads, place):
+    model, ids = Words().eval(), torch.randint(50, (7, 2, 9))
+    graph = sparta.compile(model, ids[0], tune="off").graph
+    program = Chained(graph).program_of(graph, (ids[0],), threads=1)
+    assert program.in_one_call
+    parts = [(part,) for part in ids]
+    with torch.no_grad():
+        for found, (part,) in zip(program.side_by_side(parts, threads), parts, strict=True):
+            near(found[0], model(part))
+        parts[place] = (ids[place] + 50,)
+        with pytest.raises(IndexError, match="out of range"):
+            program.side_by_side(parts, threads)
+        parts[place] = (ids[place],)
+        near(program.side_by_side(parts, threads)[place][0], model(ids[place]))
 
 
 @pytest.mark.usefixtures("small_batches")

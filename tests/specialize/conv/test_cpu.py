@@ -290,7 +290,9 @@ def test_bad_layers_are_named(layer):
     with pytest.raises(ValueRangeError, match="blocks that divide"):
         PackedConv(None, ones, ConvGeometry.make(2, groups=4), block=4)
     with pytest.raises(NameNotFoundError, match="did you mean 'flat'"):
-        PackedConv(None, ones, geometry, image="flatt")(torch.zeros(1, 4, 6, 6), values=torch.zeros(0))
+        PackedConv(None, ones, geometry, image="flatt")
+    with pytest.raises(NameNotFoundError, match="did you mean 'grid'"):
+        PackedConv(None, ones, geometry, image="gird")
     with pytest.raises(ValueRangeError, match="pass values="):
         PackedConv(None, ones, geometry)(torch.zeros(1, 4, 6, 6))
     with pytest.raises(ShapeError, match="as when packed"):
@@ -386,7 +388,36 @@ def test_a_grid_gives_one_result_whatever_the_threads(isa, size, stride, groups,
     for result in results[1:]:
         assert torch.equal(result, results[0])
     flat = PackedConv(weight, mask, geometry, image="flat", isa=isa, **tile.to_dict())
-    assert packed.fixed(size, 2).numbers == flat.fixed(size, 2).numbers  # what packages hold
+    ours, theirs = packed.fixed(size, 2), flat.fixed(size, 2)  # what packages hold
+    assert ours.numbers == theirs.numbers
+    assert ours.arrays.keys() == theirs.arrays.keys()
+    assert all(torch.equal(array, theirs.arrays[name]) for name, array in ours.arrays.items())
+
+
+def borders(length, step):
+    """The places on both sides of every border of parts that are `step` long, and the ends."""
+    return sorted({at for end in range(0, length + step, step) for at in (end - 1, end) if 0 <= at < length})
+
+
+@pytest.mark.parametrize("isa", runnable_isas())
+@pytest.mark.parametrize(("stride", "dilation"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_at_the_border_of_a_region_reaches_its_own_neighbours(isa, stride, dilation, bad):
+    geometry = ConvGeometry.make(2, stride=stride, padding=1, dilation=dilation)
+    weight, size = torch.randn(8, 2, 3, 3), (23, 26)
+    packed = PackedConv(weight, weight != 0, geometry, image=GRID, isa=isa)
+    lanes = packed.library.lanes
+    plan = plan_grid(geometry, (3, 3), size, channels=2, lanes=lanes)
+    (rows, columns), across = plan.out_size, plan.grid_columns
+    assert lanes > 1
+    height, width = -(-rows // (lanes // across)), -(-columns // across)
+    places = list(itertools.product(borders(size[0], stride * height), borders(size[1], stride * width)))
+    x, hit = torch.randn(len(places), 2, *size), torch.zeros(len(places), 2, *size)
+    for number, place in enumerate(places):
+        x[(number, number % 2, *place)], hit[(number, number % 2, *place)] = bad, 1.0
+    touched = dense_conv(hit, torch.ones_like(weight), None, geometry) > 0
+    for threads in (1, 3):
+        assert torch.equal(~packed(x, threads=threads).isfinite(), touched)
 
 
 @given(st.integers(1, 70), st.integers(1, 70), st.sampled_from([4, 8, 16]), st.integers(1, 5))

@@ -405,7 +405,7 @@ class Contest:
             problem = getattr(self.workshop.run(variant, plans), "problem", "")
         except Exception as error:  # noqa: BLE001 - whatever a candidate raises, the others remain
             problem = in_words(error)
-        if variant.host.plain is Host.INDUCTOR:
+        if variant.host.plain is Host.INDUCTOR and not problem:  # what failed says nothing of what compiling takes
             count = max(1, self.workshop.calls_to_compile(variant, plans))
             self.session.inductor_seconds = max(1e-3, (self.session.elapsed - before) / count)
         if problem:

@@ -30,6 +30,7 @@ from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.tuning.select import DENSE, Choice, Problem, choose, tune_kernel
 from sparta.specialize.tuning.shipped import CLEAR_WIN
 from sparta.specialize.tuning.store import key_of
+from sparta.tesa.attribute import TeSA
 
 __all__ = ["TOO_DENSE", "best_ratio", "choice_for", "choose_layers", "looked_at"]
 
@@ -111,6 +112,7 @@ def _chosen(
             measure(kind, number, None)  # what won for its like had its look
     for kind in slowest:
         if kind in late or _hurried(known[kind]):
+            session.hurried |= known[kind].entry is None and not session.interrupted
             known[kind] = _as_its_like(kind, specs, known)
 
     chosen: dict[SubGraph, dict[int, Choice]] = {subgraph: {} for subgraph in subgraphs}
@@ -177,7 +179,8 @@ def _as_its_like(kind: str, specs: Mapping[str, KernelSpec], known: Mapping[str,
 def _like_in_kind(one: KernelSpec, two: KernelSpec) -> bool:
     """Whether what runs one layer may run the other: their patterns are the same, or both are depthwise."""
     patterns = {spec["weight"].describe_pattern() for spec in (one, two)}
-    return one.op == two.op and (len(patterns) == 1 or all(map(_of_single_channels, (one, two))))
+    depthwise = all(_depthwise(spec.attributes, spec["weight"]) for spec in (one, two))
+    return one.op == two.op and (len(patterns) == 1 or depthwise)
 
 
 def _lost_here(now: Choice, config: Mapping[str, Any]) -> bool:
@@ -193,7 +196,7 @@ def _kinds(subgraphs: Sequence[SubGraph], samples: Sequence[SizeSample]) -> dict
     convolution of all channels, is zero by its nature.
     """
     sparse = {subgraph for subgraph in subgraphs if subgraph.tesa.density < TOO_DENSE or subgraph.scales is not None}
-    measured = [subgraph for subgraph in subgraphs if subgraph in sparse or (sparse and _depthwise(subgraph))]
+    measured = [g for g in subgraphs if g in sparse or (sparse and _depthwise(g.anchor.attributes, g.tesa))]
     return {(g, at): key_of(g.spec(sample.values[g][0])) for g in measured for at, sample in enumerate(samples)}
 
 
@@ -219,12 +222,8 @@ def _cost(subgraph: SubGraph, x: Tensor) -> int:
     return products + _PER_NUMBER * (x.numel() + weight.numel + results)
 
 
-def _depthwise(subgraph: SubGraph) -> bool:
-    return subgraph.anchor.attributes.get("groups", 1) > 1 and subgraph.tesa.shape[1] == 1
-
-
-def _of_single_channels(spec: KernelSpec) -> bool:
-    return spec.attributes.get("groups", 1) > 1 and spec["weight"].shape[1] == 1
+def _depthwise(attributes: Mapping[str, Any], weight: TeSA) -> bool:
+    return attributes.get("groups", 1) > 1 and weight.shape[1] == 1
 
 
 def _share(key: str, costs: Mapping[str, int], known: Mapping[str, Choice]) -> float:

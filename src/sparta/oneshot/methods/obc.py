@@ -35,6 +35,15 @@ def obc(problem: Problem) -> Solution:
 def obc_path(problem: Problem, counts: Sequence[int | None]) -> list[Solution]:
     """Return a solution for each number of units to prune, all from one pass.
 
+    Parameters
+    ----------
+    problem
+        The layer. Its own number of units to prune counts for nothing here.
+    counts
+        How many units to prune; None prunes as many as the pattern lets go (those of N:M).
+
+    Examples
+    --------
     >>> from sparta.tesa.patterns import Unstructured
     >>> problem = Problem.of(torch.eye(4), torch.eye(4), Unstructured(), 0.5)
     >>> [int(found.mask.sum()) for found in obc_path(problem, [0, 4, 12])]
@@ -49,6 +58,10 @@ def obc_path(problem: Problem, counts: Sequence[int | None]) -> list[Solution]:
                 "use method 'alps' or 'sparsegpt'",
             )
         )
+    most = _bands_of(problem.weight, units) * int(_room(units)[1].sum())
+    for count in counts:
+        if count is not None and not 0 <= count <= most:
+            raise ValueRangeError(message(f"{count} units of {most}", "as many as there are, or fewer"))
     bands: list[tuple[int, slice]] = []
     traces: list[Trace] = []
     for group, hessian in enumerate(problem.hessian):
@@ -56,10 +69,6 @@ def obc_path(problem: Problem, counts: Sequence[int | None]) -> list[Solution]:
         rows = problem.weight[group].double()
         bands += [(group, slice(first, first + units.height)) for first in range(0, len(rows), units.height)]
         traces += _traces(rows, inverse, units)
-    most = sum(len(trace) for trace in traces)
-    for count in counts:
-        if count is not None and not 0 <= count <= most:
-            raise ValueRangeError(message(f"{count} units of {most}", "as many as there are, or fewer"))
     costs = [[cost for _, cost in trace] for trace in traces]
     masks = [_mask(problem, units, bands, traces, _shares(costs, count)) for count in counts]
     return [Solution(mask, exact_fit(problem, mask)) for mask in masks]
@@ -77,6 +86,19 @@ def _mask(
     return mask
 
 
+def _bands_of(weight: Tensor, units: Units) -> int:
+    groups, rows, _ = weight.shape
+    return groups * -(-rows // units.height)
+
+
+def _room(units: Units) -> tuple[Tensor, Tensor]:
+    """Return the group of each unit of a band, and how many units each group may lose."""
+    groups = units.column_group if units.column_group is not None else torch.zeros_like(units.column_unit)
+    if units.count < len(groups):  # units of several columns are of one group, and there is no quota
+        groups = groups.new_zeros(units.count)
+    return groups, (torch.bincount(groups) - units.quota).clamp(min=0)
+
+
 def _traces(rows: Tensor, inverse: Tensor, units: Units) -> list[Trace]:
     """Return for each band its units in the order of their removal, each with what its removal cost."""
     if units.count < rows.shape[1]:
@@ -92,8 +114,7 @@ def _column_traces(rows: Tensor, inverse: Tensor, units: Units) -> list[Trace]:
     inverses = inverse.expand(count, columns, columns).clone()
     band = torch.arange(count, device=rows.device)
     closed = torch.zeros(count, columns, dtype=torch.bool, device=rows.device)
-    groups = units.column_group if units.column_group is not None else torch.zeros_like(units.column_unit)
-    room = (torch.bincount(groups) - units.quota).clamp(min=0)
+    groups, room = _room(units)
     steps, room = int(room.sum()), room.repeat(count, 1)
     order, costs = [], []
     for _ in range(steps):

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparta.errors import ShapeError, ValueRangeError, message
+from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_you_mean, message
 from sparta.specialize.conv.cpu_grid import GRID, plan_grid
-from sparta.specialize.conv.cpu_image import ImagePlan, plan_image
+from sparta.specialize.conv.cpu_image import IMAGES, ImagePlan, plan_image
 from sparta.specialize.conv.spec import ConvGeometry
 from sparta.specialize.cpu.chain import ImageProduct, Step, StepKind
 from sparta.specialize.cpu.device import DTYPES
@@ -101,7 +101,7 @@ class PackedConv:
         Strides, padding, dilation, groups.
     image
         How images are laid out for the kernel, one of :data:`~sparta.specialize.conv.cpu_image.IMAGES` or
-            :data:`~sparta.specialize.conv.cpu_grid.GRID`.
+        :data:`~sparta.specialize.conv.cpu_grid.GRID`.
     isa
         Instruction set; ``None`` for the best.
     tile
@@ -127,6 +127,8 @@ class PackedConv:
         isa: str | None = None,
         **tile: Any,
     ) -> None:
+        if image not in (*IMAGES, GRID):
+            raise NameNotFoundError(did_you_mean(str(image), (*IMAGES, GRID), "image layout"))
         self.image, self.geometry = image, geometry
         self.library = load(isa)
         self.shape = tuple(mask.shape)
@@ -320,7 +322,7 @@ class PackedConv:
         """
         sizes = (1, *size) if self._dims == 1 else tuple(size)
         image = (1, sizes[0] * sizes[1]) if self._pointwise else (sizes[0], sizes[1])
-        # Called from elsewhere, a grid is read as rows that follow each other: the same weights, and the same sums.
+        # Called from elsewhere, a grid is read as rows that follow each other: the same sums, up to rounding.
         flat = self._with_image("flat") if self.image == GRID else self
         plan = flat._plan(image, threads, contiguous=True)
         matrix = {name: getattr(plan.matrix, name) for name in ("channels", "inputs", "groups", "chunks")}

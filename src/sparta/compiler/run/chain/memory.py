@@ -40,20 +40,27 @@ def _cut(item: Item) -> str:
     return "heads" if isinstance(item, Native) and item.call.step.kind in _OF_HEADS else "rows"
 
 
-def _may_share(one: Made, two: Made, cuts: Mapping[int, str]) -> bool:
+def _may_share(one: Made, two: Made, cuts: Mapping[int, str], threads: int) -> bool:
     """Whether two pieces that are never in use at the same time may lie in the same memory.
 
     A core that writes where another one wrote must first fetch those lines from the other's cache, which takes longer
-    than what a small layer computes. So the same core should write the same part of all pieces in one place.
+    than what a small layer computes. So where there are several, the same core should write the same part of all pieces
+    in one place.
     """
-    if max(one.nbytes, two.nbytes) > _NEAR:
+    if threads == 1 or max(one.nbytes, two.nbytes) > _NEAR:
         return True
     cut = cuts.get(id(one), "rows")
     return cut == cuts.get(id(two), "rows") and (cut == "pixels" or one.nbytes == two.nbytes)
 
 
-def planned(items: Sequence[Item]) -> int:
-    """Place all memory of the arena, so that what is in use at the same time does not overlap; return the size."""
+def planned(items: Sequence[Item], threads: int) -> int:
+    """Place all memory of the arena, so that what is in use at the same time does not overlap; return the size.
+
+    Parameters
+    ----------
+    threads
+        How many will run the items.
+    """
     pieces: dict[int, Made] = {}
     cuts = {id(item.result.source): _cut(item) for item in items if not isinstance(item, PythonCall)}
     for number, item in enumerate(items):
@@ -73,7 +80,7 @@ def planned(items: Sequence[Item]) -> int:
         busy = sorted(
             (other.offset, other.offset + other.nbytes)
             for other in placed
-            if (other.first <= piece.last and piece.first <= other.last) or not _may_share(piece, other, cuts)
+            if (other.first <= piece.last and piece.first <= other.last) or not _may_share(piece, other, cuts, threads)
         )
         offset = 0
         for begin, end in busy:

@@ -84,7 +84,7 @@ class Program:
         self.apart = set_apart(trace)
         self._new: dict[int, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
         self._show_python(trace)
-        self.arena_bytes = planned(trace.items)
+        self.arena_bytes = planned(trace.items, trace.threads)
         self._free: list[Tensor] = []
         self._runs = self._compiled(trace)
         self._results = _fetcher(trace.outputs, copies=True)

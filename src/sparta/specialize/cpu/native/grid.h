@@ -38,7 +38,7 @@ struct GridRun {
 };
 
 // For every kLanes columns of every row of a band, the runs of all regions.
-inline void find_runs(const ConvCall& call, const Band& band, int64_t slot, std::vector<GridRun>& runs) {
+inline void find_grid_runs(const ConvCall& call, const Band& band, int64_t slot, std::vector<GridRun>& runs) {
   runs.clear();
   const Grid grid(call);
   for (int64_t row = 0; row < band.tokens + call.reach / call.row_width; ++row) {
@@ -69,7 +69,7 @@ SPARTA_INLINE Vec load_run(const float* image, const GridRun& run, int64_t step)
 // Fills one slot of a band, channel by channel.
 inline void pack_grid(const ConvCall& call, const Band& band, int64_t slot, float* planes) {
   static thread_local std::vector<GridRun> runs;
-  find_runs(call, band, slot, runs);
+  find_grid_runs(call, band, slot, runs);
   const uint8_t* used = call.used + slot * call.in_channels;
   const int64_t step = call.stride_columns * call.x_strides[3];
   const int64_t rows = band.tokens + call.reach / call.row_width;
