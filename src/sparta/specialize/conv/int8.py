@@ -220,7 +220,8 @@ def _tiles(spec: KernelSpec) -> list[Tile]:
         tiles = [Tile("runs", _RUN_ROWS), *tiles] if each >= _RUN_ROWS else [*tiles, Tile("runs", _RUN_ROWS)]
     if not load().byte_tiles or not (alone or each % _TILE_ROWS == 0):
         return tiles
-    gathered = [Tile("gathered", _TILE_ROWS, mv) for mv in (4, 2, 3)]  # two vectors: groups that skip the same go together
+    # With two vectors, groups that skip the same places go together.
+    gathered = [Tile("gathered", _TILE_ROWS, mv) for mv in (4, 2, 3)]
     # A tile multiplies a place for 16 rows where any of them has it.
     union = 1 - (1 - weight.density) ** (_TILE_ROWS / min(_TILE_ROWS, max(block_height(spec), 1)))
     return [*gathered, *tiles] if union <= _MOST_UNION * weight.density else [*tiles[:2], *gathered, *tiles[2:]]
