@@ -153,7 +153,8 @@ SPARTA_INLINE void multiply_pair(Tiles& tiles, const int32_t* weights, const int
 // Whether a group and the one behind it have the same places.
 inline bool share_places(const PanelMatrix& matrix, int64_t group) {
   const int64_t begin = matrix.starts[group], middle = matrix.starts[group + 1], end = matrix.starts[group + 2];
-  return middle - begin == end - middle && std::equal(matrix.offsets + begin, matrix.offsets + middle, matrix.offsets + middle);
+  const uint32_t* const next = matrix.offsets + middle;
+  return middle - begin == end - middle && std::equal(matrix.offsets + begin, next, next);
 }
 
 // Strips of a tile of tokens; sums of two groups fit the registers where there are two.
@@ -169,9 +170,9 @@ SPARTA_INLINE void ask_for(const int32_t* weights) {
   for (int64_t row = 0; row < kTileRows; ++row) __builtin_prefetch(weights + row * kTilePlaces, 0, 2);
 }
 
-// The sums of one group, or of two that share their places, for MV vectors of tokens: [rows][kSumsStride]. Of x, a place is `stride` numbers behind the one
-// before. The next places are gathered before those of now are multiplied, because what was just stored cannot be loaded
-// at once.
+// The sums of one group, or of two that share their places, for MV vectors of tokens: [rows][kSumsStride]. Of x, a place
+// is `stride` numbers behind the one before. The next places are gathered before those of now are multiplied, because what
+// was just stored cannot be loaded at once.
 template <class Tiles, int MV, bool Pair>
 SPARTA_INLINE void sum_int8_tiles(Tiles& tiles, const PanelMatrix& matrix, int64_t group, const int32_t* x,
                                   int64_t stride, int32_t* sums) {
@@ -262,7 +263,8 @@ void multiply_int8_tiles(const Int8Task& given) {
   const Int8Task task = given;
   const PanelMatrix matrix = *task.matrix;
   const Int8Finish finish = *task.finish;
-  each_four_of_tiles<Tiles, MV>(task, matrix, finish.starts, [&](int64_t row, const IntVec (&sums)[4][MV]) SPARTA_LAMBDA {
+  const int32_t* const starts = finish.starts;
+  each_four_of_tiles<Tiles, MV>(task, matrix, starts, [&](int64_t row, const IntVec (&sums)[4][MV]) SPARTA_LAMBDA {
     finish_group(task, finish, GroupScales<4>(finish, row, matrix.channels), matrix.channels, row, sums);
   });
 }
