@@ -336,6 +336,22 @@ def test_every_offered_tile_and_layout_is_right_and_they_are_few(isa, height, sh
         check(packed(x), truth, reduction=weight[0].numel(), what=repr(packed))
 
 
+@pytest.mark.parametrize(
+    ("shape", "groups", "size", "layouts"),
+    [
+        ((64, 64, 3, 3), 1, 56, (GRID, "rows", "flat")),
+        ((64, 1024, 3, 3), 1, 56, ("rows", "taps", "flat")),  # the copy of one row of all regions leaves the caches
+        ((1024, 32, 3, 3), 32, 56, ("rows", "taps", "flat")),  # as many channels, in groups
+        ((64, 64, 3, 3), 1, 9, ("rows", "taps", "flat")),  # regions overlap by more than they hold
+        ((64, 64, 1, 1), 1, 56, ("flat", "columns")),
+    ],
+)
+def test_a_grid_is_offered_where_its_copy_stays_near(shape, groups, size, layouts):
+    mask, geometry = torch.rand(shape) < 0.1, ConvGeometry.make(2, padding=shape[2] // 2, groups=groups)
+    spec = conv_spec(TeSA.from_mask(mask), (1, shape[1] * groups, size, size), torch.float32, geometry)
+    assert conv_layouts(spec) == layouts
+
+
 @pytest.mark.parametrize(("kernel", "stride"), [((1, 1), 1), ((3, 3), 2), ((3,), 1)])
 def test_a_bound_call_is_the_same_call_and_leaves_other_tensors_alone(kernel, stride):
     weight = torch.randn(8, 6, *kernel) * (torch.rand(8, 6, *kernel) < 0.4)
