@@ -121,7 +121,7 @@ def sparse_call(layer: Layer, x: Any, weight: Any, mask: Any) -> Callable[[], An
         module = SparseConv2d(dense, mask)
     with torch.no_grad():
         module.weight.copy_(weight)
-    module.tune((x,), max_trials=None, budget_s=1.0, algo="grid", store=False)
+    module.tune((x,), max_trials=None, budget_s=3.0, algo="grid", store=False)
     module.eval()
 
     def call() -> Any:
