@@ -167,7 +167,7 @@ class _CpuInt8Conv(Implement):
     """Hand-written C++ kernels on places of four channels, with VNNI where the processor has it."""
 
     name = "cpu-int8"
-    version = 6
+    version = 5
     every_epilogue = True
     any_mask = True
 

@@ -202,9 +202,11 @@ void multiply_places_tiles(const PlacesTask& given) {
   const PanelMatrix matrix = *task.matrix;
   const PlacesFinish finish = *task.finish;
   const int32_t* const starts = finish.scales.starts;
-  each_four_of_tiles<Tiles, MV>(task, matrix, starts, [&](int64_t row, const IntVec (&sums)[4][MV]) SPARTA_LAMBDA {
-    finish_four(task, finish, GroupScales<4>(finish.scales, row, matrix.channels), row, matrix.channels, sums);
-  });
+  const auto announce = [&](int64_t row) SPARTA_LAMBDA { announce_four<MV>(task, row); };
+  each_four_of_tiles<Tiles, MV>(
+      task, matrix, starts, announce, [&](int64_t row, const IntVec (&sums)[4][MV]) SPARTA_LAMBDA {
+        finish_four(task, finish, GroupScales<4>(finish.scales, row, matrix.channels), row, matrix.channels, sums);
+      });
 }
 
 using PlacesKernel = void (*)(const PlacesTask&);

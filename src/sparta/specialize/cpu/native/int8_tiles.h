@@ -222,9 +222,11 @@ struct StoredRows {
 };
 
 // Calls f with four rows of every group that a task has: the first of them and their sums. Tiles multiply the next group
-// while the sums of the one before become results: what was just stored cannot be loaded at once.
-template <class Tiles, int MV, class Task, class F>
-SPARTA_INLINE void each_four_of_tiles(const Task& task, const PanelMatrix& matrix, const int32_t* starts, F f) {
+// while the sums of the one before become results: what was just stored cannot be loaded at once. `announce` is called
+// with the same rows before they are multiplied.
+template <class Tiles, int MV, class Task, class Announce, class F>
+SPARTA_INLINE void each_four_of_tiles(const Task& task, const PanelMatrix& matrix, const int32_t* starts,
+                                      Announce announce, F f) {
   alignas(64) int32_t all[2][2 * kTileRows * kSumsStride];
   Tiles tiles;
   const auto finish = [&](const StoredRows& stored) SPARTA_LAMBDA {
@@ -241,18 +243,16 @@ SPARTA_INLINE void each_four_of_tiles(const Task& task, const PanelMatrix& matri
   };
   StoredRows before{0, 0, nullptr};
   for (int64_t group = task.group_begin, which = 0; group < task.group_end; which = 1 - which) {
-    int64_t groups = 1;
+    const bool pair = kPairs<MV> && group + 1 < task.group_end && share_places(matrix, group);
+    const int64_t first = matrix.rows[group], rows = std::min((pair ? 2 : 1) * kTileRows, matrix.channels - first);
+    for (int64_t r = 0; r < rows; r += 4) announce(first + r);
     if constexpr (kPairs<MV>) {
-      if (group + 1 < task.group_end && share_places(matrix, group)) {
-        sum_int8_tiles<Tiles, MV, true>(tiles, matrix, group, task.x, task.x_stride, all[which]);
-        groups = 2;
-      }
+      if (pair) sum_int8_tiles<Tiles, MV, true>(tiles, matrix, group, task.x, task.x_stride, all[which]);
     }
-    if (groups == 1) sum_int8_tiles<Tiles, MV, false>(tiles, matrix, group, task.x, task.x_stride, all[which]);
+    if (!pair) sum_int8_tiles<Tiles, MV, false>(tiles, matrix, group, task.x, task.x_stride, all[which]);
     finish(before);
-    const int64_t first = matrix.rows[group];
-    before = {first, std::min(groups * kTileRows, matrix.channels - first), all[which]};
-    group += groups;
+    before = {first, rows, all[which]};
+    group += pair ? 2 : 1;
   }
   finish(before);
 }
@@ -264,9 +264,11 @@ void multiply_int8_tiles(const Int8Task& given) {
   const PanelMatrix matrix = *task.matrix;
   const Int8Finish finish = *task.finish;
   const int32_t* const starts = finish.starts;
-  each_four_of_tiles<Tiles, MV>(task, matrix, starts, [&](int64_t row, const IntVec (&sums)[4][MV]) SPARTA_LAMBDA {
-    finish_group(task, finish, GroupScales<4>(finish, row, matrix.channels), matrix.channels, row, sums);
-  });
+  const auto announce = [](int64_t) SPARTA_LAMBDA {};  // results of a panel are near
+  each_four_of_tiles<Tiles, MV>(
+      task, matrix, starts, announce, [&](int64_t row, const IntVec (&sums)[4][MV]) SPARTA_LAMBDA {
+        finish_group(task, finish, GroupScales<4>(finish, row, matrix.channels), matrix.channels, row, sums);
+      });
 }
 
 }  // namespace sparta
