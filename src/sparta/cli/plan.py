@@ -25,7 +25,9 @@ def plan_source(  # noqa: PLR0913 - one option each
     pattern: Annotated[list[str] | None, typer.Option(help="Patterns to choose from; may be repeated.")] = None,
     precision: Annotated[
         list[str] | None,
-        typer.Option(help="What layers may be rounded to: int8, fp8, bf16, auto or none; may be repeated."),
+        typer.Option(
+            help="What layers may be rounded to: int8, fp8, bf16 (may be repeated); auto for 8 bits, or none."
+        ),
     ] = None,
     method: Annotated[
         str, typer.Option(help="How layers are pruned: magnitude, wanda, sparsegpt, alps, ...")

@@ -1,5 +1,6 @@
 """Packaged ahead of time, kernels are C++ operators that compute what they compute in Python."""
 
+import copy
 import random
 from dataclasses import replace
 
@@ -104,6 +105,12 @@ def test_int8_layers_of_a_compiled_model_are_operators(operators, tile, monkeypa
             torch.ones(2, layers[0]._numbers[1]), [layers[0].values] * 3, layers[0]._arrays(), layers[0]._numbers, None
         )
     first = layers[0]
+    if tile.form == "gathered":  # two groups at a time write neighbouring rows
+        swapped, rows = copy.deepcopy(first), first.rows.view(torch.int32).clone()
+        rows[:2] = rows[:2].flip(0)
+        swapped.rows = rows.view(torch.uint8)
+        with pytest.raises(RuntimeError, match=r"rows\[0\] of groups of 16 rows is 16"):
+            swapped(torch.randn(2, first._numbers[1]))
     assert first._numbers[-1] == 1  # symmetric rounding makes no -128, which lets quicker kernels run
     least = first.values.clone()
     least.view(torch.int8)[0] = -128

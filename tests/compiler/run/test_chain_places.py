@@ -145,6 +145,8 @@ def items_of(graph):
         (Tile(block=4, mv=3), "taps"),
         (Tile(block=4, mv=2), "rows"),
         (Tile(block=1, mv=2), "columns"),
+        (Tile("gathered", 16, 3), "flat"),
+        (Tile("gathered", 16, 2), "taps"),
     ],
     ids=str,
 )
@@ -159,7 +161,9 @@ def test_bytes_go_from_layer_to_layer_and_results_are_the_same_bits(net, tile, i
             assert torch.equal(chain(batch)[0], with_fast_paths(graph)(batch)[0])
 
 
-@pytest.mark.parametrize("tile", [Tile("runs", 32), Tile(block=4, mv=4), Tile(block=4, mv=3)], ids=str)
+@pytest.mark.parametrize(
+    "tile", [Tile("runs", 32), Tile(block=4, mv=4), Tile(block=4, mv=3), Tile("gathered", 16, 2)], ids=str
+)
 def test_bytes_of_wide_layers_are_the_same_bits_with_any_number_of_threads(wide, tile):
     graph = with_tiles(wide.graph, tile, "flat")
     before = torch.get_num_threads()

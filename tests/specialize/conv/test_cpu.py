@@ -337,17 +337,19 @@ def test_every_offered_tile_and_layout_is_right_and_they_are_few(isa, height, sh
 
 
 @pytest.mark.parametrize(
-    ("shape", "groups", "size", "layouts"),
+    ("shape", "stride", "groups", "size", "layouts"),
     [
-        ((64, 64, 3, 3), 1, 56, (GRID, "rows", "flat")),
-        ((64, 1024, 3, 3), 1, 56, ("rows", "taps", "flat")),  # the copy of one row of all regions leaves the caches
-        ((1024, 32, 3, 3), 32, 56, ("rows", "taps", "flat")),  # as many channels, in groups
-        ((64, 64, 3, 3), 1, 9, ("rows", "taps", "flat")),  # regions overlap by more than they hold
-        ((64, 64, 1, 1), 1, 56, ("flat", "columns")),
+        ((64, 64, 3, 3), 1, 1, 56, (GRID, "rows", "flat")),
+        ((64, 1024, 3, 3), 1, 1, 56, ("rows", "taps", "flat")),  # the copy of one row of all regions leaves the caches
+        ((1024, 32, 3, 3), 1, 32, 56, ("rows", "taps", "flat")),  # as many channels, in groups
+        ((64, 64, 3, 3), 1, 1, 9, ("rows", "taps", "flat")),  # regions overlap by more than they hold
+        ((64, 64, 1, 1), 1, 1, 56, ("flat", "columns")),
+        ((64, 64, 1, 1), 2, 1, 56, ("flat", "taps")),  # a copy in any case
     ],
 )
-def test_a_grid_is_offered_where_its_copy_stays_near(shape, groups, size, layouts):
-    mask, geometry = torch.rand(shape) < 0.1, ConvGeometry.make(2, padding=shape[2] // 2, groups=groups)
+def test_layouts_are_offered_where_they_differ_and_stay_near(shape, stride, groups, size, layouts):
+    mask = torch.rand(shape) < 0.1
+    geometry = ConvGeometry.make(2, stride=stride, padding=shape[2] // 2, groups=groups)
     spec = conv_spec(TeSA.from_mask(mask), (1, shape[1] * groups, size, size), torch.float32, geometry)
     assert conv_layouts(spec) == layouts
 

@@ -41,8 +41,9 @@ def layers(draw):
     dims = draw(st.sampled_from([1, 2, 2, 2]))
     kernel = [draw(st.sampled_from([1, 1, 2, 3])) for _ in range(dims)]
     groups = draw(st.sampled_from([1, 1, 2]))
-    each = draw(st.sampled_from([4, 8])) if groups > 1 else draw(st.integers(1, 18))
-    outputs = groups * draw(st.sampled_from([4, 8, 32])) if groups > 1 else draw(st.integers(1, 70))
+    # 64 channels are 16 places, which tile registers read where they are
+    each = draw(st.sampled_from([4, 8, 64]) if groups > 1 else st.one_of(st.integers(1, 18), st.sampled_from([64, 70])))
+    outputs = groups * draw(st.sampled_from([4, 8, 16, 32])) if groups > 1 else draw(st.integers(1, 70))
     geometry = ConvGeometry.make(
         dims,
         stride=[draw(st.integers(1, 3)) for _ in range(dims)],
@@ -149,14 +150,15 @@ def test_residuals_that_are_no_numbers_are_as_their_grid_says():
 
 @pytest.mark.parametrize("isa", runnable_isas())
 @pytest.mark.parametrize("activation", ["gelu", "silu", "relu6"])
-def test_runs_have_every_activation_and_any_number_of_threads(activation, isa):
-    weight = TeSA.dense((43, 9, 3, 3)).with_format("int8", scale=0.1)
+@pytest.mark.parametrize("tile", [Tile("runs", 32), Tile("gathered", 16, 2), Tile("gathered", 16, 3)], ids=str)
+def test_wide_groups_have_every_activation_and_any_number_of_threads(tile, activation, isa):
+    weight = TeSA.dense((43, 66, 3, 3)).with_format("int8", scale=0.01)
     geometry, epilogue = ConvGeometry.make(2, padding=1), Epilogue(bias=True, activation=activation, residual=True)
-    spec = int8_conv_spec(weight, (3, 9, 13, 7), Quantization(0.02), geometry, epilogue=epilogue)
-    integers, bias = torch.randint(-128, 128, (43, 9, 3, 3)).to(torch.int8), torch.randn(43)
-    x, residual, before = torch.randn(3, 9, 13, 7), torch.randn(3, 43, 13, 7), torch.get_num_threads()
+    spec = int8_conv_spec(weight, (3, 66, 13, 7), Quantization(0.02), geometry, epilogue=epilogue)
+    integers, bias = torch.randint(-128, 128, (43, 66, 3, 3)).to(torch.int8), torch.randn(43)
+    x, residual, before = torch.randn(3, 66, 13, 7), torch.randn(3, 43, 13, 7), torch.get_num_threads()
     with mock.patch.dict(os.environ, {"SPARTA_CPU_ISA": isa}):
-        kernel = build(spec, {"_name": "cpu-int8", "tile": str(Tile("runs", 32)), "image": "flat"})
+        kernel = build(spec, {"_name": "cpu-int8", "tile": str(tile), "image": "flat"})
     try:
         for threads in (1, 2, 3, 5):
             torch.set_num_threads(threads)

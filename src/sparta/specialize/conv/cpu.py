@@ -174,11 +174,11 @@ def conv_layouts(spec: KernelSpec) -> tuple[str, ...]:
     regions. Small regions overlap by more than they hold, and the rows of large ones leave the caches.
     """
     images, kernel, size = conv_images(spec), spec["weight"].shape[2:], spec["input"].shape[2:]
-    if math.prod(kernel) == 1:
-        return ("flat", "columns")  # planes of copies then begin in different sets of a cache
-    if len(kernel) == 1 or block_height(spec) % _ROWS == 0:
-        return images
     geometry = ConvGeometry.from_dict(spec.attributes)
+    if math.prod(kernel) == 1 and set(geometry.stride) == {1} and not any(map(sum, geometry.padding)):
+        return ("flat", "columns")  # as it is, or a copy whose planes begin in different sets of a cache
+    if math.prod(kernel) == 1 or len(kernel) == 1 or block_height(spec) % _ROWS == 0:
+        return images
     if math.prod(geometry.output_size(size, kernel)) < _LARGE_IMAGE:
         return images
     channels = spec["weight"].shape[1] * geometry.groups

@@ -207,8 +207,8 @@ class _CpuInt8Conv(Implement):
 def _tiles(spec: KernelSpec) -> list[Tile]:
     """Return the tiles worth timing, the best guess first: blocks of 4 where groups and the mask have them.
 
-    Groups that skip nothing are computed a run of pixels after the other where the processor has registers enough; with
-    tile registers, groups of 16 rows are.
+    Groups that skip nothing are computed a run of pixels after the other where the processor has registers enough. Tile
+    registers compute 16 rows at once, and come first where these skip about the same.
     """
     weight, isa = spec["weight"], load().isa
     each, alone = weight.shape[0] // spec.attributes["groups"], spec.attributes["groups"] == 1
@@ -224,7 +224,8 @@ def _tiles(spec: KernelSpec) -> list[Tile]:
     gathered = [Tile("gathered", _TILE_ROWS, mv) for mv in (4, 2, 3)]
     # A tile multiplies a place for 16 rows where any of them has it.
     union = 1 - (1 - weight.density) ** (_TILE_ROWS / min(_TILE_ROWS, max(block_height(spec), 1)))
-    return [*gathered, *tiles] if union <= _MOST_UNION * weight.density else [*tiles[:2], *gathered, *tiles[2:]]
+    first = each >= _TILE_ROWS and union <= _MOST_UNION * weight.density
+    return [*gathered, *tiles] if first else [*tiles[:2], *gathered, *tiles[2:]]
 
 
 class CpuInt8Conv2d(_CpuInt8Conv):

@@ -62,7 +62,7 @@ class PackedInt8Conv(Int8Images, PackedConv):
         super().__init__(None, _by_places(self.mask).any(-1), geometry, image=image, isa=isa, **tile)
         tile_ = self.tile
         if tile_.block not in (1, 4, 16, 32) or tile_.interleave != 1 or tile_.k_chunk or tile_.prefetch:
-            allowed = "panels of blocks of 1 or 4, or gathered, and mv, or runs"
+            allowed = "panels of blocks of 1 or 4, gathered, or runs; nothing else than mv"
             raise ValueRangeError(message(f"the tile {tile_}", allowed))
 
     def _entries(self, mask: Bools) -> tuple[Layout, Ints, Ints, Ints]:
@@ -71,10 +71,11 @@ class PackedInt8Conv(Int8Images, PackedConv):
             return super()._entries(mask)
         outputs, places, taps = mask.shape
         layout, first_row, column = gathered_entries(mask.transpose(0, 2, 1).reshape(outputs, taps * places))
-        position = torch.arange(mask.size).view(outputs, places, taps).transpose(1, 2).reshape(-1)
-        source = layout.source.long()
-        if mask.size:
-            source = torch.where(source >= 0, position[source.clamp_min(0)], -1)
+        source = layout.source
+        if mask.size:  # positions are those of (outputs, places, taps)
+            row, place = source // (taps * places), source % (taps * places)
+            there = row * (places * taps) + place % places * taps + place // places
+            source = torch.where(source >= 0, there, -1).to(source.dtype)
         return replace(layout, source=source), first_row, column % max(places, 1), column // max(places, 1)
 
     def pack_integers(self, weight: Tensor) -> tuple[Tensor, Tensor]:

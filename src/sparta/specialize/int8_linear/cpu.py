@@ -90,7 +90,7 @@ class CpuInt8Linear(TiledImplement):
     """Hand-written C++ kernels on units of 1x4, with VNNI or the tiles of AMX where the processor has them."""
 
     name = "cpu-int8"
-    version = 4
+    version = 5
     op = OP
     every_epilogue = True
     any_mask = True

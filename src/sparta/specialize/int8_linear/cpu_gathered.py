@@ -39,7 +39,10 @@ def gathered_layout(units: Bools, tile: Tile, lanes: int) -> Layout:
 
 
 def gathered_entries(units: Bools) -> tuple[Layout, Ints, Ints]:
-    """Return the layout of live places without its offsets, and the first row and the column of each of its entries."""
+    """Return the layout of live places (N, places) without offsets, and first row and column of each of its entries.
+
+    Columns count places, of a convolution tap by tap.
+    """
     outputs, places = units.shape
     counts, column = columns_of(units, TILE)
     whole = -(-counts // TILE) * TILE

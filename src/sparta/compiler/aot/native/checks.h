@@ -113,6 +113,7 @@ struct Panel {
       SPARTA_CHECK(first <= row && row + bn <= first + sparta::kBlockRows && row < channels && row % bn == 0, "rows[", group,
                    "] is ", row);
       SPARTA_CHECK(!has_quads() || row == group, "rows[", group, "] of a quad is ", row);
+      SPARTA_CHECK(bn != 16 || row == group * bn, "rows[", group, "] of groups of 16 rows is ", row);
       for (int64_t r = row; r < std::min(row + bn, channels); ++r) {
         written += !seen[r];
         seen[r] = true;

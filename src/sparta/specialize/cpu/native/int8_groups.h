@@ -69,7 +69,7 @@ struct Int8Task {
   const Int8Finish* finish;
   int64_t group_begin;
   int64_t group_end;
-  const int32_t* x;           // the panel tile, four bytes a place
+  const int32_t* x;           // a tile of a panel, or of a band of an image; four bytes a place
   int32_t* y;                 // results at row `first_row`: a row for each channel, or for each four
   int64_t first_row;
   int64_t tile;      // numbers from one row of results to the next

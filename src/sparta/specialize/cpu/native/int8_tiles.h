@@ -1,6 +1,6 @@
 // Products of 8-bit integers by the tile registers of AMX, for groups of 16 rows that share one list of places. A tile of
 // weights is 16 rows by 16 places; the 16 places of the tokens that belong to it are gathered into a buffer first, where
-// they do not follow each other in the panel anyway. So blocks of any width and height pay that leave places of 16 rows
+// they do not lie evenly in the panel or image anyway. So blocks of any width and height pay that leave places of 16 rows
 // empty. PlainByteTiles computes the same in plain loops, on every processor; it is not fast.
 #pragma once
 
@@ -98,7 +98,9 @@ inline bool has_byte_tiles() {
 }
 
 // Whether sixteen places lie `stride` bytes apart, one after the other, so that tiles are loaded where they are.
-SPARTA_INLINE bool follow_evenly(const uint32_t* offsets, uint32_t stride) {
+SPARTA_INLINE bool follow_evenly(const uint32_t* offsets, int64_t stride) {
+  // Without this, offsets of 32 bits might agree only because they wrap around.
+  if (offsets[kTilePlaces - 1] != offsets[0] + (kTilePlaces - 1) * stride) return false;
 #if defined(SPARTA_AVX512)
   const __m512i order = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m512i even = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(offsets[0])),
@@ -106,7 +108,7 @@ SPARTA_INLINE bool follow_evenly(const uint32_t* offsets, uint32_t stride) {
   return _mm512_cmpneq_epi32_mask(_mm512_loadu_si512(offsets), even) == 0;
 #else
   bool even = true;
-  for (uint32_t i = 1; i < kTilePlaces; ++i) even &= offsets[i] == offsets[0] + i * stride;
+  for (int64_t i = 1; i < kTilePlaces; ++i) even &= offsets[i] == offsets[0] + i * stride;
   return even;
 #endif
 }
@@ -150,14 +152,15 @@ SPARTA_INLINE void multiply_pair(Tiles& tiles, const int32_t* weights, const int
   tiles.template multiply<3, 1, 1>();
 }
 
-// Whether a group and the one behind it have the same places.
+// Whether a group and the one behind it are neighbouring rows that have the same places.
 inline bool share_places(const PanelMatrix& matrix, int64_t group) {
+  if (matrix.rows[group + 1] != matrix.rows[group] + kTileRows) return false;
   const int64_t begin = matrix.starts[group], middle = matrix.starts[group + 1], end = matrix.starts[group + 2];
   const uint32_t* const next = matrix.offsets + middle;
   return middle - begin == end - middle && std::equal(matrix.offsets + begin, next, next);
 }
 
-// Strips of a tile of tokens; sums of two groups fit the registers where there are two.
+// Strips of a tile of tokens; where it has two, the sums of two groups fit the registers.
 template <int MV>
 constexpr int kStripsOf = (MV * kLanes + kTileTokens - 1) / kTileTokens;
 template <int MV>
@@ -186,7 +189,7 @@ SPARTA_INLINE void sum_int8_tiles(Tiles& tiles, const PanelMatrix& matrix, int64
   // Gathers the places of a chunk unless they can be loaded where they are, and tells which.
   const auto prepare = [&](int64_t chunk) SPARTA_LAMBDA {
     const uint32_t* at = offsets + chunk * kTilePlaces;
-    if (kWhole && follow_evenly(at, static_cast<uint32_t>(stride) * 4)) return true;
+    if (kWhole && follow_evenly(at, 4 * stride)) return true;
     gather_places<MV>(x, at, gathered[chunk % 2]);
     return false;
   };
