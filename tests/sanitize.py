@@ -36,6 +36,7 @@ SELECTION = (
     *(str(Path("tests", "specialize", name)) for name in KERNELS),
     str(Path("tests", "nn", "test_masked_linear.py")),
     str(Path("tests", "compiler", "run", "test_chain.py")),
+    str(Path("tests", "compiler", "run", "test_chain_memory.py")),
     str(Path("tests", "compiler", "run", "test_chain_places.py")),
     str(Path("tests", "compiler", "run", "test_chain_gaps.py")),
     str(Path("tests", "compiler", "run", "test_chain_side_by_side.py")),
