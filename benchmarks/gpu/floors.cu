@@ -26,7 +26,7 @@ __device__ __forceinline__ void keep(u32 value, u32* to) {
 
 __device__ __forceinline__ void stream(const Call& call) {
     const uint4* mine = call.from + blockIdx.x * call.pieces;
-    follow();
+    let_next_begin(); // what is read is older than the kernels before this one
     u32 found = 0;
     constexpr int MANY = 8;
     for (long long i = threadIdx.x; i < call.pieces; i += MANY * THREADS) {
@@ -37,6 +37,7 @@ __device__ __forceinline__ void stream(const Call& call) {
 #pragma unroll
         for (int j = 0; j < MANY; ++j) found ^= some[j].x ^ some[j].y ^ some[j].z ^ some[j].w;
     }
+    wait_for_last();
     keep(found, call.to);
 }
 

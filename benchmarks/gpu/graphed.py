@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
+
+from sparta.specialize.cuda.graphs import recorded
 
 _ROTATED_BYTES = 150 << 20  # more than twice the L2 cache
 
@@ -20,15 +21,14 @@ def copies(item: Sequence[Tensor], count: int) -> list[tuple[Tensor, ...]]:
 def rotated(function: Callable[..., object], item: Sequence[Tensor], count: int) -> Callable[[], None]:
     """Return the replay of a graph whose calls go round the copies of what `function` reads."""
     sets = copies(item, count)
-    for _ in range(2):
-        function(*sets[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run() -> None:
         for i in range(count):
             function(*sets[i % len(sets)])
 
-    def replay(_held: object = sets) -> None:  # a graph does not keep what it reads
+    graph, _ = recorded(run)  # the graph keeps the copies
+
+    def replay() -> None:
         graph.replay()
 
     return replay

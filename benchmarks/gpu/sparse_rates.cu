@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(32, 1) stream(const Stream call) {
     if (threadIdx.x) return;
     for (int s = 0; s < PIECES; ++s) make_barrier(done + s * 8, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    follow();
+    let_next_begin(); // what is read is older than the kernels before this one
     const int mine = (call.pieces - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
     for (int i = 0; i < mine + PIECES; ++i) {
         const int slot = i % PIECES;
@@ -82,4 +82,5 @@ extern "C" __global__ void __launch_bounds__(32, 1) stream(const Stream call) {
         expect(done + slot * 8, PIECE);
         copy(memory + slot * PIECE, call.bytes + (blockIdx.x + (long long)i * gridDim.x) * PIECE, PIECE, done + slot * 8);
     }
+    wait_for_last();
 }

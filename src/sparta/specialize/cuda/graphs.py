@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["RecordedGraph", "copies", "keep", "recorded"]
+__all__ = ["RecordedGraph", "copies", "keep", "recorded", "weight_packed", "weights_settled"]
 
 _ROTATED_BYTES = 150 << 20  # more than twice the L2 cache of the largest GPUs
 _CLEAR_ONE_STREAM = "_ZN2at4cuda30clearCublasWorkspacesForStreamEP11CUstream_st"
@@ -31,9 +31,16 @@ _T = TypeVar("_T")
 
 
 class _Recording(threading.local):
-    """What the graph is to hold that this thread records now; None where it records none of ours."""
+    """What the graph is to hold that this thread records now; None where it records none of ours.
+
+    Attributes
+    ----------
+    settled
+        Whether nothing in that graph writes a packed weight.
+    """
 
     held: list[object] | None = None
+    settled: bool = False
 
 
 _recording = _Recording()
@@ -88,10 +95,27 @@ def keep(thing: _T) -> _T:
     return thing
 
 
+def weights_settled() -> bool:
+    """Whether a graph is recorded just now, all of whose packed weights are older than its kernels.
+
+    A kernel may then read its weight while the kernels before it still run, which hides most of what it takes to begin.
+
+    >>> weights_settled()
+    False
+    """
+    return _recording.settled
+
+
+def weight_packed() -> None:
+    """Say that a weight is packed: in a graph that is recorded just now, kernels wait for theirs from here on."""
+    _recording.settled = False
+
+
 def _captured(call: Callable[[], _T], device: int, stream: torch.cuda.Stream) -> tuple[RecordedGraph, _T]:
     """Record a call on the current stream, which is idle."""
     graph, pool = RecordedGraph(), torch.cuda.graph_pool_handle()
     graph.held = _recording.held = []
+    _recording.settled = True
     with _no_collector(), _own_workspaces(stream):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
@@ -101,7 +125,7 @@ def _captured(call: Callable[[], _T], device: int, stream: torch.cuda.Stream) ->
             _abandon(graph, device, pool)
             raise
         finally:
-            _recording.held = None
+            _recording.held, _recording.settled = None, False
     return graph, result
 
 

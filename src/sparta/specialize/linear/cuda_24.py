@@ -89,6 +89,7 @@ class _StreamKernel(StreamedKernel):
 
     source = "stream24"
     through_extension = True
+    early = True
 
     def __init__(self, spec: KernelSpec, tile: StreamTile) -> None:
         block = (tile.warps_n * tile.warps_k * 32, tile.shared_bytes)

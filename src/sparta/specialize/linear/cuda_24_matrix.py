@@ -19,6 +19,7 @@ from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.specialize.cuda.device import HALF_FORMATS, HOPPER, capability, takes
 from sparta.specialize.cuda.direct import tensor_map, tensor_map_of_sheets
 from sparta.specialize.cuda.few_tokens import fitting_residual, load_tile, nvrtc_here
+from sparta.specialize.cuda.graphs import weights_settled
 from sparta.specialize.cuda.nvrtc import Function
 from sparta.specialize.implement import Cause, Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
@@ -41,7 +42,7 @@ class _Call(ctypes.Structure):
         ("x_map", c_uint64 * 16),
         ("w_map", c_uint64 * 16),
         *((name, c_void_p) for name in ("weight", "scales", "x_scales", "bias", "residual", "y")),
-        *((name, c_int) for name in ("tokens", "outputs", "slabs", "steps", "token_tiles", "columns", "group")),
+        *((name, c_int) for name in ("tokens", "outputs", "slabs", "steps", "token_tiles", "columns", "group", "settled")),
         ("rest", c_uint64 * 6),
     )
 
@@ -132,7 +133,7 @@ class MatrixKernel(LinearKernel):
             _words(map_of_x), _words(loaded.map_of_weight(weight.data_ptr(), slabs, steps * self._layout.lines)),
             weight.data_ptr(),
             *[None if each is None else each.data_ptr() for each in (w_scales, x_scales, bias, residual)], y.data_ptr(),
-            tokens, self._outputs, slabs, steps, token_tiles, self._columns, tile.group,
+            tokens, self._outputs, slabs, steps, token_tiles, self._columns, tile.group, weights_settled(),
         )  # fmt: skip
         blocks = min(tiles, loaded.processors * tile.ctas // tile.cluster) * tile.cluster
         loaded.function.launch((blocks if tile.split == 1 else tiles * tile.split, 1), call, device)

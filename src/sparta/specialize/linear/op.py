@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sparta.specialize.cuda.graphs import weight_packed
 from sparta.specialize.cuda.nvrtc import raw_stream
 from sparta.specialize.linear.spec import LinearKernel
 from sparta.specialize.runtime.handles import KernelState, state_of
@@ -83,6 +84,7 @@ class LinearState(KernelState):
             grad_x = grad @ weight.detach().masked_fill(self._dead(weight.device), 0)
         elif of_x and self.backward is not None:
             fits = known is not None and known[0] == _identity(weight)
+            weight_packed()  # now, or for the product before
             packed = known[1] if known is not None and fits else self.backward.pack(weight.t())
             grad_x = self.backward.run(packed, grad.contiguous(), None, None)
         return grad_x, grad_weight, grad_bias

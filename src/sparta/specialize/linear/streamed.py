@@ -17,6 +17,7 @@ from sparta.errors import ValueRangeError, message
 from sparta.specialize.cuda.device import HALF_FORMATS
 from sparta.specialize.cuda.extension import extension_loaded, launch
 from sparta.specialize.cuda.few_tokens import PIECE, addressable, fitting_residual, load_tile
+from sparta.specialize.cuda.graphs import weights_settled
 from sparta.specialize.cuda.nvrtc import Function
 from sparta.specialize.cuda.text_tile import TextTile
 from sparta.specialize.implement import Cause, Support
@@ -29,13 +30,14 @@ __all__ = ["StreamedKernel", "streamed_call", "walking_pays", "walking_width"]
 def streamed_call(arrays: int, *more: str) -> type[ctypes.Structure]:
     """Return the structure that kernels take as their argument, for a weight that is packed in this many arrays.
 
-    What a source takes in `more` are numbers after those that all have.
+    What a source takes in `more` are numbers after those that all have; `settled` is whether the weight is older than the
+    kernels before this one, see :func:`sparta.specialize.cuda.graphs.weights_settled`.
 
     >>> [name for name, _ in streamed_call(2)._fields_][:4]
     ['x', 'packed0', 'packed1', 'bias']
     """
     pointers = ["x", *(f"packed{each}" for each in range(arrays)), "bias", "residual", "y"]
-    numbers = ("tokens", "outputs", "inputs", "chunks", *more)
+    numbers = ("tokens", "outputs", "inputs", "chunks", "settled", *more)
     fields = (
         *((name, ctypes.c_void_p) for name in pointers),
         ("x_stride", ctypes.c_longlong),
@@ -119,7 +121,7 @@ class StreamedKernel(LinearKernel):
         self._outputs, self._inputs = spec["weight"].shape
         self._tokens, rows, cluster = shape
         self._blocks = -(-self._outputs // rows) * cluster
-        self._sizes = (self._outputs, -(-self._inputs // PIECE) * PIECE, layout.grid[1], *numbers)
+        self._sizes, self._numbers = (self._outputs, -(-self._inputs // PIECE) * PIECE, layout.grid[1]), numbers
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         """Return the arrays of a weight (N, K) of the dtype that the kernel was built for."""
@@ -138,8 +140,8 @@ class StreamedKernel(LinearKernel):
         if not tokens:
             return x.new_empty(tokens, outputs)
         function = self._functions.get(device) or self._load(device)
-        grid, stride = (self._blocks, -(-tokens // self._tokens)), x.stride(0)
-        if self.through_extension and extension_loaded():
+        grid, stride, settled = (self._blocks, -(-tokens // self._tokens)), x.stride(0), weights_settled()
+        if self.through_extension and extension_loaded() and not settled:
             tensors = [x, *packed]
             first = 1 << len(tensors)  # what stands for the bias
             given = first * 5 - 1
@@ -151,12 +153,13 @@ class StreamedKernel(LinearKernel):
                 given |= 2 * first
             return launch(
                 function.code, function.name, tensors,
-                (*grid, function.block, function.shared, given, stride, tokens, *self._sizes),
+                (*grid, function.block, function.shared, given, stride, tokens, *self._sizes, 0, *self._numbers),
             )  # fmt: skip
         y = x.new_empty(tokens, outputs)
         call = self.call(
             x.data_ptr(), *[each.data_ptr() for each in packed], None if bias is None else bias.data_ptr(),
             None if residual is None else residual.data_ptr(), y.data_ptr(), stride, tokens, *self._sizes,
+            settled, *self._numbers,
         )  # fmt: skip
         function.launch(grid, call, device)
         return y

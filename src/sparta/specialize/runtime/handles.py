@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparta.errors import SpartaError, message
 from sparta.specialize.cuda.graphs import keep as keep_in_graph
+from sparta.specialize.cuda.graphs import weight_packed
 from sparta.specialize.cuda.nvrtc import raw_stream
 from sparta.specialize.implement import Kernel
 from sparta.tesa.attribute import TeSA
@@ -92,10 +93,12 @@ class KernelState:
         on_cuda = weight.is_cuda
         recording = on_cuda and torch.cuda.is_current_stream_capturing()
         if weight.is_inference() or (recording and not keep):
+            weight_packed()
             return self._pack(weight, keep=keep)
         stream = raw_stream(weight.device) if on_cuda and not (keep or recording) else 0
         key = (weight.data_ptr(), weight._version, weight.dtype, stream)
         if self._packed is None or self._packed[0] != key:
+            weight_packed()
             packed: Sequence[Tensor] = self._pack(weight, keep=keep)
             if recording:
                 return packed  # nothing is in this memory before the first replay

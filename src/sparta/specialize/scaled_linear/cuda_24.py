@@ -67,6 +67,7 @@ class _ScaledStreamKernel(StreamedKernel):
     source = "stream24"
     call = streamed_call(3)
     through_extension = True
+    early = True
 
     def __init__(self, spec: KernelSpec, tile: StreamTile) -> None:
         self._packing = _ScaledPacking(spec)

@@ -56,6 +56,7 @@ struct Call {
     u16* y;
     long long x_stride;
     int tokens, outputs, inputs, blocks;
+    int settled; // whether the weight is older than the kernels before this one
 };
 
 // Live values of one lane and where their inputs are.
@@ -313,13 +314,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) banks(const Call cal
     const u32 base_of_all = (u32)__cvta_generic_to_shared(shared);
     Pieces pieces(mine, count, base_of_all, warp, lane);
 
-    follow(); // where values are is older than the kernel before this one; values, scales and x may not be
+    let_next_begin();
+    if (!call.settled) wait_for_last(); // where values are is older in any case
     pieces.begin();
-    Endings endings;
-    endings.load(call, ends + call.blocks * (WARPS * TURNS) + blockIdx.x * ROWS);
     const uint4* owned = reinterpret_cast<const uint4*>(call.owners + (long long)blockIdx.x * STRIPS * 32);
     for (int i = threadIdx.x; i < STRIPS * 2; i += THREADS)
         reinterpret_cast<uint4*>(shared + OWNERS_AT)[i] = __ldg(owned + i);
+    wait_for_last();
+    Endings endings;
+    endings.load(call, ends + call.blocks * (WARPS * TURNS) + blockIdx.x * ROWS);
     fetch(call, shared, first_token);
     __syncthreads();
 

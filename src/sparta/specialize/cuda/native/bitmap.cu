@@ -28,7 +28,7 @@ struct Call {
     const u16* residual;
     u16* y;
     long long x_stride;
-    int tokens, outputs, inputs, chunks, slot;
+    int tokens, outputs, inputs, chunks, settled, slot;
 };
 
 __device__ __forceinline__ void multiply(float (&sum)[4], const u32* a, u32 b0, u32 b1) {

@@ -35,6 +35,7 @@ struct Call {
     u16* y;
     long long x_stride;
     int tokens, outputs, inputs, chunks;
+    int settled; // whether the weight is older than the kernels before this one
 };
 
 // What a lane has of a kept block: two rows of each slab, and tokens.
@@ -51,12 +52,15 @@ __device__ __forceinline__ uint4 recent16(const void* from) {
     return value;
 }
 
-__device__ __forceinline__ void load(const Call& call, Piece& piece, int block, int column, int first_token, int lane) {
+__device__ __forceinline__ void load_weight(const Call& call, Piece& piece, int block, int lane) {
     const unsigned char* from = call.values + (long long)block * BYTES + lane * 16;
 #pragma unroll
     for (int s = 0; s < SLABS; ++s)
 #pragma unroll
         for (int h = 0; h < 2; ++h) piece.weight[s][h] = stream16(from + (s * 2 + h) * 512);
+}
+
+__device__ __forceinline__ void load_x(const Call& call, Piece& piece, int column, int first_token, int lane) {
 #pragma unroll
     for (int n = 0; n < WIDTH / 8; ++n) {
         const int token = first_token + n * 8 + lane / 4;
@@ -167,19 +171,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) few_blocks(const Call call
     const int count = row.z - row.y, begin = row.y + count * warp / WARPS, end = row.y + count * (warp + 1) / WARPS;
     if (count && threadIdx.x == 0 && blockIdx.y == 0) ask_early(call.values + (long long)row.y * BYTES, count * BYTES);
     int columns = begin + lane < end ? __ldg(call.columns + begin + lane) : 0;
-    follow(); // where values are is older than the kernel before this one; values, scales and x may not be
+    let_next_begin();
+    if (!call.settled) wait_for_last(); // where values are is older in any case
 
-    int next = begin;
     Piece pieces[STAGES];
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage)
+        if (begin + stage < end) load_weight(call, pieces[stage], begin + stage, lane);
+    wait_for_last();
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage)
+        if (begin + stage < end) load_x(call, pieces[stage], __shfl_sync(~0u, columns, stage), first_token, lane);
+    int next = min(begin + STAGES, end);
     const auto load_next = [&](Piece& piece) {
         if (next == end) return;
         const int known = (next - begin) % 32;
-        if (known == 0 && next > begin) columns = next + lane < end ? __ldg(call.columns + next + lane) : 0;
-        load(call, piece, next, __shfl_sync(~0u, columns, known), first_token, lane);
+        if (known == 0) columns = next + lane < end ? __ldg(call.columns + next + lane) : 0;
+        load_weight(call, piece, next, lane);
+        load_x(call, piece, __shfl_sync(~0u, columns, known), first_token, lane);
         ++next;
     };
-#pragma unroll
-    for (int stage = 0; stage < STAGES; ++stage) load_next(pieces[stage]);
     const int n = row.x * ROWS + threadIdx.x % (ROWS / 2) * 2;
     const Ending ending(call, n, first_token);
 

@@ -74,12 +74,24 @@ __device__ __forceinline__ uint4 stream16(const void* from) {
     return value;
 }
 
-// Lets the kernel after this one begin to start, and waits until the results of the one before are there. A kernel that is
-// started in the ordinary way does neither.
-__device__ __forceinline__ void follow() {
+// Lets the kernel after this one begin to start. A kernel that is started in the ordinary way does nothing here, nor below.
+__device__ __forceinline__ void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// Waits until the results of the kernel before are there; once they are, it costs nothing. What `call.settled` says is older
+// than everything that may still run may be read without waiting.
+__device__ __forceinline__ void wait_for_last() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void follow() {
+    let_next_begin();
+    wait_for_last();
 }
 
 __device__ __forceinline__ void meet_cluster() {

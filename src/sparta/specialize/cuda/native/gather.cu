@@ -32,7 +32,7 @@ struct Call {
     const u16* residual;
     u16* y;
     long long x_stride;
-    int tokens, outputs, inputs, blocks;
+    int tokens, outputs, inputs, blocks, settled;
 };
 
 // Live values and their distances.

@@ -40,6 +40,7 @@ struct Call {
     u16* y;
     long long x_stride;
     int tokens, outputs, inputs, chunks;
+    int settled; // whether the weight is older than the kernels before this one
 };
 
 __device__ __forceinline__ void multiply(float (&sum)[4], const u32* a, u32 b0, u32 b1) {
@@ -186,15 +187,9 @@ __launch_bounds__(THREADS, 1) lanes(const Call call) {
     if (lane == 0 && begin < end) ask_early(bits_from, (end - begin) * (SLABS * 128));
     __syncwarp();
 
-    follow(); // where values are is older than the kernel before this one; values and x may not be
+    let_next_begin();
+    if (!call.settled) wait_for_last(); // where values are is older in any case
     ring.fill(0, lane);
-    Stream stream;
-    stream.k = begin * CHUNK + lane % 4 * 8, stream.inputs = min(call.inputs, end * CHUNK);
-    stream.from = call.x + (first_token + lane / 4) * call.x_stride + stream.k, stream.stride = 8 * call.x_stride;
-    stream.tokens = call.tokens - first_token - lane / 4;
-    uint4 x[2][TOKENS / 8];
-    stream.next(x[0]);
-    stream.next(x[1]);
     constexpr int AHEAD = 2; // chunks whose bits are on their way
     u32 bits[AHEAD + 1][SLABS];
     int2 mark[AHEAD + 1];
@@ -205,6 +200,14 @@ __launch_bounds__(THREADS, 1) lanes(const Call call) {
 #pragma unroll
             for (int s = 0; s < SLABS; ++s) bits[i][s] = __ldg(bits_from + (i * SLABS + s) * 32);
         }
+    wait_for_last();
+    Stream stream;
+    stream.k = begin * CHUNK + lane % 4 * 8, stream.inputs = min(call.inputs, end * CHUNK);
+    stream.from = call.x + (first_token + lane / 4) * call.x_stride + stream.k, stream.stride = 8 * call.x_stride;
+    stream.tokens = call.tokens - first_token - lane / 4;
+    uint4 x[2][TOKENS / 8];
+    stream.next(x[0]);
+    stream.next(x[1]);
 
     float sums[SLABS][TOKENS / 8][4] = {};
     Walk walk;

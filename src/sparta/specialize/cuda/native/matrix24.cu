@@ -43,6 +43,7 @@ struct Call {
     const u16* residual;
     u16* y;
     int tokens, outputs, slabs, steps, token_tiles, columns, group; // columns: tiles of outputs
+    int settled; // whether the weight is older than the kernels before this one
 };
 
 // Which outputs and tokens a tile of the cluster has: `group` tiles of tokens are worked on before the next ones.
@@ -95,34 +96,49 @@ struct Ring {
     }
 };
 
-// Has the cache fetch the weight of a block's first steps, which nothing before this kernel has to wait for.
+// Has the cache fetch the weight of a block's first steps: only the cache is filled, so what is still written to it is seen.
 __device__ __forceinline__ void fetch_early(const Call& call, const Tiles& tiles) {
     know_map(call.w_map);
     know_map(call.x_map);
     const Steps steps(call, tiles.rank);
     const int slab = tiles.place.slab, count = min(steps.end - steps.begin, STAGES * DEPTH);
-    if (count <= 0) return;
+    if (count <= 0 || call.settled) return; // a settled weight goes into the ring at once
     for (int piece = slab; piece < min(slab + PIECES, call.slabs); ++piece)
         ask_early(call.weight + ((long long)piece * call.steps + steps.begin) * W_BYTES, count * W_BYTES);
+}
+
+// Asks for the weight of a stage, whose barrier waits for x as well.
+__device__ __forceinline__ void fetch_weight(const Call& call, const Place& place, int step, u32 stage, u32 done) {
+    if (PIECES == 1) { // its steps stand side by side, and a plain copy is a little faster
+        const u32 bytes = min(DEPTH, call.steps - step) * W_BYTES;
+        expect(done, DEPTH * X_BYTES + bytes);
+        copy(stage + DEPTH * X_BYTES, call.weight + ((long long)place.slab * call.steps + step) * W_BYTES, bytes, done);
+    } else {
+        expect(done, FETCHED);
+        copy_panels(stage + DEPTH * X_BYTES, call.w_map, step * (W_BYTES / LINE), place.slab, done);
+    }
 }
 
 // What is fetched beyond the last step is not multiplied.
 __device__ __forceinline__ void fetch(const Call& call, Tiles& tiles, u32 memory, u32 full, u32 empty) {
     const int part = BESIDE > 1 ? tiles.rank * (TOKENS / BESIDE) : 0;
     const Steps steps(call, tiles.rank);
+    int ahead = 0; // stages whose weight was asked for before x
+    if (call.settled) {
+        for (int step = steps.begin; tiles.left() && step < steps.end && ahead < STAGES; step += DEPTH, ++ahead)
+            fetch_weight(call, tiles.place, step, memory + ahead * STAGE, full + ahead * 8);
+        wait_for_last();
+    }
     Ring ring;
     for (; tiles.left(); tiles.next()) {
         const Place place = tiles.place;
         for (int step = steps.begin; step < steps.end; step += DEPTH, ring.next()) {
             const u32 stage = memory + ring.stage * STAGE, done = full + ring.stage * 8;
-            wait(empty + ring.stage * 8, ring.phase ^ 1);
-            if (PIECES == 1) { // its steps stand side by side, and a plain copy is a little faster
-                const u32 bytes = min(DEPTH, call.steps - step) * W_BYTES;
-                expect(done, DEPTH * X_BYTES + bytes);
-                copy(stage + DEPTH * X_BYTES, call.weight + ((long long)place.slab * call.steps + step) * W_BYTES, bytes, done);
+            if (ahead > 0) {
+                --ahead;
             } else {
-                expect(done, FETCHED);
-                copy_panels(stage + DEPTH * X_BYTES, call.w_map, step * (W_BYTES / LINE), place.slab, done);
+                wait(empty + ring.stage * 8, ring.phase ^ 1);
+                fetch_weight(call, place, step, stage, done);
             }
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d)
@@ -379,7 +395,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 #else
     __syncthreads();
 #endif
-    follow();
+    let_next_begin();
+    if (!call.settled || threadIdx.x < CONSUMERS) wait_for_last();
     if (threadIdx.x >= CONSUMERS) {
         fewer_registers();
         if (threadIdx.x == CONSUMERS) fetch(call, tiles, memory, full, empty);

@@ -28,6 +28,7 @@ struct Call {
     u16* y;
     long long x_stride;
     int tokens, outputs, inputs, chunks;
+    int settled; // whether the weight is older than the kernels before this one
 };
 
 // Copies x to shared memory, (TOKENS, chunks * CHUNK); pieces of eight tokens at the same input go to different banks.
@@ -77,9 +78,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) resident24(const Cal
     };
 
     point();
-    follow();
+    let_next_begin();
+    if (!call.settled) wait_for_last();
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) load(pieces[stage]);
+    wait_for_last();
     fetch(call, x, first_token);
     if (threadIdx.x < 4) reinterpret_cast<u32*>(shared + TOKENS * row_bytes)[threadIdx.x] = 0;
     asm volatile("cp.async.wait_all;" ::: "memory");

@@ -30,6 +30,7 @@ struct Call {
     u16* y;
     long long x_stride;
     int tokens, outputs, inputs, chunks;
+    int settled; // whether the weight is older than the kernels before this one
 };
 
 // Waits for the threads that share a part of K.
@@ -86,13 +87,18 @@ __launch_bounds__(WARPS_N * WARPS_K * 32) stream24(const Call call) {
 
     float sums[SLABS][WIDTH / 8][4] = {};
     Piece pieces[STAGES][SLABS];
+    let_next_begin();
+    if (!call.settled) wait_for_last();
 #pragma unroll
-    for (int stage = 0; stage < STAGES; ++stage) {
+    for (int stage = 0; stage < STAGES; ++stage)
         if (begin + stage < end) {
-            fetch(call, ring + stage * STAGE_BYTES, begin + stage, first_token, thread);
 #pragma unroll
             for (int s = 0; s < SLABS; ++s) slabs[s].load(pieces[stage][s], begin + stage);
         }
+    wait_for_last();
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) {
+        if (begin + stage < end) fetch(call, ring + stage * STAGE_BYTES, begin + stage, first_token, thread);
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
 
