@@ -46,6 +46,13 @@ GROUPS = {
     "test_scaled.py::test_two_four_beside_a_resident_input": ("17-2048 or 100-1300",),
     "test_scaled.py::test_two_four_streamed": ("17-5 or 77-520",),
     "test_scaled.py::test_unstructured": ("17-5 or 100-1300 or 300-700",),
+    "test_settled.py::test_layers_in_a_row": (
+        "resident",
+        "banks or gather",
+        "lanes or few",
+        "24-matrix",
+        "block-b or block-fp8",
+    ),
     "test_threshold.py::test_it_is_the_dense_layer_of_the_thresholded_input": ("17-5 or 300-1000 or 77-4100",),
     "test_two_four_matrix.py::test_every_tile_is_right": ("bfloat16 and (17-8 or 300-136 or 77-1000)",),
     "test_two_four_matrix.py::test_every_tile_is_right_in_fp8": ("17-8 or 300-136",),

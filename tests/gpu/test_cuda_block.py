@@ -27,7 +27,7 @@ TILES = [
     BlockMatrixTile(128, 3, 6, group=3), BlockMatrixTile(128, 2, 3, 64), BlockMatrixTile(256, 2, 7, 64),
     BlockMatrixTile(128, 3, 12, 64), BlockMatrixTile(64, 2, 4),
 ]  # fmt: skip
-SHAPES = [(256, 256, 512), (300, 136, 80), (1000, 520, 1040), (277, 1000, 2064), (4096, 1024, 1024)]
+SHAPES = [(50, 264, 320), (256, 256, 512), (300, 136, 80), (1000, 520, 1040), (277, 1000, 2064), (4096, 1024, 1024)]
 
 
 def mask_of(n, k, sparsity=0.7):

@@ -27,7 +27,7 @@ def scaled_spec(n, k, **given):
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (spec_of(tokens=255), "below 256"),
+        (spec_of(tokens=47), "below 48"),
         (spec_of(n=260), "multiples of 8"),
         (spec_of(k=260), "multiples of 8"),
         (spec_of(sparsity=0.1), "cover"),

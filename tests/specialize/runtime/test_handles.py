@@ -10,6 +10,7 @@ from torch import nn
 import sparta.specialize.matmul.cpu  # noqa: F401 - its op
 from sparta.errors import SpartaError
 from sparta.nn import SparseConv2d, SparseLinear
+from sparta.specialize.cuda import graphs
 from sparta.specialize.linear.dense import DenseLinear
 from sparta.specialize.linear.spec import linear_spec
 from sparta.specialize.runtime.handles import KernelState, find, register
@@ -212,3 +213,16 @@ def test_ops_find_no_kernel_of_another_kind():
         torch.ops.sparta.masked_input(x, weight, mask, state.handle)
     with pytest.raises(SpartaError, match="are gone"):
         torch.ops.sparta.linear(x, weight, None, state.handle, keep=False)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_recording_knows_that_a_weight_is_packed_in_it(monkeypatch, keep):
+    """Kernels that are recorded after that wait for their weight, as for all that a graph writes itself."""
+    spec = linear_spec(TeSA.dense((N, K)), 7, torch.float32)
+    state, weight = KernelState(spec["weight"], DenseLinear().build(spec, {})), torch.randn(N, K)
+    monkeypatch.setattr(graphs._recording, "settled", True)
+    state.packed(weight, keep=keep)
+    assert not graphs.weights_settled()
+    monkeypatch.setattr(graphs._recording, "settled", True)
+    state.packed(weight, keep=keep)
+    assert graphs.weights_settled()

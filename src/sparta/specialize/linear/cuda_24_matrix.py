@@ -42,7 +42,10 @@ class _Call(ctypes.Structure):
         ("x_map", c_uint64 * 16),
         ("w_map", c_uint64 * 16),
         *((name, c_void_p) for name in ("weight", "scales", "x_scales", "bias", "residual", "y")),
-        *((name, c_int) for name in ("tokens", "outputs", "slabs", "steps", "token_tiles", "columns", "group", "settled")),
+        *(
+            (name, c_int)
+            for name in ("tokens", "outputs", "slabs", "steps", "token_tiles", "columns", "group", "settled")
+        ),
         ("rest", c_uint64 * 6),
     )
 

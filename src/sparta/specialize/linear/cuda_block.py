@@ -20,6 +20,7 @@ from sparta.errors import ShapeError, ValueRangeError, message
 from sparta.specialize.cuda.device import HALF_FORMATS, HOPPER, capability, takes, triton_here
 from sparta.specialize.cuda.direct import tensor_map
 from sparta.specialize.cuda.few_tokens import SHARED_BYTES, fitting_residual, load_tile, nvrtc_here
+from sparta.specialize.cuda.graphs import weights_settled
 from sparta.specialize.cuda.nvrtc import Function
 from sparta.specialize.cuda.text_tile import TextTile
 from sparta.specialize.implement import Cause, Params, Support, TiledImplement
@@ -38,8 +39,9 @@ _STAGED = 64  # tokens of a warpgroup's results on their way out
 _PITCH = 144  # bytes between them
 _SWIZZLES = {128: 3, 64: 2}  # CUtensorMapSwizzle, by the bytes of a row
 _MOST_COVERED = 0.7
-_FEWEST_TOKENS = 256
-_SHAPES = ((256, 2), (128, 3), (128, 2))  # tokens and groups: what was among the fastest somewhere on an H200
+_FEWEST_TOKENS = 48
+# By the fewest tokens: tokens and groups of what was among the fastest somewhere on an H200.
+_SHAPES = ((256, ((256, 2), (128, 3), (128, 2))), (96, ((128, 3), (128, 2), (64, 2))), (0, ((64, 2), (64, 3))))
 _MOST_STAGES = 10
 _CACHED, _KEPT = 40 << 20, 16 << 20  # bytes of x that stay in the L2 cache whatever the order of tiles; of a group
 _ALL = 1024
@@ -99,8 +101,8 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, c_uint64 * 16) for name in ("x_map", "w_map")),
         *((name, c_void_p) for name in ("columns", "schedule", "scales", "x_scales", "bias", "residual", "y")),
-        *((name, c_int) for name in ("tokens", "outputs", "block_rows", "token_tiles", "tiles", "group")),
-        ("rest", c_uint64 * 6),
+        *((name, c_int) for name in ("tokens", "outputs", "block_rows", "token_tiles", "tiles", "group", "settled")),
+        ("rest", c_uint64 * 5),
     )
 
 
@@ -168,7 +170,7 @@ class BlockMatrixLauncher:
         call = _Call(
             *[(c_uint64 * 16).from_buffer_copy(each) for each in maps], columns.data_ptr(), schedule.data_ptr(),
             *[None if each is None else each.data_ptr() for each in others], y.data_ptr(),
-            tokens, self._outputs, block_rows, token_tiles, tiles, tile.group,
+            tokens, self._outputs, block_rows, token_tiles, tiles, tile.group, weights_settled(),
         )  # fmt: skip
         function.launch((min(tiles, processors), 1), call, device)
         return y
@@ -254,10 +256,10 @@ def block_matrix_tiles(spec: KernelSpec, itemsize: int) -> list[BlockMatrixTile]
     narrow, wide = 64 // itemsize, 128 // itemsize
     covered = coverage(spec["weight"], [(_HEIGHT, narrow), (_HEIGHT, wide)])
     row = 128 if covered[_HEIGHT, wide] <= _NO_MORE * covered[_HEIGHT, narrow] else 64
-    token_bytes = spec["weight"].shape[1] * itemsize
-    fits = spec["input"].shape[0] * token_bytes <= _CACHED
+    rows, token_bytes = spec["input"].shape[0], spec["weight"].shape[1] * itemsize
+    fits = rows * token_bytes <= _CACHED
     tiles = []
-    for tokens, groups in _SHAPES:
+    for tokens, groups in next(shapes for fewest, shapes in _SHAPES if rows >= fewest):
         group = _ALL if fits else max(1, _KEPT // (tokens * token_bytes))
         bare = BlockMatrixTile(tokens, groups, 2, row)
         stages = 2 + (SHARED_BYTES - bare.shared_bytes()) // bare.stage_bytes

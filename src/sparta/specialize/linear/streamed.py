@@ -30,8 +30,8 @@ __all__ = ["StreamedKernel", "streamed_call", "walking_pays", "walking_width"]
 def streamed_call(arrays: int, *more: str) -> type[ctypes.Structure]:
     """Return the structure that kernels take as their argument, for a weight that is packed in this many arrays.
 
-    What a source takes in `more` are numbers after those that all have; `settled` is whether the weight is older than the
-    kernels before this one, see :func:`sparta.specialize.cuda.graphs.weights_settled`.
+    What a source takes in `more` are numbers after those that all have. Of these, `settled` is whether the weight is
+    older than the kernels before this one, see :func:`sparta.specialize.cuda.graphs.weights_settled`.
 
     >>> [name for name, _ in streamed_call(2)._fields_][:4]
     ['x', 'packed0', 'packed1', 'bias']

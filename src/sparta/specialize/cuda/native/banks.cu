@@ -344,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) banks(const Call cal
 #pragma unroll
             for (int b = 0; b < BATCH; ++b) {
                 piece[b] = pieces.ring[d + b];
-                if (first + d + b >= count) piece[b] = Piece{};
+                if (first + d + b >= count) piece[b].positions = 0; // beyond the last piece: sums that nobody stores
 #if !STAGES
                 pieces.load(d + b);
 #endif

@@ -28,6 +28,7 @@ struct Call {
     const u16* residual;
     u16* y;
     int tokens, outputs, block_rows, token_tiles, tiles, group;
+    int settled; // whether the weight is older than the kernels before this one
 };
 
 // Walks over the tiles of this block of threads: `group` tiles of tokens are worked on before the next ones, and every
@@ -67,7 +68,20 @@ struct Ring {
     }
 };
 
+// Asks for the kept blocks of the first stages, whose barriers wait for x as well; returns how many.
+__device__ __forceinline__ int fetch_blocks(const Call& call, u32 memory, u32 full) {
+    int asked = 0;
+    for (Tiles tiles(call); tiles.left() && asked < STAGES; tiles.next())
+        for (int step = tiles.row.y; step < tiles.row.z && asked < STAGES; ++step, ++asked) {
+            expect(full + asked * 8, STAGE);
+            copy_box(memory + asked * STAGE + X_BYTES, call.w_map, 0, step * 64, full + asked * 8);
+        }
+    return asked;
+}
+
 __device__ __forceinline__ void fetch(const Call& call, u32 memory, u32 full, u32 empty) {
+    int ahead = call.settled ? fetch_blocks(call, memory, full) : 0;
+    wait_for_last();
     Ring ring;
     for (Tiles tiles(call); tiles.left();) {
         const int end = tiles.row.z, token = tiles.token;
@@ -76,10 +90,14 @@ __device__ __forceinline__ void fetch(const Call& call, u32 memory, u32 full, u3
         for (; step < end; ++step, ring.skip(1)) {
             const int following = __ldg(call.columns + step + 1);
             const u32 stage = memory + ring.stage * STAGE, done = full + ring.stage * 8;
-            wait(empty + ring.stage * 8, ring.phase ^ 1);
-            expect(done, STAGE);
+            if (ahead > 0) {
+                --ahead;
+            } else {
+                wait(empty + ring.stage * 8, ring.phase ^ 1);
+                expect(done, STAGE);
+                copy_box(stage + X_BYTES, call.w_map, 0, step * 64, done);
+            }
             copy_box(stage, call.x_map, column, token, done);
-            copy_box(stage + X_BYTES, call.w_map, 0, step * 64, done);
             column = following;
         }
     }
@@ -304,7 +322,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) blocks(const __grid_con
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     meet_cluster();
-    follow();
+    let_next_begin();
+    if (threadIdx.x < CONSUMERS) wait_for_last();
     if (threadIdx.x >= CONSUMERS) {
         fewer_registers();
         if (threadIdx.x == CONSUMERS) fetch(call, memory, full, empty);

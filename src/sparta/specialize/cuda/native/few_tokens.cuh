@@ -46,8 +46,10 @@ __device__ __forceinline__ u16 to_bits(float value) {
 __device__ __forceinline__ float2 two_values(const u32* words, int pair) {
 #if FORMAT == 1
     u32 halves;
-    const u16 codes = (u16)(words[pair / 2] >> (pair % 2 * 16));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+    if (pair % 2) // the instruction takes either half of a register
+        asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, high;}" : "=r"(halves) : "r"(words[pair / 2]));
+    else
+        asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(halves) : "r"(words[pair / 2]));
     float2 value;
     asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;}"
         : "=f"(value.x), "=f"(value.y)
