@@ -20,6 +20,7 @@ PATTERNS = {
     "2:4": two_four,
     "blocks": lambda n, k: block_mask((n, k), (64, 64), 0.8, seed=0),
     "unstructured": lambda n, k: torch.rand(n, k) < 0.3,
+    "scattered": lambda n, k: torch.rand(n, k) < 0.15,
 }
 CASES = [
     ("cuda-24-resident", "2:4", 1),
@@ -30,7 +31,7 @@ CASES = [
     ("cuda-banks", "unstructured", 1),
     ("cuda-banks", "unstructured", 3),
     ("cuda-lanes", "unstructured", 11),
-    ("cuda-gather", "unstructured", 2),
+    ("cuda-gather", "scattered", 2),
     ("cuda-block-few", "blocks", 1),
     ("cuda-block-few", "blocks", 30),
     ("cuda-block", "blocks", 64),
