@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,52 +174,72 @@ def quickest(case: Case, spec: KernelSpec, weight: Tensor, x: Tensor) -> tuple[s
     return min(found, key=lambda each: each[1]) if found else None
 
 
+def measured(
+    case: Case, shape: tuple[int, int], numbers: Sequence[int], known: dict[Any, dict[str, float]], limits: Any
+) -> Iterator[dict[str, Any]]:
+    """Yield what was found for a weight and these numbers of tokens; `known` are times of dense layers."""
+    n, k = shape
+    weight, tesa = torch.randn(n, k, device="cuda"), TeSA.from_mask(mask_of(case.pattern, shape))
+    scaled = scaled_weight(weight, tesa, case.format, group=case.group)
+    for tokens in numbers:
+        if (shape, tokens) not in known:
+            known[shape, tokens] = dense(shape, tokens)
+        times = known[shape, tokens]
+        rival = times["int4"] if case.format == "int4" else min(v for t, v in times.items() if "fp8" in t)
+        x = rounded_rows(torch.randn(tokens, k, device="cuda").bfloat16())
+        best = quickest(case, scaled_linear_spec(scaled, tokens, activations=FP8), weight, x)
+        torch.cuda.empty_cache()
+        if best is None:
+            continue
+        name, took, size, product = best
+        moved, work = size + 2 * tokens * (n + k), 2 * tokens * tesa.count("live")
+        bound = max(moved / limits["bytes"], work / limits["operations"])
+        record = {
+            "pattern": case.pattern, "format": case.format, "shape": shape, "tokens": tokens, "best": name,
+            "us": took, "dense_us": rival, "ratio": rival / took, "product": rival / product,
+            "over_bf16": times["bf16"] / took, "aim": case.aim, "bound": rival / bound,
+        }  # fmt: skip
+        if case.pattern.startswith("unstructured"):
+            record["floors"] = floors(shape, tesa.density, tokens, 1)
+        print(case.pattern, case.format, shape, tokens, name, f"{took:.1f} us {rival / took:.2f}x", flush=True)
+        yield record
+
+
+def place(record: dict[str, Any]) -> tuple[int, ...]:
+    """Return by what results are in order."""
+    at = next(i for i, case in enumerate(CASES) if (case.pattern, case.format) == (record["pattern"], record["format"]))
+    return at, CASES[at].shapes.index(tuple(record["shape"])), record["tokens"]
+
+
 def main() -> None:
-    """Measure all cases, print the ratios, save the results."""
+    """Measure all cases, print the ratios, save the results after each weight."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=None, help="folder of the results")
     parser.add_argument("--only", default="", help="patterns with this text; results of an earlier run are kept")
+    parser.add_argument("--tokens", nargs="+", type=int, default=None, help="the same, by numbers of tokens")
     options = parser.parse_args()
     torch.manual_seed(0)
-    limits, known, records = ceilings() | sparse_limits("fp8"), {}, []
-    earlier = RESULTS / "fp8.nvidia-h200.json"
-    if options.only and earlier.exists():
+
+    def chosen(pattern: str, tokens: int) -> bool:
+        return options.only in pattern and (options.tokens is None or tokens in options.tokens)
+
+    records, earlier = [], RESULTS / "fp8.nvidia-h200.json"
+    if earlier.exists():
         kept = json.loads(earlier.read_text(encoding="utf-8"))["results"]["linear"]
-        records = [record for record in kept if options.only not in record["pattern"]]
-    for case in [each for each in CASES if options.only in each.pattern]:
-        for shape in case.shapes:
-            n, k = shape
-            weight, tesa = torch.randn(n, k, device="cuda"), TeSA.from_mask(mask_of(case.pattern, shape))
-            scaled = scaled_weight(weight, tesa, case.format, group=case.group)
-            for tokens in case.tokens:
-                if (shape, tokens) not in known:
-                    known[shape, tokens] = dense(shape, tokens)
-                times = known[shape, tokens]
-                rival = times["int4"] if case.format == "int4" else min(v for t, v in times.items() if "fp8" in t)
-                x = rounded_rows(torch.randn(tokens, k, device="cuda").bfloat16())
-                spec = scaled_linear_spec(scaled, tokens, activations=FP8)
-                best = quickest(case, spec, weight, x)
-                torch.cuda.empty_cache()
-                if best is None:
-                    continue
-                name, took, size, product = best
-                moved, work = size + 2 * tokens * (n + k), 2 * tokens * tesa.count("live")
-                bound = max(moved / limits["bytes"], work / limits["operations"])
-                records.append(
-                    {"pattern": case.pattern, "format": case.format, "shape": shape, "tokens": tokens, "best": name,
-                     "us": took, "dense_us": rival, "ratio": rival / took, "product": rival / product,
-                     "over_bf16": times["bf16"] / took, "aim": case.aim, "bound": rival / bound}
-                )  # fmt: skip
-                if case.pattern.startswith("unstructured"):
-                    records[-1]["floors"] = floors(shape, tesa.density, tokens, 1)
-                print(case.pattern, case.format, shape, tokens, name, f"{took:.1f} us {rival / took:.2f}x", flush=True)
+        records = [record for record in kept if not chosen(record["pattern"], record["tokens"])]
+    limits = ceilings() | sparse_limits("fp8")
+    known: dict[Any, dict[str, float]] = {}
+    for case, shape in [(each, shape) for each in CASES for shape in each.shapes]:
+        numbers = [tokens for tokens in case.tokens if chosen(case.pattern, tokens)]
+        records += measured(case, shape, numbers, known, limits) if numbers else ()
+        records.sort(key=place)
+        save("fp8", torch.cuda.get_device_name(), {"ceilings": limits, "linear": records}, options.out)
     rows = [
         [r["pattern"], r["format"], f"{r['shape'][0]}x{r['shape'][1]}", r["tokens"], r["best"], f"{r['us']:.1f}",
          f"{r['ratio']:.2f}", f"{r['product']:.2f}", r["aim"], f"{r['bound']:.2f}"]
         for r in records
     ]  # fmt: skip
     print(table(["pattern", "format", "N x K", "M", "best", "us", "x dense", "product", "aim", "bound"], rows))
-    save("fp8", torch.cuda.get_device_name(), {"ceilings": limits, "linear": records}, options.out)
 
 
 if __name__ == "__main__":

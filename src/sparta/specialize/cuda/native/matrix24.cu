@@ -24,6 +24,8 @@ constexpr int PIECES = GROUPS * EACH;                  // slabs of 64 outputs of
 constexpr int FETCHED = DEPTH * (X_BYTES + PIECES * W_BYTES); // of a stage
 constexpr int STAGE = (FETCHED + 1023) / 1024 * 1024;
 constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64;       // tokens that are written at once
+// Whether a settled weight is asked for before x: with many tokens, the first multiplications would wait for x behind it.
+constexpr bool WEIGHT_FIRST = TOKENS < 128;
 constexpr int UNIT = 16, UNITS = TOKENS / UNIT;        // tokens whose sums are written together
 constexpr int MOST_UNITS = (UNITS + SPLIT - 1) / SPLIT; // of one block
 __device__ constexpr int first_unit(int rank) { return UNITS * rank / SPLIT; }
@@ -102,7 +104,7 @@ __device__ __forceinline__ void fetch_early(const Call& call, const Tiles& tiles
     know_map(call.x_map);
     const Steps steps(call, tiles.rank);
     const int slab = tiles.place.slab, count = min(steps.end - steps.begin, STAGES * DEPTH);
-    if (count <= 0 || call.settled) return; // a settled weight goes into the ring at once
+    if (count <= 0 || (WEIGHT_FIRST && call.settled)) return; // a settled weight goes into the ring at once
     for (int piece = slab; piece < min(slab + PIECES, call.slabs); ++piece)
         ask_early(call.weight + ((long long)piece * call.steps + steps.begin) * W_BYTES, count * W_BYTES);
 }
@@ -124,7 +126,7 @@ __device__ __forceinline__ void fetch(const Call& call, Tiles& tiles, u32 memory
     const int part = BESIDE > 1 ? tiles.rank * (TOKENS / BESIDE) : 0;
     const Steps steps(call, tiles.rank);
     int ahead = 0; // stages whose weight was asked for before x
-    if (call.settled) {
+    if (WEIGHT_FIRST && call.settled) {
         for (int step = steps.begin; tiles.left() && step < steps.end && ahead < STAGES; step += DEPTH, ++ahead)
             fetch_weight(call, tiles.place, step, memory + ahead * STAGE, full + ahead * 8);
         wait_for_last();
@@ -396,7 +398,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
     __syncthreads();
 #endif
     let_next_begin();
-    if (!call.settled || threadIdx.x < CONSUMERS) wait_for_last();
+    if (!WEIGHT_FIRST || !call.settled || threadIdx.x < CONSUMERS) wait_for_last();
     if (threadIdx.x >= CONSUMERS) {
         fewer_registers();
         if (threadIdx.x == CONSUMERS) fetch(call, tiles, memory, full, empty);
