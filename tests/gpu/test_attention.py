@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from gpu.cases import draw
 from sparta.nn import SeqlenDynamicSparseAttention, SparseAttention
 from sparta.specialize.attention.spec import attention_spec
 from sparta.specialize.attention.tile import AttentionTile
@@ -13,10 +14,6 @@ from sparta.specialize.implement import implement_named
 from sparta.testing import attention_reference, check
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def draw(*shape, dtype=torch.bfloat16):
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def inputs_of(heads, kv_heads, m, n, e, f, dtype=torch.bfloat16, batch=1):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from gpu.cases import draw
 from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.linear.cuda_banks import BanksTile, CudaBanks
 from sparta.specialize.linear.spec import linear_spec
@@ -19,10 +20,6 @@ SHAPES = [(17, 5), (100, 1300), (300, 700), (40, 9000)]
 COPIES = [(3, 0)]  # depth, stages
 if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
     COPIES += [(2, 3), (4, 2)]
-
-
-def draw(*shape, dtype=torch.bfloat16):
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def run_poisoned(kernel, weight, *inputs):

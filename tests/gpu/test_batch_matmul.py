@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from gpu.cases import draw
 from sparta.nn import SparseBatchMatMul, SparseLinear, SparseSoftmax
 from sparta.specialize.blocks.sparse_plan import ProductTile, SoftmaxTile
 from sparta.specialize.matmul.triton_block import TritonBlockMatmul
@@ -22,10 +23,6 @@ RAGGED = [((300, 500, 130), (64, 64), 0.7), ((129, 257, 333), (32, 64), 0.5), ((
 @pytest.fixture(autouse=True)
 def _fresh_data(request):
     torch.manual_seed(len(request.node.name))
-
-
-def draw(*shape, dtype=torch.bfloat16):
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def tuned(op, inputs, implement):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gpu.cases import run_poisoned
 from sparta.nn import SparseLinear
 from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.linear.cuda_bitmap import BitmapTile, CudaBitmap
@@ -36,13 +37,6 @@ def draw(*shape, dtype):
 
 def spec_of(mask, rows, dtype=torch.bfloat16, **epilogue):
     return linear_spec(TeSA.from_mask(mask), rows, dtype, epilogue=Epilogue(**epilogue), device="cuda")
-
-
-def run_poisoned(kernel, weight, *inputs):
-    """Run on memory that holds NaN, so that an element that is not written shows."""
-    packed = kernel.pack(weight)
-    kernel.run(packed, *inputs).fill_(torch.nan)
-    return kernel.run(packed, *inputs)
 
 
 @pytest.mark.parametrize(("m", "n", "k", "density", "dtype"), CASES)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from gpu.cases import draw, run_poisoned
 from sparta.specialize.cuda.device import HOPPER, capability
 from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.linear.cuda_block_few import CudaBlockFew, FewBlocksTile
@@ -29,17 +30,6 @@ def mask_of(n, k, sparsity=0.7):
     mask = block_mask((n, k), (64, 64), sparsity, seed=n)
     mask[:64], mask[64:128] = False, True
     return mask
-
-
-def draw(*shape, dtype=torch.bfloat16):
-    return torch.randn(*shape, device="cuda").to(dtype)
-
-
-def run_poisoned(kernel, weight, *inputs):
-    """Run on memory that holds NaN, so that an element that is not written shows."""
-    packed = kernel.pack(weight)
-    kernel.run(packed, *inputs).fill_(torch.nan)
-    return kernel.run(packed, *inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

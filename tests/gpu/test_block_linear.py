@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gpu.cases import run_poisoned
 from sparta.nn import SparseLinear
 from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.linear.op import LinearState
@@ -29,13 +30,6 @@ def kernel_of(mask, rows, dtype, tile=None, **epilogue):
 
 def draw(*shape, dtype):
     return torch.randn(*shape, device="cuda").to(dtype)
-
-
-def run_poisoned(kernel, weight, *inputs):
-    """Run on memory that holds NaN, so that an element that is not written shows."""
-    packed = kernel.pack(weight)
-    kernel.run(packed, *inputs).fill_(torch.nan)  # the next run is given the same memory
-    return kernel.run(packed, *inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gpu.cases import draw, run_poisoned
 from sparta.nn import SparseLinear
 from sparta.specialize.cuda.device import HOPPER, capability
 from sparta.specialize.kernel_spec import Epilogue
@@ -35,17 +36,6 @@ def mask_of(n, k, sparsity=0.7):
     mask = block_mask((n, k), (64, 64), sparsity, seed=n)
     mask[:64], mask[64:128] = False, True
     return mask
-
-
-def draw(*shape, dtype=torch.bfloat16):
-    return torch.randn(*shape, device="cuda").to(dtype)
-
-
-def run_poisoned(kernel, weight, *inputs):
-    """Run on memory that holds NaN, so that an element that is not written shows."""
-    packed = kernel.pack(weight)
-    kernel.run(packed, *inputs).fill_(torch.nan)
-    return kernel.run(packed, *inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from gpu.cases import draw
 from sparta.nn import SparseLinear
 from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.linear.cuda_24 import TwoFour
@@ -25,10 +26,6 @@ TILES = [
     BlockTile(128, 64, 64, stages=3, tma=1, weight_first=1, early=1),
 ]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def draw(*shape, dtype=torch.bfloat16):
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def kernel_of(tile, mask, **epilogue):

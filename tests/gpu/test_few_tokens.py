@@ -3,17 +3,12 @@
 import pytest
 import torch
 
+from gpu.cases import two_four
 from sparta.specialize.implement import implement_named
 from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.linear.spec import linear_spec
 from sparta.tesa.attribute import TeSA
 from sparta.testing import check, linear_reference
-
-
-def two_four(rows, columns):
-    draws = torch.rand(rows, -(-columns // 4), 4)
-    kept = torch.zeros_like(draws, dtype=torch.bool).scatter_(2, draws.topk(2, -1).indices, True)
-    return kept.flatten(1)[:, :columns]
 
 
 def check_all(name, mask, m, dtype):

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import sparta
 from compiler.conftest import forcing
+from gpu.cases import draw
 from sparta.compiler.run.cuda_graph import Graphed
 from sparta.compiler.run.host import Host, hosted
 from sparta.nn import DynamicSparseMoE, SparseAttention, SparseBatchMatMul, SparseLinear
@@ -26,10 +27,6 @@ from sparta.specialize.tuning.rivals import Problem, build, replayed
 from sparta.testing import block_mask, check, linear_reference
 
 POISON = 2**31 - 1  # as a number of a block it is out of any bounds, and as bf16 not a number
-
-
-def draw(*shape, dtype=torch.bfloat16):
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def poison(copies=6):

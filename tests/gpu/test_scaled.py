@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from gpu.cases import draw, run_poisoned, two_four
 from sparta.specialize.implement import implement_named, implements_of
 from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.scaled_linear.inputs import InputRounding
@@ -25,16 +26,6 @@ _NAMES = ["cuda-24", "cuda-24-resident", "cuda-gather", "cuda-block-few", "trito
 ACTIVATIONS = {None: lambda y: y, "relu": functional.relu, "gelu": functional.gelu, "silu": functional.silu}
 
 
-def two_four(rows, columns):
-    draws = torch.rand(rows, -(-columns // 4), 4)
-    kept = torch.zeros_like(draws, dtype=torch.bool).scatter_(2, draws.topk(2, -1).indices, True)
-    return kept.flatten(1)[:, :columns]
-
-
-def draw(*shape, dtype=torch.bfloat16):
-    return torch.randn(*shape, device="cuda").to(dtype)
-
-
 def weight_of(n, k):
     return torch.randn(n, k, device="cuda") * (torch.rand(n, 1, device="cuda") + 0.5)
 
@@ -49,12 +40,6 @@ def every_candidate(name, spec):
     ((key, item),) = space.items()
     assert item.domain.values
     return [({key: value}, implement.build(spec, {key: value})) for value in item.domain.values]
-
-
-def run_poisoned(kernel, weight, *inputs):
-    packed = kernel.pack(weight)
-    kernel.run(packed, *inputs).fill_(torch.nan)
-    return kernel.run(packed, *inputs)
 
 
 def check_all(name, mask, rows, format, dtype=torch.bfloat16, *, activations=None, group=None, input_scale=None):

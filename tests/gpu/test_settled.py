@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu.test_few_tokens import two_four
+from gpu.cases import two_four
 from sparta.nn import SparseLinear
 from sparta.specialize.cuda import graphs
 from sparta.specialize.cuda.graphs import recorded, weights_settled

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from gpu.cases import draw
 from sparta.nn import ThresholdLinear
 from sparta.specialize.linear.threshold import threshold_linear
 from sparta.testing import check, linear_reference
@@ -17,10 +18,6 @@ pytestmark = pytest.mark.skipif(
 def _no_grad():
     with torch.no_grad():
         yield
-
-
-def draw(*shape, dtype=torch.bfloat16):
-    return torch.randn(*shape, device="cuda").to(dtype)
 
 
 def layer_of(inputs, outputs, threshold, dtype=torch.bfloat16, bias=True):

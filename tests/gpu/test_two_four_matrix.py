@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gpu.cases import draw, run_poisoned
 from sparta.nn import SparseLinear
 from sparta.specialize.cuda.device import HOPPER, capability
 from sparta.specialize.kernel_spec import Epilogue
@@ -40,17 +41,6 @@ def mask_of(rows, columns, keep=2, seed=0):
     draws = torch.rand(rows, -(-columns // 4), 4, generator=torch.Generator().manual_seed(seed))
     kept = torch.zeros_like(draws, dtype=torch.bool).scatter_(2, draws.topk(keep, -1).indices, True)
     return kept.flatten(1)[:, :columns]
-
-
-def draw(*shape, dtype=torch.bfloat16):
-    return torch.randn(*shape, device="cuda").to(dtype)
-
-
-def run_poisoned(kernel, weight, *inputs):
-    """Run on memory that holds NaN, so that an element that is not written shows."""
-    packed = kernel.pack(weight)
-    kernel.run(packed, *inputs).fill_(torch.nan)
-    return kernel.run(packed, *inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
