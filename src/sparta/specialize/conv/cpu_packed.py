@@ -26,7 +26,16 @@ from sparta.specialize.conv.spec import ConvGeometry
 from sparta.specialize.cpu.chain import ImageProduct, Step, StepKind
 from sparta.specialize.cpu.device import DTYPES
 from sparta.specialize.cpu.library import CONV_CALL, PanelMatrix, activation_code, load, raise_for
-from sparta.specialize.cpu.packing import QUAD_ROWS, Bools, Ints, Layout, is_float, offset_table, pack_entries
+from sparta.specialize.cpu.packing import (
+    BLOCK_ROWS,
+    QUAD_ROWS,
+    Bools,
+    Ints,
+    Layout,
+    is_float,
+    offset_table,
+    pack_entries,
+)
 from sparta.specialize.cpu.tile import Tile
 
 __all__ = ["FixedPlan", "PackedConv", "checked_real"]
@@ -162,7 +171,9 @@ class PackedConv:
     def _entries(self, mask: Bools) -> tuple[Layout, Ints, Ints, Ints]:
         """Return the layout of a mask (N, C / groups, taps), and first row, channel and tap of each of its entries."""
         outputs, each, taps = mask.shape
-        layout, first_row, column = pack_entries(mask.reshape(outputs, each * taps), self.tile)
+        # Rows that share what they load read the same channels.
+        alike = BLOCK_ROWS if self.geometry.groups == 1 else outputs // self.geometry.groups
+        layout, first_row, column = pack_entries(mask.reshape(outputs, each * taps), self.tile, alike)
         return layout, first_row, column // max(taps, 1), column % max(taps, 1)
 
     def pack(self, weight: Tensor) -> Tensor:

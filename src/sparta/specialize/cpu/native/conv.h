@@ -16,7 +16,7 @@ struct Segment {
   int64_t count;
 };
 
-constexpr int64_t kMostTokens = 4 * kLanes;
+constexpr int64_t kMostTokens = kQuadVectors * kLanes;
 
 // Finds the tokens of [begin, begin + count) that are pixels: the others lie between the rows of the image.
 inline int64_t find_segments(const ConvCall& call, int64_t begin, int64_t count, Segment (&segments)[kMostTokens]) {
