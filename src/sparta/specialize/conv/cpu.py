@@ -14,6 +14,7 @@ from typing import Any
 from sparta.common.tuning import TunableItemCfg
 from sparta.specialize.conv.cpu_grid import GRID, plan_grid
 from sparta.specialize.conv.cpu_packed import PackedConv
+from sparta.specialize.conv.cpu_phases import PHASES, has_phases
 from sparta.specialize.conv.spec import ConvGeometry, ConvKernel
 from sparta.specialize.cpu.candidates import candidates
 from sparta.specialize.cpu.device import runs_here
@@ -195,7 +196,11 @@ def conv_layouts(spec: KernelSpec) -> tuple[str, ...]:
     images, kernel, size = conv_images(spec), spec["weight"].shape[2:], spec["input"].shape[2:]
     geometry = ConvGeometry.from_dict(spec.attributes)
     if math.prod(kernel) == 1 and set(geometry.stride) == {1} and not any(map(sum, geometry.padding)):
-        return ("flat", "columns")  # as it is, or a copy whose planes begin in different sets of a cache
+        # As it is, or a copy whose planes begin in different sets of a cache and on lines of their own.
+        whole_lines = math.prod(size) % (_VECTOR_BYTES // 4) == 0
+        phases = len(size) == 2 and geometry.groups == 1 and has_phases(spec["input"].shape[1], size)
+        alike = block_height(spec) % _ROWS == 0  # blocks use what they load so often that lines do not matter
+        return ("columns", PHASES) if phases and not whole_lines and not alike else ("flat", "columns")
     if math.prod(kernel) == 1 or len(kernel) == 1 or block_height(spec) % _ROWS == 0:
         return images
     if math.prod(geometry.output_size(size, kernel)) < _LARGE_IMAGE:
