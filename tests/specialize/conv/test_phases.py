@@ -99,3 +99,10 @@ def test_values_of_another_weight_and_copies():
         check(each(x, values=each.pack(other)), truth, reduction=128)
     fixed = packed.fixed((14, 14), 1)
     assert fixed.numbers["direct"] == 0  # elsewhere, the image is copied
+
+
+def test_groups_that_no_quad_fits_take_narrower_tiles_of_two_rows():
+    geometry, weight, x = ConvGeometry.make(2, groups=3), torch.randn(9, 2, 1, 1), torch.randn(1, 6, 12, 12)
+    packed = PackedConv(weight, weight > 0, geometry, mv=7, interleave=4)
+    assert (packed.tile.mv, packed.tile.interleave) == (4, 2)
+    check(packed(x), dense_conv(x.double(), weight.clamp_min(0.0).double(), None, geometry), reduction=128)

@@ -97,6 +97,8 @@ def conv_tiles(spec: KernelSpec) -> list[Tile]:
     pixels = math.prod(geometry.output_size(spec["input"].shape[2:], weight.shape[2:]))
     exact = max(math.gcd(weight.state.block[0], weight.shape[0] // geometry.groups), 1)
     tiles = _tiles_of(weight, pixels, exact)
+    if geometry.groups > 1:  # whose rows read other channels: few share what wide tiles load
+        tiles = [tile for tile in tiles if tile.mv not in _WIDE_QUADS]
     if block_height(spec) == exact:
         return tiles
     # Where blocks have gaps, single rows store less, and may win.

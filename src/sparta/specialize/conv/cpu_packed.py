@@ -477,7 +477,8 @@ def checked_real(tensor: Tensor, name: str, shape: tuple[int | None, ...]) -> Te
 def _within_groups(tile: Tile, outputs: int, groups: int) -> Tile:
     """Return a tile whose rows share what they load only where they read the same channels."""
     apart = groups > 1 and (outputs // groups) % QUAD_ROWS
-    return replace(tile, interleave=2) if apart and tile.interleave == QUAD_ROWS else tile
+    # Two rows know tiles of up to four vectors.
+    return replace(tile, interleave=2, mv=min(tile.mv, 4)) if apart and tile.interleave == QUAD_ROWS else tile
 
 
 def _with_one_row(geometry: ConvGeometry) -> ConvGeometry:
