@@ -20,6 +20,7 @@ KERNELS = (
     "linear/test_cpu.py",
     "conv/test_cpu.py",
     "conv/test_shares.py",
+    "conv/test_phases.py",
     "int8_linear/test_cpu.py",
     "conv/test_cpu_dense.py",
     "conv/test_int8.py",

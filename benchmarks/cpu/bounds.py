@@ -1,11 +1,12 @@
 """What is possible on this core? Layers whose targets are far, beside the least time that anything could take.
 
-Run with ``python benchmarks/cpu/bounds.py`` (about 3 minutes on a quiet machine, one thread). The bound of a layer is
+Run with ``python benchmarks/cpu/bounds.py`` (about 6 minutes on a quiet machine, one thread). The bound of a layer is
 the sum of two times measured in the same run. One is a call of the same kernel with the same shapes and *no* live
 weight: what Python, adding a bias, requantising and storing cost, which no sparsity takes away. The other is what the
 live weights need at the rates of :mod:`roofline`: their multiply-adds in registers, or their bytes from the level of
 caches that holds them, whichever takes longer. Layouts are kept at both ends, as the targets ask, and calls are
-repeated, but for one token, which reads its weights from memory. Every row is stored as soon as it is measured:
+repeated, but for one token, which reads its weights from memory. Convolutions of one tap are the layers of ResNet, one
+image; without a live weight nothing of the image is read. Every row is stored as soon as it is measured:
 ``--limit`` ends a run after so many seconds, the same command goes on, and its status is 3 until all is there.
 """
 
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import conv
 import int8
 import layers
 import torch
@@ -31,6 +33,8 @@ from roofline import Roof, measured_roof
 
 from common import TARGETS, Call, Row, calls_for, in_pieces, median_ms
 from record import RESULTS, path_of
+from sparta.specialize.conv.cpu_packed import PackedConv
+from sparta.specialize.conv.spec import ConvGeometry
 from sparta.specialize.cpu import candidates
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.implement import implement_named
@@ -43,6 +47,8 @@ SPARSITIES = layers.SPARSITIES
 REPEATED_MS = 2.0
 # Tokens and blocks of fp32, and of int8.
 REAL, INTEGERS = ((1, (16, 1)), (16, (4, 1)), (128, (4, 1))), ((128, (4, 4)),)
+IMAGES = tuple(sizes for sizes in conv.LAYERS if sizes[2] == 1)
+HEIGHTS = (1, 8)  # of the blocks of convolutions that have a target
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,31 @@ def of_numbers(roof: Roof, tokens: int, shape: tuple[int, int], block: tuple[int
     return timed.row(roof, TARGETS[tokens, block[0]][SPARSITIES.index(sparsity)], bytewise=False)
 
 
+def of_images(roof: Roof, sizes: tuple[int, int, int, int], height: int, sparsity: float) -> Row:
+    """Time a convolution of one image in fp32."""
+    given = conv.image_of(*sizes, ("compile",))
+    inputs, outputs, kernel, size = sizes
+    layer = conv.Layer(inputs, outputs, kernel, size, height, sparsity)
+    mask = block_mask((outputs, given.weight[0].numel()), (height, 1), sparsity, seed=0).view_as(given.weight)
+    best = conv.best_kernels(layer, given.x, given.weight, mask)["repeated"]
+    empty = PackedConv(
+        given.weight,
+        torch.zeros_like(mask),
+        ConvGeometry.make(2, padding=kernel // 2),
+        image=best.image,
+        **best.tile.to_dict(),
+    )
+    calls = dict(given.rivals)
+    calls |= {
+        name: functools.partial(packed, given.x, threads=1) for name, packed in (("ours", best), ("empty", empty))
+    }
+    times = _repeated(calls, list(given.rivals))
+    nbytes, live = best.layout.nbytes, int(mask.sum())
+    used = nbytes + 4 * size**2 * (inputs + outputs)
+    timed = Timed(_least(times, list(given.rivals)), times["ours"], times["empty"], size**2 * live, nbytes, used)
+    return timed.row(roof, conv.TARGETS[kernel, height][SPARSITIES.index(sparsity)], bytewise=False)
+
+
 def _calls(weight: Tensor, x: Tensor, copies: int, mask: Tensor, tile: Row) -> Call:
     packed = PackedLinear(weight, mask, **tile)
     if copies == 1:
@@ -138,7 +169,7 @@ def _least(times: dict[str, float], names: list[str]) -> float:
 
 def rows(roof: Roof) -> list[tuple[Row, Callable[[], Row]]]:
     """Return every row: what it is, and what measures it."""
-    found = []
+    found: list[tuple[Row, Callable[[], Row]]] = []
     for kind, cases, measured in (("int8", INTEGERS, of_integers), ("fp32", REAL, of_numbers)):
         for tokens, block in cases:
             for sparsity in SPARSITIES:
@@ -151,6 +182,17 @@ def rows(roof: Roof) -> list[tuple[Row, Callable[[], Row]]]:
                         "shape": list(shape),
                     }
                     found.append((which, functools.partial(measured, roof, tokens, shape, block, sparsity)))
+    for height in HEIGHTS:
+        for sparsity in SPARSITIES:
+            for sizes in IMAGES:
+                which = {
+                    "kind": "conv 1×1",
+                    "tokens": None,
+                    "block": [height, 1],
+                    "sparsity": sparsity,
+                    "shape": list(sizes),
+                }
+                found.append((which, functools.partial(of_images, roof, sizes, height, sparsity)))
     return found
 
 

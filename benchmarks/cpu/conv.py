@@ -35,7 +35,7 @@ from roofline import Roof, measured_roof
 
 from common import Call, calls_for, median_ms, repeated, without
 from record import save
-from sparta.specialize.conv.cpu import conv_images, conv_tiles
+from sparta.specialize.conv.cpu import conv_layouts, conv_tiles
 from sparta.specialize.conv.cpu_packed import PackedConv
 from sparta.specialize.conv.spec import ConvGeometry, conv_spec
 from sparta.tables import table
@@ -92,15 +92,20 @@ class Image:
 
 def images(without: Sequence[str], *, quick: bool) -> Iterator[Image]:
     """Yield the sizes with their rivals."""
-    for inputs, outputs, kernel, size in LAYERS[3::4] if quick else LAYERS:
-        conv = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
-        x = torch.randn(1, inputs, size, size)
-        rivals: dict[str, Call] = dict(dense_calls(nn.Sequential(conv), x, without))
-        wide = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
-        wide.load_state_dict(conv.state_dict())
-        wide = wide.requires_grad_(requires_grad=False).to(memory_format=torch.channels_last)
-        rivals[CHANNELS_LAST] = _bound(wide, x.contiguous(memory_format=torch.channels_last))
-        yield Image(conv.weight.detach().clone(), x, rivals)
+    for sizes in LAYERS[3::4] if quick else LAYERS:
+        yield image_of(*sizes, without)
+
+
+def image_of(inputs: int, outputs: int, kernel: int, size: int, without: Sequence[str]) -> Image:
+    """Return one size with its rivals."""
+    conv = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
+    x = torch.randn(1, inputs, size, size)
+    rivals: dict[str, Call] = dict(dense_calls(nn.Sequential(conv), x, without))
+    wide = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
+    wide.load_state_dict(conv.state_dict())
+    wide = wide.requires_grad_(requires_grad=False).to(memory_format=torch.channels_last)
+    rivals[CHANNELS_LAST] = _bound(wide, x.contiguous(memory_format=torch.channels_last))
+    return Image(conv.weight.detach().clone(), x, rivals)
 
 
 def _bound(module: nn.Module, x: torch.Tensor) -> Call:
@@ -112,7 +117,7 @@ def best_kernels(layer: Layer, x: torch.Tensor, weight: torch.Tensor, mask: torc
     geometry = ConvGeometry.make(2, padding=layer.kernel // 2)
     spec = conv_spec(TeSA.from_mask(mask), x.shape, x.dtype, geometry)
     truth = conv_reference(x, weight, weight_mask=mask, padding=layer.kernel // 2)
-    ways = [(tile, image) for tile in conv_tiles(spec) for image in conv_images(spec)]
+    ways = [(tile, image) for tile in conv_tiles(spec) for image in conv_layouts(spec)]
     found = [PackedConv(weight, mask, geometry, image=image, **tile.to_dict()) for tile, image in ways]
     for packed in found:
         check(packed(x, threads=1), truth, reduction=weight[0].numel(), what=repr(packed))

@@ -188,7 +188,9 @@ def cpu_bounds(found: Sequence[Record]) -> str:
             means = [statistics.geometric_mean(each) for each in (gains, most)]
             fixed = statistics.mean(each["empty"] / each["ours"] for each in times)
             least = statistics.mean(each["least"] / each["ours"] for each in times)
-            line = [tokens, f"{kind}, block {height}×{width}", f"{100 * sparsity:g} %", f"{target:g}"]
+            pattern = f"block {height}×{width}" if height * width > 1 else "unstructured"
+            held = "one image" if tokens is None else tokens
+            line = [held, f"{kind}, {pattern}", f"{100 * sparsity:g} %", f"{target:g}"]
             rows.append([*line, *(f"{mean:.1f}" for mean in means), f"{100 * fixed:.0f} %", f"{100 * least:.0f} %"])
         roof = record["results"]["roof"]
         read = ", ".join(f"{1e-9 * rate:.0f} of {int(size) // 1024} KiB" for size, rate in roof["bytes_read"].items())
@@ -199,7 +201,7 @@ def cpu_bounds(found: Sequence[Record]) -> str:
             "call without any live weight and, after it, the least time that the live ones take at the rates of one "
             f"core, {2e-9 * roof['multiply_adds']:.0f} GFLOP/s in fp32{integers}, and GB/s by what is read over and "
             f"over: {read}. The last columns are the shares of these two in what a call takes. Geometric means over "
-            f"three shapes, layouts kept at both ends, weights of one token from memory. {source(record)}"
+            f"the shapes, layouts kept at both ends, weights of one token from memory. {source(record)}"
         )
         heads = ["tokens", "layer", "sparsity", "target", "reached", "at most", "without weights", "live weights"]
         parts.append(f"{title}\n\n{markdown(heads, rows)}")

@@ -14,11 +14,12 @@ def tiles(draw, form=None):
         blocks = {"columns": [4, 8, 16], "permuted": [16], "bitmap": [1], "rows": [1]}[form]
         return Tile(form, draw(st.sampled_from(blocks)), prefetch=draw(st.sampled_from([0, 4096])))
     block = draw(st.sampled_from([1, 4, 8]))
+    interleave = draw(st.sampled_from([1, 2, 4])) if block == 1 else 1
     return Tile(
         form,
         block,
-        mv=draw(st.integers(1, 3 if block == 8 else 4)),
-        interleave=draw(st.sampled_from([1, 2, 4])) if block == 1 else 1,
+        mv=draw(st.integers(1, 3 if block == 8 else 7 if interleave == 4 else 4)),
+        interleave=interleave,
         k_chunk=draw(st.sampled_from([0, 7, 16])),
         prefetch=0 if block == 1 else draw(st.sampled_from([0, 4, 16])),
     )

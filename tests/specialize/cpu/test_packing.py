@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sparta.errors import NameNotFoundError, ShapeError, SpartaError, ValueRangeError
 from sparta.specialize.cpu import candidates, default, runnable_isas
-from sparta.specialize.cpu.packing import QUAD_ROWS, pack_mask
+from sparta.specialize.cpu.packing import BLOCK_ROWS, QUAD_ROWS, pack_mask
 from sparta.specialize.cpu.tile import Tile
 from specialize.kernel_strategies import tiles, weight_masks
 
@@ -26,31 +26,35 @@ def test_every_live_weight_is_stored_once_and_no_pruned_one(mask, tile, lanes):
     assert bool((layout.arrays["costs"].diff() > 0).all())
 
 
-@given(weight_masks(), st.integers(0, 9), st.booleans())
-def test_four_rows_share_the_columns_that_they_keep(mask, chunk, dense):
+@given(weight_masks(), st.integers(0, 9), st.booleans(), st.sampled_from([2, 7]))
+def test_four_rows_share_the_columns_that_they_keep(mask, chunk, dense, mv):
     mask = mask | dense
     outputs, inputs = mask.shape
-    tile = Tile(mv=2, interleave=QUAD_ROWS, k_chunk=chunk)
+    tile = Tile(mv=mv, interleave=QUAD_ROWS, k_chunk=chunk)
     layout = pack_mask(mask.contiguous(), tile, 4)
     offsets, found = layout.arrays["offsets"], torch.zeros_like(mask)
     quads = -(-outputs // QUAD_ROWS)
     records = layout.arrays["starts"].view(-1, 6)
-    assert len(records) == quads * (len(layout.arrays["chunk_columns"]) - 1)
+    chunks = len(layout.arrays["chunk_columns"]) - 1
+    assert len(records) == quads * chunks
+    orders = layout.arrays["rows"].view(chunks, outputs)
     for number, record in enumerate(records):
         at, value = int(record[0]), int(record[1])
         begin, end = (int(layout.arrays["chunk_columns"][number // quads + i]) for i in (0, 1))
+        four = orders[number // quads].tolist()[number % quads * QUAD_ROWS :][:QUAD_ROWS]
         lengths = record[2:].view(torch.int16).tolist()
         for row in [0, 1, 2, 3] * lengths[0]:  # steps: a column of each row in turn
-            place = number % quads * QUAD_ROWS + row, int(offsets[at]) // (4 * 2 * 4)
+            place = four[row], int(offsets[at]) // (4 * mv * 4)
             assert begin <= place[1] < end
             assert not found[place]
             found[place] = True
             assert int(layout.source[value]) == place[0] * inputs + place[1]
             at, value = at + 1, value + 1
         for which, length in enumerate([0, *lengths[1:]]):
-            rows = [number % quads * QUAD_ROWS + row for row in range(QUAD_ROWS) if which >> row & 1]
+            rows = [four[row] for row in range(QUAD_ROWS) if length and which >> row & 1]
             assert len(rows) < 2 or length % 2 == 0
-            columns = (offsets[at : at + length] // (4 * 2 * 4)).tolist()
+            assert len(rows) <= 2 or mv <= 4  # wide tiles have no registers for what more rows share
+            columns = (offsets[at : at + length] // (4 * mv * 4)).tolist()
             assert columns == sorted(columns)
             for column in columns:
                 assert begin <= column < end
@@ -61,6 +65,20 @@ def test_four_rows_share_the_columns_that_they_keep(mask, chunk, dense):
                     value += 1
             at += length
     assert torch.equal(found, mask)
+
+
+@given(weight_masks(), st.integers(0, 9))
+def test_rows_of_about_the_same_length_stand_together_in_every_chunk(mask, chunk):
+    outputs = len(mask)
+    layout = pack_mask(mask.contiguous(), Tile(mv=2, interleave=QUAD_ROWS, k_chunk=chunk), 4)
+    bounds = layout.arrays["chunk_columns"].tolist()
+    for order, begin, end in zip(
+        layout.arrays["rows"].view(len(bounds) - 1, outputs), bounds, bounds[1:], strict=False
+    ):
+        for first in range(0, outputs, BLOCK_ROWS):
+            block = order[first : first + BLOCK_ROWS].long()
+            assert torch.equal(block.sort().values, torch.arange(first, min(first + BLOCK_ROWS, outputs)))
+            assert bool((mask[block, begin:end].sum(1).diff() <= 0).all())
 
 
 def test_lists_of_four_rows_are_counted_in_16_bits():

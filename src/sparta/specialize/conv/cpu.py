@@ -14,6 +14,7 @@ from typing import Any
 from sparta.common.tuning import TunableItemCfg
 from sparta.specialize.conv.cpu_grid import GRID, plan_grid
 from sparta.specialize.conv.cpu_packed import PackedConv
+from sparta.specialize.conv.cpu_phases import PHASES, has_phases
 from sparta.specialize.conv.spec import ConvGeometry, ConvKernel
 from sparta.specialize.cpu.candidates import candidates
 from sparta.specialize.cpu.device import runs_here
@@ -30,8 +31,9 @@ __all__ = ["CpuConv1d", "CpuConv2d", "block_height", "conv_images", "conv_layout
 _VECTOR_BYTES = 64
 _NEAR_BYTES = 32 * 1024  # of the first level of caches, for the input
 # Bytes of input in a chunk of channels, by the rows that are computed at once. Four rows that share loads read so
-# little twice that more of it may come from the second level.
+# little twice that more of it may come from the second level, but for wide tiles.
 _CHUNKS = {1: (_NEAR_BYTES,), 2: (2 * _NEAR_BYTES,), 4: (5 * _NEAR_BYTES // 4, 2 * _NEAR_BYTES)}
+_WIDE_QUADS = (7, 5)  # vectors of tokens; images of 14, 28 and 56 columns are cut into whole ones of seven
 _ENTRIES_AHEAD = 4
 _ROWS = 4  # of the blocks that kernels like best
 _SHORT_ROW = 14  # pixels: of fewer, a gap after each row costs more than a copy for each shift
@@ -95,6 +97,8 @@ def conv_tiles(spec: KernelSpec) -> list[Tile]:
     pixels = math.prod(geometry.output_size(spec["input"].shape[2:], weight.shape[2:]))
     exact = max(math.gcd(weight.state.block[0], weight.shape[0] // geometry.groups), 1)
     tiles = _tiles_of(weight, pixels, exact)
+    if geometry.groups > 1:  # whose rows read other channels: few share what wide tiles load
+        tiles = [tile for tile in tiles if tile.mv not in _WIDE_QUADS]
     if block_height(spec) == exact:
         return tiles
     # Where blocks have gaps, single rows store less, and may win.
@@ -110,8 +114,23 @@ def _tiles_of(weight: TeSA, pixels: int, height: int) -> list[Tile]:
     # A tile with fewer than half the sums of the largest loads too much for what it multiplies.
     most = max(tile.block * tile.mv for tile in panels)
     wide = [tile for tile in dict.fromkeys(panels) if 2 * tile.block * tile.mv >= most]
-    tiles = _unstructured_tiles(wide, weight.shape) if wide[0].block == 1 else _block_tiles(wide, weight.shape)
-    return list(dict.fromkeys(tiles))
+    if wide[0].block > 1:
+        return list(dict.fromkeys(_block_tiles(wide, weight.shape)))
+    return list(dict.fromkeys([*_wide_quads(pixels, weight), *_unstructured_tiles(wide, weight.shape)]))
+
+
+def _wide_quads(pixels: int, weight: TeSA) -> list[Tile]:
+    """Return tiles of four rows by more vectors than others hold, where there are so many.
+
+    In near chunks; with one tap, also in larger ones and whole: lists are longer then, and fewer.
+    """
+    if chosen_isa(None) != "avx512" or weight.density < _QUAD_DENSITY / 2:
+        return []
+    fit = [Tile(mv=mv, interleave=QUAD_ROWS) for mv in _WIDE_QUADS if pixels > (mv - 1) * _VECTOR_BYTES // 4]
+    near = [_in_chunks(tile, weight.shape, _CHUNKS[QUAD_ROWS][0]) for tile in fit]
+    if math.prod(weight.shape[2:]) > 1:
+        return near
+    return [*near, *(_in_chunks(tile, weight.shape, _CHUNKS[QUAD_ROWS][1]) for tile in fit[1:]), *fit[:1]]
 
 
 def _shared_loads(tile: Tile) -> Tile:
@@ -143,7 +162,10 @@ def _unstructured_tiles(wide: Sequence[Tile], shape: Sequence[int]) -> list[Tile
     """
     found = []
     for tile in wide:
-        found += [_in_chunks(tile, shape, nbytes) for nbytes in _CHUNKS[tile.interleave]]
+        sizes = _CHUNKS[tile.interleave]
+        if tile.interleave == 2 and math.prod(shape[2:]) == 1:  # so sparse that little of it is read more than once
+            sizes = (*sizes, 4 * _NEAR_BYTES)
+        found += [_in_chunks(tile, shape, nbytes) for nbytes in sizes]
         found.append(tile)
     return [*found, Tile()]
 
@@ -176,7 +198,11 @@ def conv_layouts(spec: KernelSpec) -> tuple[str, ...]:
     images, kernel, size = conv_images(spec), spec["weight"].shape[2:], spec["input"].shape[2:]
     geometry = ConvGeometry.from_dict(spec.attributes)
     if math.prod(kernel) == 1 and set(geometry.stride) == {1} and not any(map(sum, geometry.padding)):
-        return ("flat", "columns")  # as it is, or a copy whose planes begin in different sets of a cache
+        # As it is, or a copy whose planes begin in different sets of a cache and on lines of their own.
+        whole_lines = math.prod(size) % (_VECTOR_BYTES // 4) == 0
+        phases = len(size) == 2 and geometry.groups == 1 and has_phases(spec["input"].shape[1], size)
+        alike = block_height(spec) % _ROWS == 0  # blocks use what they load so often that lines do not matter
+        return ("columns", PHASES) if phases and not whole_lines and not alike else ("flat", "columns")
     if math.prod(kernel) == 1 or len(kernel) == 1 or block_height(spec) % _ROWS == 0:
         return images
     if math.prod(geometry.output_size(size, kernel)) < _LARGE_IMAGE:

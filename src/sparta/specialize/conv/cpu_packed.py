@@ -22,11 +22,21 @@ from torch import Tensor
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_you_mean, message
 from sparta.specialize.conv.cpu_grid import GRID, plan_grid
 from sparta.specialize.conv.cpu_image import IMAGES, ImagePlan, plan_image
+from sparta.specialize.conv.cpu_phases import PHASE_COUNT, PHASES, by_phase, has_phases
 from sparta.specialize.conv.spec import ConvGeometry
 from sparta.specialize.cpu.chain import ImageProduct, Step, StepKind
 from sparta.specialize.cpu.device import DTYPES
 from sparta.specialize.cpu.library import CONV_CALL, PanelMatrix, activation_code, load, raise_for
-from sparta.specialize.cpu.packing import QUAD_ROWS, Bools, Ints, Layout, is_float, offset_table, pack_entries
+from sparta.specialize.cpu.packing import (
+    BLOCK_ROWS,
+    QUAD_ROWS,
+    Bools,
+    Ints,
+    Layout,
+    is_float,
+    offset_table,
+    pack_entries,
+)
 from sparta.specialize.cpu.tile import Tile
 
 __all__ = ["FixedPlan", "PackedConv", "checked_real"]
@@ -100,8 +110,9 @@ class PackedConv:
     geometry
         Strides, padding, dilation, groups.
     image
-        How images are laid out for the kernel, one of :data:`~sparta.specialize.conv.cpu_image.IMAGES` or
-        :data:`~sparta.specialize.conv.cpu_grid.GRID`.
+        How images are laid out for the kernel, one of :data:`~sparta.specialize.conv.cpu_image.IMAGES`,
+        :data:`~sparta.specialize.conv.cpu_grid.GRID`, or :data:`~sparta.specialize.conv.cpu_phases.PHASES`, which
+        chooses the chunks and is ``'columns'`` for images that have no phases.
     isa
         Instruction set; ``None`` for the best.
     tile
@@ -127,8 +138,8 @@ class PackedConv:
         isa: str | None = None,
         **tile: Any,
     ) -> None:
-        if image not in (*IMAGES, GRID):
-            raise NameNotFoundError(did_you_mean(str(image), (*IMAGES, GRID), "image layout"))
+        if image not in (*IMAGES, GRID, PHASES):
+            raise NameNotFoundError(did_you_mean(str(image), (*IMAGES, GRID, PHASES), "image layout"))
         self.image, self.geometry = image, geometry
         self.library = load(isa)
         self.shape = tuple(mask.shape)
@@ -141,10 +152,15 @@ class PackedConv:
         self._geometry = geometry if self._dims == 2 else _with_one_row(geometry)
         self._kernel = (self.shape[2] if self._dims == 2 else 1, self.shape[-1])
         taps = self._kernel[0] * self._kernel[1]
-        by_taps = mask.cpu().reshape(outputs, each, taps).numpy()
-        self.layout, first_row, channel, self._entry_tap = self._entries(by_taps)
-        self._entry_channel = first_row // max(outputs // geometry.groups, 1) * each + channel
         self._pointwise = taps == 1 and set(geometry.stride) == {1} and not any(map(sum, geometry.padding))
+        by_taps = mask.cpu().reshape(outputs, each, taps).numpy()
+        self._has_phases = image == PHASES and self._pointwise and geometry.groups == 1 and each % PHASE_COUNT == 0
+        if self._has_phases and each:
+            self.tile = replace(self.tile, k_chunk=each // PHASE_COUNT)
+            self.layout, first_row, channel, self._entry_tap = self._entries_by_phase(by_taps)
+        else:
+            self.layout, first_row, channel, self._entry_tap = self._entries(by_taps)
+        self._entry_channel = first_row // max(outputs // geometry.groups, 1) * each + channel
         self._plans: dict[tuple[int, ...], _Plan] = {}
         self.values = None if weight is None else self.pack(weight)
 
@@ -162,8 +178,19 @@ class PackedConv:
     def _entries(self, mask: Bools) -> tuple[Layout, Ints, Ints, Ints]:
         """Return the layout of a mask (N, C / groups, taps), and first row, channel and tap of each of its entries."""
         outputs, each, taps = mask.shape
-        layout, first_row, column = pack_entries(mask.reshape(outputs, each * taps), self.tile)
+        # Rows that share what they load read the same channels.
+        alike = BLOCK_ROWS if self.geometry.groups == 1 else outputs // self.geometry.groups
+        layout, first_row, column = pack_entries(mask.reshape(outputs, each * taps), self.tile, alike)
         return layout, first_row, column // max(taps, 1), column % max(taps, 1)
+
+    def _entries_by_phase(self, mask: Bools) -> tuple[Layout, Ints, Ints, Ints]:
+        """Return the same with a chunk for each phase of the channels."""
+        order, inputs = by_phase(mask.shape[1]), mask.shape[1]
+        layout, first_row, channel, tap = self._entries(mask[:, order])
+        source = layout.source.numpy()
+        places = source - source % inputs + order[source % inputs]
+        moved = torch.from_numpy(np.where(source < 0, -1, places).astype(source.dtype))
+        return replace(layout, source=moved), first_row, order[channel], tap
 
     def pack(self, weight: Tensor) -> Tensor:
         """Return the values of a weight with this mask, in the order the kernel reads."""
@@ -221,6 +248,7 @@ class PackedConv:
             count,
             0,
             plan.image.grid_columns,
+            plan.image.by_phases,
         )
         self.library.multiply_conv(addressof(matrix), call)
         return y if x.dtype == torch.float32 else y.to(x.dtype)
@@ -310,6 +338,7 @@ class PackedConv:
             threads,
             y_gap,
             plan.image.grid_columns,
+            plan.image.by_phases,
         )
         return _Ready(torch.Size(shape), addressof(matrix), rest, (plan, matrix))
 
@@ -322,8 +351,9 @@ class PackedConv:
         """
         sizes = (1, *size) if self._dims == 1 else tuple(size)
         image = (1, sizes[0] * sizes[1]) if self._pointwise else (sizes[0], sizes[1])
-        # Called from elsewhere, a grid is read as rows that follow each other: the same sums, up to rounding.
-        flat = self._with_image("flat") if self.image == GRID else self
+        # Called from elsewhere, a grid is read as rows that follow each other, and phases are chunks of a copy: the
+        # same sums, up to rounding.
+        flat = self._with_image({GRID: "flat", PHASES: "columns"}.get(self.image, self.image))
         plan = flat._plan(image, threads, contiguous=True)
         matrix = {name: getattr(plan.matrix, name) for name in ("channels", "inputs", "groups", "chunks")}
         matrix |= {name: getattr(plan.matrix, name) for name in ("bn", "mv", "interleave", "prefetch")}
@@ -368,7 +398,8 @@ class PackedConv:
         found = self._plans.get(key)
         if found is not None:
             return found
-        image = self._layout_of(size, threads, contiguous=contiguous)
+        without_gaps = contiguous and plane in (None, size[0] * size[1])
+        image = self._layout_of(size, threads, contiguous=contiguous, without_gaps=without_gaps)
         if image.direct and plane is not None:
             image = replace(image, plane=plane)
         used = np.zeros((len(image.slot_rows), self._channels), dtype=np.uint8)
@@ -386,20 +417,23 @@ class PackedConv:
         self._plans = {**dict(list(self._plans.items())[1 - _KEPT_PLANS :]), key: plan}
         return plan
 
-    def _layout_of(self, size: tuple[int, int], threads: int, *, contiguous: bool) -> ImagePlan:
+    def _layout_of(self, size: tuple[int, int], threads: int, *, contiguous: bool, without_gaps: bool) -> ImagePlan:
         lanes, channels = self.library.lanes, self._channels
+        phases = self._has_phases and without_gaps and has_phases(channels, size)
+        image = self.image if self.image != PHASES else "flat" if phases else "columns"
         if self.image == GRID:
             return plan_grid(self._geometry, self._kernel, size, channels=channels, lanes=lanes, threads=threads)
-        return plan_image(
+        plan = plan_image(
             self._geometry,
             self._kernel,
             size,
-            image=self.image,
+            image=image,
             channels=channels,
             tile=self.tile.mv * lanes,
             threads=threads,
             contiguous=contiguous,
         )
+        return replace(plan, by_phases=True) if phases and plan.direct else plan
 
     def _numbers(self, image: ImagePlan, size: tuple[int, int]) -> dict[str, int]:
         """Return the numbers of a plan in the order of the C structure."""
@@ -443,7 +477,8 @@ def checked_real(tensor: Tensor, name: str, shape: tuple[int | None, ...]) -> Te
 def _within_groups(tile: Tile, outputs: int, groups: int) -> Tile:
     """Return a tile whose rows share what they load only where they read the same channels."""
     apart = groups > 1 and (outputs // groups) % QUAD_ROWS
-    return replace(tile, interleave=2) if apart and tile.interleave == QUAD_ROWS else tile
+    # Two rows know tiles of up to four vectors.
+    return replace(tile, interleave=2, mv=min(tile.mv, 4)) if apart and tile.interleave == QUAD_ROWS else tile
 
 
 def _with_one_row(geometry: ConvGeometry) -> ConvGeometry:

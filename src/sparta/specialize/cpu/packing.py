@@ -20,6 +20,8 @@ from sparta.errors import ShapeError, message
 from sparta.specialize.cpu.tile import MOST_AHEAD, Tile
 
 __all__ = [
+    "BLOCK_ROWS",
+    "QUAD_ROWS",
     "Bools",
     "Ints",
     "Layout",
@@ -41,6 +43,7 @@ _LONGEST_LIST = 2**16 - 1  # columns of one chunk that four rows may share
 _LISTS = 2**QUAD_ROWS  # kQuadLists of native/quads.h
 _ROWS_OF_LIST: NDArray[np.int64] = np.array([number.bit_count() for number in range(_LISTS)])
 _SINGLES = [1 << row for row in range(QUAD_ROWS)]  # lists of one row
+_VECTORS = 4  # kVectors of native/quads.h
 _LEAST_COLUMNS = 2  # of a list, on average
 _PADDING = 16  # values that a kernel may load beyond the last one
 
@@ -144,10 +147,13 @@ def _pack_panel(mask: Bools, tile: Tile, lanes: int) -> Layout:
     return replace(layout, arrays={**layout.arrays, **offsets})
 
 
-def pack_entries(mask: Bools, tile: Tile) -> tuple[Layout, Ints, Ints]:
-    """Return a panel layout without its offsets, and the first row and the column of each of its entries."""
+def pack_entries(mask: Bools, tile: Tile, alike: int = BLOCK_ROWS) -> tuple[Layout, Ints, Ints]:
+    """Return a panel layout without its offsets, and the first row and the column of each of its entries.
+
+    Four rows that share what they load are of the same `alike` rows; what is their first is a place in their order.
+    """
     if tile.interleave == QUAD_ROWS:
-        return _pack_quads(mask, tile.k_chunk)
+        return _pack_quads(mask, tile, math.gcd(alike, BLOCK_ROWS))
     outputs, inputs = mask.shape
     kept = _any_in_blocks(mask, tile.block)
     order: Ints = np.arange(len(kept))
@@ -171,30 +177,37 @@ def pack_entries(mask: Bools, tile: Tile) -> tuple[Layout, Ints, Ints]:
     return _layout(mask, len(kept), arrays, source, padded=padded), first_row, column
 
 
-def _pack_quads(mask: Bools, k_chunk: int) -> tuple[Layout, Ints, Ints]:
-    """Lay out four rows at a time: their columns, listed by which of the four have a weight there."""
+def _pack_quads(mask: Bools, tile: Tile, window: int) -> tuple[Layout, Ints, Ints]:
+    """Lay out four rows at a time: their columns, listed by which of the four have a weight there.
+
+    In every chunk rows stand in an order of its own, those that are about as long beside each other: nearly all that
+    each has alone is then in steps, and few lists are left that are short.
+    """
     outputs, inputs = mask.shape
     quads = -(-outputs // QUAD_ROWS)
-    step = min(k_chunk or max(inputs, 1), _LONGEST_LIST)
+    step = min(tile.k_chunk or max(inputs, 1), _LONGEST_LIST)
     bounds = np.array([*range(0, inputs, step), inputs] if inputs else [0, 0])
     whole = np.zeros((quads * QUAD_ROWS, inputs), dtype=np.uint8)
-    whole[:outputs] = mask
     rows = np.arange(QUAD_ROWS, dtype=np.uint8)
+    order = np.zeros((len(bounds) - 1, len(whole)), dtype=np.int64)
+    for chunk, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        order[chunk, :outputs] = _alike_rows_together(mask[:, begin:end], window)
+        whole[:outputs, begin:end] = mask[order[chunk, :outputs], begin:end]
     lists = (whole.reshape(quads, QUAD_ROWS, inputs) << rows[:, None]).sum(axis=1, dtype=np.uint8)
     quad, column = np.nonzero(lists)
     parts = (len(bounds) - 1) * quads
     entries = np.stack([column // step * quads + quad, column, lists[quad, column].astype(np.int64)])
-    found = _without_short_lists(entries, parts)
+    found = _without_short_lists(entries, parts, tile.mv)
     (part, column, which), counts = _with_steps(_with_pairs(found), parts)
     starts = np.empty((parts, 2 + _LISTS // QUAD_ROWS), dtype=np.int64)
     starts[:, 0] = running_sums(np.bincount(part, minlength=parts))[:-1]
     starts[:, 1] = running_sums(np.bincount(part, _ROWS_OF_LIST[which], parts).astype(np.int64))[:-1]
     starts[:, 2:] = counts.astype("<u2").view("<i8")
     first_row = part % max(quads, 1) * QUAD_ROWS
-    places = (first_row[:, None] + rows) * inputs + column[:, None]
+    places = order[(part // max(quads, 1))[:, None], first_row[:, None] + rows] * inputs + column[:, None]
     arrays = {
         "starts": starts.reshape(-1),
-        "rows": np.arange(outputs, dtype=np.int32),
+        "rows": order[:, :outputs].reshape(-1).astype(np.int32),
         "costs": _block_costs(np.count_nonzero(mask, axis=1), 1, outputs),
         "chunk_columns": bounds,
     }
@@ -202,14 +215,16 @@ def _pack_quads(mask: Bools, k_chunk: int) -> tuple[Layout, Ints, Ints]:
     return _layout(mask, outputs, arrays, source, padded=False), first_row, column
 
 
-def _without_short_lists(found: Ints, parts: int) -> Ints:
+def _without_short_lists(found: Ints, parts: int, vectors: int) -> Ints:
     """Return (part, column, list) of each entry, where lists that would be short on average are parts of longer ones.
 
-    The end of a list is a branch that the processor guesses wrong; sharing loads must save more than that.
+    The end of a list is a branch that the processor guesses wrong; sharing loads must save more than that. Wide tiles
+    have registers for what two rows share.
     """
     for size in range(QUAD_ROWS, 1, -1):
         short, lists = _ROWS_OF_LIST[found[2]] == size, math.comb(QUAD_ROWS, size)
-        if 0 < np.count_nonzero(short) < _LEAST_COLUMNS * parts * lists:
+        least = np.inf if vectors > _VECTORS and size > 2 else max(_LEAST_COLUMNS, vectors / 2)
+        if 0 < np.count_nonzero(short) < least * parts * lists:
             found = np.concatenate([found[:, ~short], *_halves(found[:, short])], axis=1)
     return found
 
@@ -397,10 +412,9 @@ def _lists(kept: Bools) -> tuple[Ints, Ints]:
     return counts, flat - np.repeat(np.arange(len(kept)) * kept.shape[1], counts)
 
 
-def _alike_rows_together(kept: Bools) -> Ints:
-    """Return an order of rows that sorts those of each block by their length, the longest first."""
-    window = np.arange(len(kept)) // BLOCK_ROWS
-    return np.lexsort((-np.count_nonzero(kept, axis=1), window))
+def _alike_rows_together(kept: Bools, window: int = BLOCK_ROWS) -> Ints:
+    """Return an order of rows that sorts those of each window by their length, the longest first."""
+    return np.lexsort((-np.count_nonzero(kept, axis=1), np.arange(len(kept)) // window))
 
 
 def _sources(mask: Bools, first_row: Ints, column: Ints, height: int) -> tuple[Ints, bool]:

@@ -25,6 +25,7 @@ FORMS = {
 }
 AVX512_FORMS = ("permuted", "bitmap")
 _VECTORS = (1, 2, 3, 4)
+_QUAD_VECTORS = (1, 2, 3, 4, 5, 6, 7)
 _INTERLEAVES = (1, 2, 4)
 # Lists of offsets are padded by this many entries, so that prefetching may run ahead.
 MOST_AHEAD = 16
@@ -46,7 +47,8 @@ class Tile:
         Output channels that share one list of input channels. An input channel is stored for a block if any of its
         weights is live.
     mv
-        Vectors of tokens that are computed at once (panel, gathered).
+        Vectors of tokens that are computed at once (panel, gathered); up to 7 for four rows that share what they load,
+        else 4, or 3 for blocks of 8.
     interleave
         Rows that are computed at once, for ``block=1`` (panel); four of them share what they load.
     k_chunk
@@ -73,8 +75,9 @@ class Tile:
         self._need("block", self.block, FORMS[self.form])
         panel = self.form == "panel"
         many = panel or self.form == "gathered"
-        self._need("mv", self.mv, _VECTORS[:3] if self.block == 8 else _VECTORS if many else (1,))
         self._need("interleave", self.interleave, _INTERLEAVES if panel and self.block == 1 else (1,))
+        vectors = _QUAD_VECTORS if self.interleave == _INTERLEAVES[-1] else _VECTORS
+        self._need("mv", self.mv, _VECTORS[:3] if self.block == 8 else vectors if many else (1,))
         if self.k_chunk < 0 or (self.k_chunk and not panel):
             raise ValueRangeError(message(f"k_chunk is {self.k_chunk}", "0 or more for panels, else 0"))
         most = (0 if self.block in (1, 16) else MOST_AHEAD) if many else 0 if self.form == "runs" else 1 << 20

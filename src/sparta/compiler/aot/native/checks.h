@@ -95,32 +95,17 @@ struct Panel {
     check_number(channels, 0, kMost, "channels");
     check_number(groups, 0, kMost, "groups");
     check_number(chunks, 1, kMost, "chunks");
-    check_number(mv, 1, 4, "mv");
     check_number(prefetch, 0, kMost, "prefetch");
     check_number(interleave, 1, sparta::kQuadRows, "interleave");
+    check_number(mv, 1, has_quads() ? sparta::kQuadVectors : sparta::kVectors, "mv");
     SPARTA_CHECK(bn == 1 || bn == 4 || bn == 8 || bn == 16, "a block of ", bn, " rows; allowed: 1, 4, 8 or 16");
     const Entries found = has_quads() ? check_quads(arrays) : check_groups(arrays);
     const int64_t ahead = std::max(prefetch, sparta::kSinglesAhead);
     const Array<uint32_t> offsets(arrays, 1, found.offsets ? found.offsets + ahead : 0, "offsets");
-    const Array<int32_t> rows(arrays, 2, groups, "rows");
-    // A block of rows is written by its own groups, and each row by one of them: none is left as memory happened to be.
-    const int64_t blocks = sparta::ceil_div(channels, sparta::kBlockRows), each = sparta::kBlockRows / bn;
-    SPARTA_CHECK(groups <= blocks * each, groups, " groups for ", channels, " channels");
-    std::vector<bool> seen(channels);
-    int64_t written = 0;
-    for (int64_t group = 0; group < groups; ++group) {
-      const int64_t row = rows[group], first = group / each * sparta::kBlockRows;
-      SPARTA_CHECK(first <= row && row + bn <= first + sparta::kBlockRows && row < channels && row % bn == 0, "rows[", group,
-                   "] is ", row);
-      SPARTA_CHECK(!has_quads() || row == group, "rows[", group, "] of a quad is ", row);
-      SPARTA_CHECK(bn != 16 || row == group * bn, "rows[", group, "] of groups of 16 rows is ", row);
-      for (int64_t r = row; r < std::min(row + bn, channels); ++r) {
-        written += !seen[r];
-        seen[r] = true;
-      }
-    }
-    SPARTA_CHECK(written == channels, "only ", written, " of ", channels, " channels are computed");
-    check_costs(arrays, 3, blocks);
+    const int64_t orders = has_quads() ? chunks : 1;  // every chunk of quads has its own
+    const Array<int32_t> rows(arrays, 2, product({groups, orders}, "groups by chunks"), "rows");
+    for (int64_t order = 0; order < orders; ++order) check_rows(rows, order * groups);
+    check_costs(arrays, 3, sparta::ceil_div(channels, sparta::kBlockRows));
     return found;
   }
 
@@ -143,6 +128,25 @@ struct Panel {
     return {starts[count], product({starts[count], bn}, "values")};
   }
 
+  // A block of rows is written by its own groups, and each row by one of them: none is left as memory happened to be.
+  void check_rows(const Array<int32_t>& rows, int64_t begin) const {
+    const int64_t blocks = sparta::ceil_div(channels, sparta::kBlockRows), each = sparta::kBlockRows / bn;
+    SPARTA_CHECK(groups <= blocks * each, groups, " groups for ", channels, " channels");
+    std::vector<bool> seen(channels);
+    int64_t written = 0;
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t row = rows[begin + group], first = group / each * sparta::kBlockRows;
+      SPARTA_CHECK(first <= row && row + bn <= first + sparta::kBlockRows && row < channels && row % bn == 0, "rows[",
+                   begin + group, "] is ", row);
+      SPARTA_CHECK(bn != 16 || row == group * bn, "rows[", group, "] of groups of 16 rows is ", row);
+      for (int64_t r = row; r < std::min(row + bn, channels); ++r) {
+        written += !seen[r];
+        seen[r] = true;
+      }
+    }
+    SPARTA_CHECK(written == channels, "only ", written, " of ", channels, " channels are computed");
+  }
+
   // Quads follow each other without a gap, and what lies in their lists is all that there is.
   Entries check_quads(at::TensorList arrays) const {
     SPARTA_CHECK(bn == 1 && groups == channels, "quads of blocks of ", bn, " rows in ", groups, " groups");
@@ -160,6 +164,7 @@ struct Panel {
       for (int list = 1; list < sparta::kQuadLists; ++list) {
         const int rows = __builtin_popcount(list);
         SPARTA_CHECK(rows == 1 || columns[list] % 2 == 0, "quad ", i, " has a list of odd length");
+        SPARTA_CHECK(rows <= 2 || mv <= sparta::kVectors || columns[list] == 0, "quad ", i, " has a list of ", rows, " rows");
         found.offsets += columns[list];
         found.values += rows * int64_t{columns[list]};
       }

@@ -39,7 +39,7 @@ struct ConvCall {
   int32_t threads;
   int32_t y_gap;                  // floats between two channels of the output, and of the residual
   int32_t grid_columns;           // 0, or the regions side by side of the layout that grid.h is about
-  int32_t unused;                 // which fills the last eight bytes
+  int32_t by_phases;              // whether chunks are the phases that conv.h is about
 };
 
 // Floats from a channel of the output to the next.
@@ -161,6 +161,16 @@ constexpr bool kPacksByTwo = true;
 constexpr bool kPacksByTwo = false;
 #endif
 
+// Whether all are loaded, where asking pays.
+SPARTA_INLINE bool are_all(const LaneMask& lanes) {
+#if defined(SPARTA_AVX512)
+  return lanes == lane_mask(0, kLanes);
+#else
+  (void)lanes;
+  return false;
+#endif
+}
+
 // The same for every second value, counted from `from` on.
 SPARTA_INLINE Vec load_lanes_by_two(const float* from, const LaneMask& lanes, Vec fill = Vec{}) {
 #if defined(SPARTA_AVX512)
@@ -214,16 +224,22 @@ inline void pack_strips(const ConvCall& call, const Band& band, const std::vecto
   const Vec fill = (Vec)(IntVec{} + padding);
   const Strip* const first = strips.data();
   const Strip* const end = first + strips.size();
+  // A band with all rows reads channels that follow each other, where processors look ahead by themselves.
+  const bool far = bands_of(call) > 1;
   for (int64_t channel = 0; channel < call.in_channels; ++channel) {
     if (!used[channel]) continue;
     const float* image = call.x + band.image * call.x_strides[0] + channel * call.x_strides[1];
     const float* later = image + kChannelsAhead * call.x_strides[1];
     float* plane = planes + channel * call.plane;
     for (const Strip* strip = first; strip != end; ++strip) {
-      __builtin_prefetch(later + strip->from, 0, 2);
+      if (far) __builtin_prefetch(later + strip->from, 0, 2);
       const float* from = image + strip->from;
-      store(plane + strip->at,
-            Step == 1 ? load_lanes(from, strip->lanes, fill) : load_lanes_by_two(from, strip->lanes, fill));
+      if (Step == 1 && are_all(strip->lanes)) {
+        store(plane + strip->at, load(from));
+      } else {
+        store(plane + strip->at,
+              Step == 1 ? load_lanes(from, strip->lanes, fill) : load_lanes_by_two(from, strip->lanes, fill));
+      }
     }
   }
 }

@@ -16,7 +16,7 @@ struct Segment {
   int64_t count;
 };
 
-constexpr int64_t kMostTokens = 4 * kLanes;
+constexpr int64_t kMostTokens = kQuadVectors * kLanes;
 
 // Finds the tokens of [begin, begin + count) that are pixels: the others lie between the rows of the image.
 inline int64_t find_segments(const ConvCall& call, int64_t begin, int64_t count, Segment (&segments)[kMostTokens]) {
@@ -191,7 +191,54 @@ inline bool multiply_band(const PanelMatrix& matrix, const ConvCall& call, int64
   return true;
 }
 
+// Layers of one tap over images whose channels do not begin on cache lines, read where they are. Channels whose places in
+// a line are the same are a chunk, a phase: their vectors are read from the beginning of a line on, some tokens early, so
+// that no load crosses two lines, and only sums are moved, once for each phase.
+// Channels that are so many apart begin at the same place of a line, where planes are a multiple of four pixels.
+constexpr int64_t kPhases = 4;
+
+// The blocks of rows [first, last) of one image; false when memory ran out. The input is contiguous, and its channels are
+// a multiple of kPhases: then what is read early lies in the channel before, and nothing beyond the last one is read.
+inline bool multiply_phases(const PanelMatrix& matrix, const ConvCall& call, int64_t image, int64_t first, int64_t last) {
+  static thread_local Scratch scratch;
+  const int64_t pixels = tokens_of(call), most = ceil_div(pixels, kLanes), groups_each = kBlockRows / matrix.bn;
+  const int64_t row = first * kBlockRows, rows = std::min(last * kBlockRows, matrix.channels) - row;
+  // Token 0 is behind a vector of those that are read early; those that are read late have a vector at the end. An odd
+  // number of lines lets rows begin in different sets of a cache.
+  const int64_t stride = (most + 2 | 1) * kLanes;
+  float* sums = scratch.get((last - first) * kBlockRows * stride);
+  if (!sums) return false;
+  for (int64_t r = 0; r < rows; ++r) {
+    store(sums + r * stride, Vec{});
+    store(sums + r * stride + (most + 1) * kLanes, Vec{});
+  }
+  for (int64_t phase = 0; phase < kPhases; ++phase) {
+    const int64_t early = phase * call.x_strides[1] % kLanes;
+    const float* x = call.x + image * call.x_strides[0] - early;
+    const int64_t vectors = ceil_div(pixels + early, kLanes), tiles = ceil_div(vectors, matrix.mv);
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t begin = vectors * i / tiles, count = vectors * (i + 1) / tiles - begin;
+      const RowsKernel kernel = find_kernel(matrix.bn, count, matrix.interleave, matrix.prefetch > 0);
+      kernel(RowsTask{&matrix, phase, first * groups_each, std::min(last * groups_each, matrix.groups),
+                      x + begin * kLanes, sums + (begin + 1) * kLanes - early, row, stride, nullptr});
+    }
+  }
+  const Segment all{0, 0, pixels};
+  const int64_t at = (image * matrix.channels + row) * y_plane(call);
+  with_activation(call.activation, [&](auto tag) {
+    store_pixels<decltype(tag)::value>(sums + kLanes, stride, rows, y_plane(call), &all, 1,
+                                       call.bias ? call.bias + row : nullptr,
+                                       call.residual ? call.residual + at : nullptr, call.y + at);
+  });
+  return true;
+}
+
 inline bool multiply_conv(const PanelMatrix& matrix, const ConvCall& call) {
+  if (call.by_phases && matrix.chunks == kPhases) {
+    return share_tiles(matrix, call.images, call.threads, [&](int64_t image, int64_t begin, int64_t end) {
+      return multiply_phases(matrix, call, image, begin, end);
+    });
+  }
   if (call.grid_columns > 0) {
     const int64_t bands = call.images * grid_bands_of(call);
     return share_tiles(matrix, bands, call.threads, [&](int64_t band, int64_t begin, int64_t end) {

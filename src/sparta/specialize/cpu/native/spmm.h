@@ -31,7 +31,7 @@ struct PanelMatrix {
   const int64_t* starts;         // [chunks * groups + 1], or [chunks][quads][kQuadStarts]
   const uint32_t* offsets;       // [entries], input channel * tile * 4
   const float* values;           // [entries][bn]
-  const int32_t* rows;           // [groups], the first output channel of each
+  const int32_t* rows;           // [groups], the first output channel of each; of quads' rows [chunks][groups]
   const int64_t* costs;          // [blocks + 1], running sums
   const int64_t* chunk_columns;  // [chunks + 1]
   int32_t bn;
@@ -73,7 +73,7 @@ SPARTA_INLINE void multiply_entry(const float* values, const Vec (&inputs)[MV], 
 #pragma GCC unroll 8
   for (int r = 0; r < BN; ++r) {
     const Vec weight = kSpread && r % 4 >= 2 ? pick(load_four(values + r / 4 * 4), r % 4) : splat(values[r]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int j = 0; j < MV; ++j) sums[r][j] += weight * inputs[j];
   }
 }
@@ -122,7 +122,7 @@ SPARTA_INLINE void multiply(const float* x, const uint32_t* offsets, const float
     }
     if constexpr (BN > 1) __builtin_prefetch(values + i * BN + kWeightsAhead);
     Vec inputs[MV];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int j = 0; j < MV; ++j) inputs[j] = load(from + j * kLanes);
     multiply_entry<BN, MV>(values + i * BN, inputs, sums);
     tails.multiply(values + i * BN, from + MV * kLanes);
@@ -132,14 +132,14 @@ SPARTA_INLINE void multiply(const float* x, const uint32_t* offsets, const float
 // Asks for a row of the output before its sums are computed, so that storing them does not wait.
 template <int MV>
 SPARTA_INLINE void announce(const float* y) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int j = 0; j < MV; ++j) __builtin_prefetch(y + j * kLanes, 1);
 }
 
 // Asks for a row long before it is needed, from the second level of caches on.
 template <int MV>
 SPARTA_INLINE void announce_early(const void* row) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int j = 0; j < MV; ++j) __builtin_prefetch(static_cast<const float*>(row) + j * kLanes, 0, 2);
 }
 
@@ -158,19 +158,21 @@ class StreamAhead {
   const char* asked_;
 };
 
-// The output and the residual of a later group.
+// A row of the output and of the residual, long before it is computed.
+template <int MV>
+SPARTA_INLINE void announce_row(const RowsTask& task, int64_t row) {
+  const int64_t stride = task.pixels ? task.plane : task.y_stride, first = task.pixels ? task.pixels->pixel : 0;
+  const int64_t at = (row - task.first_row) * stride + first;
+  announce_early<MV>((task.pixels ? task.image : task.y) + at);
+  if (task.finish && task.finish->residual) announce_early<MV>(task.finish->residual + at);
+}
+
+// The rows of a later group.
 template <int BN, int MV>
 SPARTA_INLINE void announce_group(const RowsTask& task, int64_t group) {
   if (group >= task.group_end) return;
-  const int64_t stride = task.pixels ? task.plane : task.y_stride, first = task.pixels ? task.pixels->pixel : 0;
-  const int64_t at = (task.matrix->rows[group] - task.first_row) * stride + first;
-  const float* to = task.pixels ? task.image : task.y;
-  const float* residual = task.finish ? task.finish->residual : nullptr;
 #pragma GCC unroll 8
-  for (int r = 0; r < BN; ++r) {
-    announce_early<MV>(to + at + r * stride);
-    if (residual) announce_early<MV>(residual + at + r * stride);
-  }
+  for (int r = 0; r < BN; ++r) announce_row<MV>(task, task.matrix->rows[group] + r);
 }
 
 // Finished sums on their way to the pixels of an image.
@@ -180,7 +182,7 @@ SPARTA_INLINE void put_pixels(const RowsTask& task, int64_t row, const float* y,
   const int64_t at = (row - task.first_row) * task.plane;
   const float* residual = task.finish->residual ? task.finish->residual + at : nullptr;
   float* image = task.image + at;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int j = 0; j < MV; ++j) {
     const PixelLanes& pixels = task.pixels[j];
     const Vec sum = together(task.chunk > 0 ? sums[j] + load(y + j * kLanes) : sums[j], pixels.lanes);
@@ -198,7 +200,7 @@ SPARTA_INLINE void put(const RowsTask& task, int64_t row, float* y, const Vec (&
   if (task.finish) {
     const RowEnd<Vec> end(*task.finish, row);
     const float* residual = task.finish->residual ? task.finish->residual + (y - task.y) : nullptr;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int j = 0; j < MV; ++j) {
       Vec out = end.before(adds ? sums[j] + load(y + j * kLanes) : sums[j]);
       if (residual) out += load(residual + j * kLanes);
@@ -206,7 +208,7 @@ SPARTA_INLINE void put(const RowsTask& task, int64_t row, float* y, const Vec (&
     }
     return;
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int j = 0; j < MV; ++j) store(y + j * kLanes, adds ? sums[j] + load(y + j * kLanes) : sums[j]);
 }
 
@@ -303,21 +305,26 @@ void multiply_interleaved(const RowsTask& task) {
   multiply_groups<1, MV, false>(rest);
 }
 
-// Four rows side by side, of which the last quad may lack some.
+// Four rows at once, of which the last quad may lack some.
 template <int MV>
 void multiply_quads(const RowsTask& task) {
   const PanelMatrix& matrix = *task.matrix;
   const int64_t* starts = matrix.starts + task.chunk * ceil_div(matrix.groups, kQuadRows) * kQuadStarts;
+  const int32_t* order = matrix.rows + task.chunk * matrix.groups;
   for (int64_t group = task.group_begin; group < task.group_end; group += kQuadRows) {
-    const int64_t row = matrix.rows[group], rows = std::min<int64_t>(kQuadRows, matrix.channels - row);
-    float* y = task.y + (row - task.first_row) * task.y_stride;
-    for (int64_t r = 0; r < rows; ++r) announce<MV>(y + r * task.y_stride);
-    if (task.far) announce_group<kQuadRows, MV>(task, group + kGroupsAhead);
+    const int64_t rows = std::min<int64_t>(kQuadRows, matrix.groups - group);
+    float* y[kQuadRows];
+    for (int64_t r = 0; r < rows; ++r) {
+      y[r] = task.y + (order[group + r] - task.first_row) * task.y_stride;
+      announce<MV>(y[r]);
+      const int64_t later = group + kGroupsAhead + r;
+      if (task.far && later < task.group_end) announce_row<MV>(task, order[later]);
+    }
     Vec sums[kQuadRows][MV];
     multiply_quad<MV>(task.x, starts + group / kQuadRows * kQuadStarts, matrix.offsets, matrix.values, sums);
 #pragma GCC unroll 4
     for (int r = 0; r < kQuadRows; ++r) {
-      if (r < rows) put<MV>(task, row + r, y + r * task.y_stride, sums[r]);
+      if (r < rows) put<MV>(task, order[group + r], y[r], sums[r]);
     }
   }
 }
@@ -357,8 +364,22 @@ RowsKernel find_kernel_for(int32_t bn, int64_t mv, int32_t interleave, bool pref
   }
 }
 
+// Tiles that only quads are wide enough for.
+inline RowsKernel find_wide_quads(int64_t mv) {
+  switch (mv) {
+    case 5: return multiply_quads<5>;
+    case 6: return multiply_quads<6>;
+    case kQuadVectors: return multiply_quads<kQuadVectors>;
+    default: return nullptr;
+  }
+}
+
 // Null for a tile that this library does not hold. Square images leave 1, 4 or 9 tokens behind their vectors.
 inline RowsKernel find_kernel(int32_t bn, int64_t mv, int32_t interleave, bool prefetch, int64_t tail = 0) {
+  if (mv > kVectors) {
+    const bool quads = bn == 1 && interleave == kQuadRows && !prefetch && tail == 0;
+    return quads ? find_wide_quads(mv) : nullptr;
+  }
   switch (tail) {
     case 0: return find_kernel_for<0>(bn, mv, interleave, prefetch);
     case 1: return find_kernel_for<1>(bn, mv, interleave, prefetch);
