@@ -2,7 +2,6 @@
 
 import copy
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from sparta.compiler.aot.package import _with_operators
 from sparta.errors import MissingPackageError, ValueRangeError
 from sparta.measure.machine import probe_compiler
 from sparta.specialize.cpu.tile import Tile
+from sparta.specialize.int8_linear.cpu import CpuInt8Linear
 from sparta.specialize.linear.cpu_packed import PackedLinear
 from sparta.specialize.runtime import cpp_library
 from sparta.testing import check, linear_reference
@@ -93,11 +93,13 @@ def test_convolutions_of_a_compiled_model_are_operators(operators, forced):
 def test_int8_layers_of_a_compiled_model_are_operators(operators, tile, monkeypatch):
     model, x = nets.pruned(Chain(), sparsity=0.5), torch.randn(2, 3, 24)  # linked: layers hand over integers
     spec = quantized(model)
-    choosing(monkeypatch, lambda s: replace(chosen(s, "cpu-int8"), params={"tile": str(tile)}))
+    monkeypatch.setattr(CpuInt8Linear, "tiles", lambda _self, _spec: [tile])  # also those for other processors
+    choosing(monkeypatch, lambda s: chosen(s, "cpu-int8"))
     fast = compile_model(model, x, spec, tune="off")
     graph = _with_operators(fast.graph)
     layers = [layer for layer in graph.modules() if isinstance(layer, Int8Layer)]
     assert len(layers) == len(fast.kernels) > 1
+    assert {layer._numbers[4] for layer in layers} == {tile.block}
     with torch.no_grad():
         torch.testing.assert_close(graph(x)[0], fast(x), rtol=1e-5, atol=1e-6)
     with pytest.raises(RuntimeError, match="int8 or uint8"):
