@@ -8,12 +8,16 @@ from torch.nn import functional
 from gpu.cases import two_four
 from sparta.nn import SparseLinear
 from sparta.specialize.cuda import graphs
+from sparta.specialize.cuda.device import HOPPER, capability
 from sparta.specialize.cuda.graphs import recorded, weights_settled
 from sparta.specialize.implement import implement_named
 from sparta.specialize.linear.spec import linear_spec
 from sparta.specialize.scaled_linear.spec import FP8, OP, scaled_linear_spec, scaled_weight
 from sparta.tesa.attribute import TeSA
 from sparta.testing import block_mask, check, linear_reference
+
+if capability() != HOPPER:
+    pytest.skip("these kernels are for Hopper GPUs", allow_module_level=True)
 
 LAYERS, REPLAYS = 6, 30
 PATTERNS = {

@@ -46,10 +46,11 @@ __device__ __forceinline__ u16 to_bits(float value) {
 __device__ __forceinline__ float2 two_values(const u32* words, int pair) {
 #if FORMAT == 1
     u32 halves;
+    const u32 word = words[pair / 2];
     if (pair % 2) // the instruction takes either half of a register
-        asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, high;}" : "=r"(halves) : "r"(words[pair / 2]));
+        asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, high;}" : "=r"(halves) : "r"(word));
     else
-        asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(halves) : "r"(words[pair / 2]));
+        asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(halves) : "r"(word));
     float2 value;
     asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;}"
         : "=f"(value.x), "=f"(value.y)
