@@ -11,7 +11,19 @@ import sparta
 
 SOURCE = Path(sparta.__file__).parent
 # Knows nothing above itself; everyone may use it.
-GROUND = {"arguments", "aten", "batch_norms", "errors", "files", "memory", "modules", "spelling", "tables", "version"}
+GROUND = {
+    "arguments",
+    "aten",
+    "batch_norms",
+    "errors",
+    "files",
+    "memory",
+    "modules",
+    "packages",
+    "spelling",
+    "tables",
+    "version",
+}
 
 MAY_USE = {
     "tesa": set(),

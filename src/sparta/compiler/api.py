@@ -36,6 +36,7 @@ from sparta.errors import CheckError, SpartaError, ValueRangeError, message
 from sparta.measure.untouched import untouched
 from sparta.memory import give_back
 from sparta.modules import unwrapped
+from sparta.packages import check_packages
 from sparta.precision.losses import Metric
 from sparta.propagation.caches import wants_cache, without_caches
 from sparta.propagation.capture import CaptureError, call_arguments, capture
@@ -135,6 +136,7 @@ def compile_model(  # noqa: PLR0913 - one call says all there is to say about a 
     >>> fast(torch.randn(16, 64)).shape, fast.report.certificate.passed
     (torch.Size([16, 8]), True)
     """
+    check_packages("sparta.compile")
     wanted = Wanted(precision, calibration, max_loss, metric)
     session = Session(tune=tune, budget_s=budget_s, show=shown(progress))
     if not isinstance(model, nn.Module):
