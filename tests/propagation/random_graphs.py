@@ -56,6 +56,8 @@ class RandomModel(nn.Module):
                 layer = nn.BatchNorm2d(a) if self.images else nn.BatchNorm1d(a)
             case "layernorm" if not self.images:
                 layer = nn.LayerNorm(a)
+            case "groupnorm":
+                layer = nn.GroupNorm(next(groups for groups in (width % 5 + 1, 2, 1) if a % groups == 0), a)
             case "add" | "mul" | "shuffle" if a % 2 if kind == "shuffle" else a != b:
                 out = None
             case "cat":
@@ -268,7 +270,7 @@ def randomize(model, generator):
 @st.composite
 def random_models(draw, *, images):
     """A model and an example input for it."""
-    kinds = ["linear", "act", "add", "mul", "cat", "norm", "half", "linear", "layernorm", "shuffle"]
+    kinds = ["linear", "act", "add", "mul", "cat", "norm", "groupnorm", "half", "linear", "layernorm", "shuffle"]
     kinds += ["conv", "depthwise", "grouped", "pool"] if images else []
     step = st.tuples(st.sampled_from(kinds), st.integers(0, 9), st.integers(0, 9), st.integers(1, 6))
     steps = draw(st.lists(step, min_size=1, max_size=9))

@@ -226,3 +226,30 @@ def test_attention_that_folds_the_batch_into_its_heads(rank):
     small = compact(layer, x)
     assert small.get_parameter("self_attn.in_proj_weight").shape == (36, 16)
     same(small, layer, torch.randn(2, 7, 16))
+
+
+@pytest.mark.parametrize(("groups", "left"), [(12, 7), (4, 9), (2, 12), (1, 12)])
+def test_a_group_norm_loses_groups_of_zeros_as_a_whole(groups, left):
+    torch.manual_seed(0)
+    first, norm, last = nn.Conv1d(3, 12, 5, bias=False), nn.GroupNorm(groups, 12), nn.Conv1d(12, 4, 3)
+    model = nn.Sequential(first, norm, nn.GELU(), last).eval()
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2)
+        norm.bias.normal_()
+        first.weight[[0, 1, 2, 5, 7]] = 0  # the first of four groups of three, and some of others
+    x = torch.randn(2, 3, 30)
+    result = propagate(model, x)
+    small = result.compact()
+    assert small.get_parameter("1.weight").shape == (left,)
+    assert small.get_parameter("3.weight").shape == (4, left, 3)
+    same(small, model, torch.randn(3, 3, 40))
+
+
+def test_a_group_of_which_one_channel_is_read_stays():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(3, 6, 1), nn.GroupNorm(2, 6), nn.Conv1d(6, 4, 1)).eval()
+    with torch.no_grad():
+        model[2].weight[:, [0, 1, 3, 4, 5]] = 0
+    small = compact(model, torch.randn(2, 3, 8))
+    assert small.get_parameter("0.weight").shape == (3, 3, 1)
+    same(small, model, torch.randn(2, 3, 8))

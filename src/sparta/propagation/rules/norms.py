@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from sparta.propagation.axes import Axes
 from sparta.propagation.constants import Known, any_over, unbroadcast
+from sparta.propagation.edit import Edit
 from sparta.propagation.op import Op, dtype_of, shape_of
 from sparta.propagation.registry import rule
 from sparta.propagation.slices import slice_values
@@ -139,6 +140,13 @@ def _affine(op: Op) -> tuple[fx.Node | None, fx.Node | None, bool]:
     return op["weight"], op.arguments.get("bias"), per_channel
 
 
+def _in_groups(op: Op) -> tuple[int, ...]:
+    """Return the shape of a group norm's output with its channels as (groups, channels of a group)."""
+    batch, channels, *rest = op.shape
+    groups = int(op["num_groups"])
+    return (batch, groups, channels // groups, *rest)
+
+
 def _wide(op: Op, known: Known, *, per_channel: bool) -> Known:
     rank = len(op.shape)
     return known.map(lambda g: (_channelwise(g, rank) if per_channel else g).broadcast_to(op.shape))
@@ -155,12 +163,15 @@ def normalized(op: Op) -> Known | None:
         return None
     source = op.known(op["input"])
     nothing = Grid.uniform(op.shape, 0, torch.bool)
-    # RMS norm only scales; an instance norm of a channel of zeros is zero before the shift.
+    # RMS norm only scales; an instance norm of a channel of zeros is zero before the shift, and so is a group of them.
     zero = nothing
     if op.node.target is _aten.rms_norm.default:
         zero = source.zero()
     elif op.node.target is _aten.instance_norm.default and op["use_input_stats"]:
         zero = source.uniform_over(range(2, len(op.shape))).zero().broadcast_to(op.shape)
+    elif op.node.target is _aten.group_norm.default:
+        apart = source.map(lambda g: g.reshape(_in_groups(op)))
+        zero = apart.uniform_over(range(2, len(op.shape) + 1)).zero().broadcast_to(_in_groups(op)).reshape(op.shape)
     if weight is not None:
         scale = _wide(op, op.known(weight), per_channel=per_channel).zero()
         zero = Grid.combine(torch.logical_or, zero, scale)
@@ -177,11 +188,12 @@ def normalized_observed(op: Op, seen: Grid) -> _Seen:
     weight, bias, per_channel = _affine(op)
     source = op["input"]
     rank = len(op.shape)
-    if per_channel:
-        mixed = list(range(2, rank)) if op.node.target is _aten.instance_norm.default else list(range(1, rank))
+    if op.node.target is _aten.group_norm.default:
+        apart = any_over(seen.reshape(_in_groups(op)), range(2, rank + 1))
+        found = [(source, apart.broadcast_to(_in_groups(op)).reshape(op.shape))]
     else:
-        mixed = list(range(rank - len(op["normalized_shape"] or op.shape), rank))
-    found = [(source, any_over(seen, mixed).broadcast_to(op.shape))]
+        first = 2 if per_channel else rank - len(op["normalized_shape"] or op.shape)
+        found = [(source, any_over(seen, range(first, rank)).broadcast_to(op.shape))]
     for node in (weight, bias):
         if node is not None:
             of_node = _of_channels(seen, op.shape[1]) if per_channel else unbroadcast(seen, shape_of(node))
@@ -191,14 +203,15 @@ def normalized_observed(op: Op, seen: Grid) -> _Seen:
 
 @rule("axes", *_STATISTICS)
 def normalized_axes(op: Op, axes: Axes) -> None:
-    """Keep what goes into a statistic; cut the other dims alike."""
+    """Keep what goes into a statistic; cut the other dims alike, and groups of channels as a whole."""
     rank = len(op.shape)
     name = str(op.node.target).split(".")[1]
-    per_channel = op.node.target is _aten.instance_norm.default
-    if "normalized_shape" in op.arguments:
-        mixed = range(rank - len(op["normalized_shape"]), rank)
-    else:
-        mixed = range(2 if per_channel else 1, rank)
+    per_channel = "normalized_shape" not in op.arguments
+    mixed = range(2, rank) if per_channel else range(rank - len(op["normalized_shape"]), rank)
+    if op.node.target is _aten.group_norm.default:
+        group, inner = (axes.free(size) for size in _in_groups(op)[1:3])
+        axes.keep(inner, f"{name} computes statistics over it")
+        axes.product(axes.of(op.node, 1), [group, inner], op.node)
     for node in op.inputs:
         if node is op["input"]:
             continue
@@ -210,6 +223,14 @@ def normalized_axes(op: Op, axes: Axes) -> None:
         axes.equal(axes.of(op["input"], dim), axes.of(op.node, dim))
         if dim in mixed:
             axes.keep(axes.of(op.node, dim), f"{name} computes statistics over it")
+
+
+@rule("rewrite", _aten.group_norm.default)
+def count_groups(op: Op, edit: Edit) -> None:
+    """Count the groups of channels that are left."""
+    _, groups, each, *_ = _in_groups(op)
+    left = edit.axes.kept(op["input"], 1).reshape(groups, each).any(dim=1)
+    edit.set(op.node, "num_groups", int(left.sum()))
 
 
 # ---------------------------------------------------------------------- weights that are a direction and a length
