@@ -35,6 +35,6 @@ def test_compiling_names_what_is_missing_and_how_to_get_it(without):
     ran = []
     model = nn.Linear(4, 4)
     model.register_forward_hook(lambda *_: ran.append(True))
-    with pytest.raises(MissingPackageError, match="optuna, platformdirs.*pip install optuna platformdirs"):
+    with pytest.raises(MissingPackageError, match=r"optuna, platformdirs.*pip install optuna platformdirs"):
         sparta.compile(model, torch.randn(2, 4))
     assert not ran

@@ -52,12 +52,8 @@ class RandomModel(nn.Module):
                 layer = conv(a, a, 3, padding=1, groups=a)
             case "grouped" if self.images and a % 2 == 0:
                 layer, out = conv(a, 2 * width, 1, groups=2), 2 * width
-            case "norm":
-                layer = nn.BatchNorm2d(a) if self.images else nn.BatchNorm1d(a)
-            case "layernorm" if not self.images:
-                layer = nn.LayerNorm(a)
-            case "groupnorm":
-                layer = nn.GroupNorm(next(groups for groups in (width % 5 + 1, 2, 1) if a % groups == 0), a)
+            case "norm" | "layernorm" | "groupnorm" if kind != "layernorm" or not self.images:
+                layer = self._norm(kind, a, width)
             case "add" | "mul" | "shuffle" if a % 2 if kind == "shuffle" else a != b:
                 out = None
             case "cat":
@@ -67,6 +63,13 @@ class RandomModel(nn.Module):
             case "conv" | "depthwise" | "grouped" | "layernorm" | "half" | "pool":
                 out = a if kind == "pool" and self.images else None
         return layer, out
+
+    def _norm(self, kind, a, width):
+        if kind == "groupnorm":
+            return nn.GroupNorm(next(groups for groups in (width % 5 + 1, 2, 1) if a % groups == 0), a)
+        if kind == "layernorm":
+            return nn.LayerNorm(a)
+        return nn.BatchNorm2d(a) if self.images else nn.BatchNorm1d(a)
 
     def forward(self, x):
         pool = [x]
