@@ -50,7 +50,7 @@ def test_phases_give_what_the_dense_convolution_gives(isa, tile, channels, size,
     bias, residual = torch.randn(40), torch.randn(2, 40, *size)
     packed = PackedConv(weight, mask, ONE_TAP, image=PHASES, isa=isa, **tile.to_dict())
     plan = packed._plan((1, size[0] * size[1]), 1, contiguous=True)
-    assert plan.image.by_chunks == phases
+    assert plan.image.by_phases == phases
     exact = dense_conv(x.double(), torch.where(mask, weight.double(), 0.0), bias.double(), ONE_TAP)
     for activation, after in ((None, lambda y: y), ("relu_last", functional.relu), ("gelu", None)):
         truth = functional.gelu(exact) + residual.double() if after is None else after(exact + residual.double())

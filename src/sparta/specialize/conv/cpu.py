@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from sparta.common.tuning import TunableItemCfg
-from sparta.specialize.conv.cpu_chunks import CHUNKS
 from sparta.specialize.conv.cpu_grid import GRID, plan_grid
 from sparta.specialize.conv.cpu_packed import PackedConv
 from sparta.specialize.conv.cpu_phases import PHASES, has_phases
@@ -203,7 +202,7 @@ def conv_layouts(spec: KernelSpec) -> tuple[str, ...]:
         whole_lines = math.prod(size) % (_VECTOR_BYTES // 4) == 0
         phases = len(size) == 2 and geometry.groups == 1 and has_phases(spec["input"].shape[1], size)
         alike = block_height(spec) % _ROWS == 0  # blocks use what they load so often that lines do not matter
-        return (CHUNKS, PHASES) if phases and not whole_lines and not alike else ("flat", "columns")
+        return ("columns", PHASES) if phases and not whole_lines and not alike else ("flat", "columns")
     if math.prod(kernel) == 1 or len(kernel) == 1 or block_height(spec) % _ROWS == 0:
         return images
     if math.prod(geometry.output_size(size, kernel)) < _LARGE_IMAGE:

@@ -55,9 +55,8 @@ class ImagePlan:
         Whether the input is read as it is.
     grid_columns
         Regions side by side, in the layout of :mod:`~sparta.specialize.conv.cpu_grid`; else 0.
-    by_chunks
-        Whether chunks of channels are read as :mod:`~sparta.specialize.conv.cpu_phases` says, where the input is read
-        as it is, and else as :mod:`~sparta.specialize.conv.cpu_chunks` does.
+    by_phases
+        Whether channels are read as :mod:`~sparta.specialize.conv.cpu_phases` says.
     """
 
     out_size: tuple[int, int]
@@ -71,7 +70,7 @@ class ImagePlan:
     reach: int
     direct: bool
     grid_columns: int = 0
-    by_chunks: bool = False
+    by_phases: bool = False
 
     def entry_offsets(self, tap: Ints, channel: Ints, channels: int) -> Ints:
         """Return byte offsets of weights at these taps and input channels."""

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from sparta.errors import NameNotFoundError, ShapeError, ValueRangeError, did_you_mean, message
-from sparta.specialize.conv.cpu_chunks import CHUNKS
 from sparta.specialize.conv.cpu_grid import GRID, plan_grid
 from sparta.specialize.conv.cpu_image import IMAGES, ImagePlan, plan_image
 from sparta.specialize.conv.cpu_phases import PHASE_COUNT, PHASES, by_phase, has_phases
@@ -42,7 +41,6 @@ from sparta.specialize.cpu.tile import Tile
 
 __all__ = ["FixedPlan", "PackedConv", "checked_real"]
 
-_LAYOUTS = (*IMAGES, GRID, PHASES, CHUNKS)
 _KEPT_PLANS = 8
 _FIXED = (
     *("in_channels", "in_rows", "in_columns", "out_rows", "out_columns", "stride_rows", "stride_columns", "slots"),
@@ -113,9 +111,8 @@ class PackedConv:
         Strides, padding, dilation, groups.
     image
         How images are laid out for the kernel, one of :data:`~sparta.specialize.conv.cpu_image.IMAGES`,
-        :data:`~sparta.specialize.conv.cpu_grid.GRID`, :data:`~sparta.specialize.conv.cpu_phases.PHASES`, which
-        chooses the chunks and is ``'columns'`` for images that have no phases, or
-        :data:`~sparta.specialize.conv.cpu_chunks.CHUNKS`, which is ``'taps'`` for images that are not contiguous.
+        :data:`~sparta.specialize.conv.cpu_grid.GRID`, or :data:`~sparta.specialize.conv.cpu_phases.PHASES`, which
+        chooses the chunks and is ``'columns'`` for images that have no phases.
     isa
         Instruction set; ``None`` for the best.
     tile
@@ -141,8 +138,8 @@ class PackedConv:
         isa: str | None = None,
         **tile: Any,
     ) -> None:
-        if image not in _LAYOUTS:
-            raise NameNotFoundError(did_you_mean(str(image), _LAYOUTS, "image layout"))
+        if image not in (*IMAGES, GRID, PHASES):
+            raise NameNotFoundError(did_you_mean(str(image), (*IMAGES, GRID, PHASES), "image layout"))
         self.image, self.geometry = image, geometry
         self.library = load(isa)
         self.shape = tuple(mask.shape)
@@ -251,7 +248,7 @@ class PackedConv:
             count,
             0,
             plan.image.grid_columns,
-            plan.image.by_chunks,
+            plan.image.by_phases,
         )
         self.library.multiply_conv(addressof(matrix), call)
         return y if x.dtype == torch.float32 else y.to(x.dtype)
@@ -341,7 +338,7 @@ class PackedConv:
             threads,
             y_gap,
             plan.image.grid_columns,
-            plan.image.by_chunks,
+            plan.image.by_phases,
         )
         return _Ready(torch.Size(shape), addressof(matrix), rest, (plan, matrix))
 
@@ -356,7 +353,7 @@ class PackedConv:
         image = (1, sizes[0] * sizes[1]) if self._pointwise else (sizes[0], sizes[1])
         # Called from elsewhere, a grid is read as rows that follow each other, and phases are chunks of a copy: the
         # same sums, up to rounding.
-        flat = self._with_image({GRID: "flat", PHASES: "columns", CHUNKS: "taps"}.get(self.image, self.image))
+        flat = self._with_image({GRID: "flat", PHASES: "columns"}.get(self.image, self.image))
         plan = flat._plan(image, threads, contiguous=True)
         matrix = {name: getattr(plan.matrix, name) for name in ("channels", "inputs", "groups", "chunks")}
         matrix |= {name: getattr(plan.matrix, name) for name in ("bn", "mv", "interleave", "prefetch")}
@@ -423,8 +420,7 @@ class PackedConv:
     def _layout_of(self, size: tuple[int, int], threads: int, *, contiguous: bool, without_gaps: bool) -> ImagePlan:
         lanes, channels = self.library.lanes, self._channels
         phases = self._has_phases and without_gaps and has_phases(channels, size)
-        chunks = self.image == CHUNKS and self._pointwise and self._geometry.groups == 1 and without_gaps
-        image = {PHASES: "flat" if phases else "columns", CHUNKS: "taps"}.get(self.image, self.image)
+        image = self.image if self.image != PHASES else "flat" if phases else "columns"
         if self.image == GRID:
             return plan_grid(self._geometry, self._kernel, size, channels=channels, lanes=lanes, threads=threads)
         plan = plan_image(
@@ -437,7 +433,7 @@ class PackedConv:
             threads=threads,
             contiguous=contiguous,
         )
-        return replace(plan, by_chunks=True) if chunks or (phases and plan.direct) else plan
+        return replace(plan, by_phases=True) if phases and plan.direct else plan
 
     def _numbers(self, image: ImagePlan, size: tuple[int, int]) -> dict[str, int]:
         """Return the numbers of a plan in the order of the C structure."""

@@ -52,7 +52,7 @@ PANEL_CALL = struct.Struct("@PPqqqPPqiiii")
 INT8_CALL = struct.Struct("@PPqqqPPPfiiiiifiiiPqiifi")
 # x, y, bias, residual, rows and columns of slots, what is used; images, four strides of x, twelve numbers of the plan
 # and `direct`, in the order of native/bands.h; activation, threads, the gap between two channels of the result, the
-# columns of a grid, whether chunks are read one by one.
+# columns of a grid, whether chunks are phases.
 CONV_CALL = struct.Struct("@7P17q6i")
 # The same without a gap and over places; image, multiplier, offset, row sums; channels, inverse scale, whether x is
 # unsigned, its zero, whether no weight is -128; whether x and y are places; of the latter the inverse scale, whether

@@ -39,7 +39,7 @@ struct ConvCall {
   int32_t threads;
   int32_t y_gap;                  // floats between two channels of the output, and of the residual
   int32_t grid_columns;           // 0, or the regions side by side of the layout that grid.h is about
-  int32_t by_chunks;              // whether chunks are the phases that conv.h is about, or copied one by one there
+  int32_t by_phases;              // whether chunks are the phases that conv.h is about
 };
 
 // Floats from a channel of the output to the next.

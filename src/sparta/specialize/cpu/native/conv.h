@@ -56,6 +56,7 @@ inline void store_pixels(const float* sums, int64_t tile, int64_t rows, int64_t 
 struct BandTask {
   const PanelMatrix* matrix;
   const ConvCall* call;
+  const float* x;         // token 0 of the image, in the first slot
   float* y;               // the image's first pixel in channel 0
   const float* residual;  // the same, or null
   float* sums;            // [scratch_rows()][tile]
@@ -96,9 +97,8 @@ inline void find_pixels(const ConvCall& call, const TokenTile& tile, PixelLanes*
 
 // A tile in the blocks of rows [first, last). Sums that registers can finish are stored in place; others wait, or are
 // looked through for pixels. Chunks of the input channels follow each other, so that what all rows read of one of them
-// stays in the nearest cache; `inputs` tells where the token 0 of a chunk is.
-template <class Inputs>
-inline void multiply_tokens(const BandTask& task, const TokenTile& given, int64_t first, int64_t last, Inputs inputs) {
+// stays in the nearest cache.
+inline void multiply_tokens(const BandTask& task, const TokenTile& given, int64_t first, int64_t last) {
   const PanelMatrix& matrix = *task.matrix;
   const ConvCall& call = *task.call;
   const int64_t vectors = given.vectors, begin = given.begin;
@@ -116,7 +116,6 @@ inline void multiply_tokens(const BandTask& task, const TokenTile& given, int64_
   const int64_t runs = whole || in_registers ? 0 : find_segments(call, begin, given.count, segments);
   for (int64_t chunk = 0; chunk < matrix.chunks; ++chunk) {
     const bool ends = chunk + 1 == matrix.chunks;
-    const float* x = inputs(chunk);
     for (int64_t block = first; block < last; block += kBlocksTogether) {
       const int64_t blocks = std::min(kBlocksTogether, last - block);
       const int64_t row = block * kBlockRows;
@@ -128,7 +127,7 @@ inline void multiply_tokens(const BandTask& task, const TokenTile& given, int64_
       const RowsFinish finish =
           rows_finish(call.bias, residual && whole ? residual + begin : residual, call.activation);
       RowsTask rows_task{&matrix, chunk, block * groups_each, std::min((block + blocks) * groups_each, matrix.groups),
-                         x + begin, whole ? y + begin : sums, row, whole ? plane : tile,
+                         task.x + begin, whole ? y + begin : sums, row, whole ? plane : tile,
                          in_registers && ends ? &finish : nullptr, whole || in_registers};
       if (in_registers && !whole) {
         rows_task.pixels = pixels;
@@ -187,42 +186,8 @@ inline bool multiply_band(const PanelMatrix& matrix, const ConvCall& call, int64
   }
   const int64_t pixel = band.image * matrix.channels * y_plane(call);
   const float* x = image ? image - band.first : call.x + band.image * call.x_strides[0];
-  const BandTask task{&matrix, &call, call.y + pixel, call.residual ? call.residual + pixel : nullptr, sums};
-  each_tile(matrix, call, band, [&](const TokenTile& tile) {
-    multiply_tokens(task, tile, first, last, [&](int64_t) { return x; });
-  });
-  return true;
-}
-
-// Copies some channels of a tile of tokens of a contiguous image, side by side.
-inline void copy_chunk(const float* x, int64_t stride, int64_t channels, int64_t tokens, int64_t plane, float* to) {
-  const int64_t vectors = tokens / kLanes, rest = tokens % kLanes;
-  for (int64_t channel = 0; channel < channels; ++channel, x += stride, to += plane) {
-    for (int64_t j = 0; j < vectors; ++j) store(to + j * kLanes, load(x + j * kLanes));
-    if (rest) store(to + vectors * kLanes, load_some(x + vectors * kLanes, rest));
-  }
-}
-
-// The blocks of rows [first, last) of one tile, whose chunks of channels are copied one over the other; false when
-// memory ran out.
-inline bool multiply_chunks(const PanelMatrix& matrix, const ConvCall& call, int64_t index, int64_t first, int64_t last) {
-  static thread_local Scratch image_scratch, sums_scratch;
-  const Band band = band_of(call, index);
-  const int64_t* columns = matrix.chunk_columns;
-  int64_t most = 0;
-  for (int64_t chunk = 0; chunk < matrix.chunks; ++chunk) most = std::max(most, columns[chunk + 1] - columns[chunk]);
-  float* sums = sums_scratch.get(scratch_rows(matrix, first, last) * scratch_tile(matrix));
-  float* image = image_scratch.get(most * call.plane + kLanes);
-  if (!sums || !image) return false;
-  const int64_t pixel = band.image * matrix.channels * y_plane(call);
-  const BandTask task{&matrix, &call, call.y + pixel, call.residual ? call.residual + pixel : nullptr, sums};
-  const float* x = call.x + band.image * call.x_strides[0] + band.first;
-  const TokenTile tile{band.first, ceil_div(band.tokens, kLanes), band.tokens, 0, false};
-  multiply_tokens(task, tile, first, last, [&](int64_t chunk) {
-    copy_chunk(x + columns[chunk] * call.x_strides[1], call.x_strides[1], columns[chunk + 1] - columns[chunk],
-               band.tokens, call.plane, image);
-    return image - band.first - columns[chunk] * call.plane;
-  });
+  const BandTask task{&matrix, &call, x, call.y + pixel, call.residual ? call.residual + pixel : nullptr, sums};
+  each_tile(matrix, call, band, [&](const TokenTile& tile) { multiply_tokens(task, tile, first, last); });
   return true;
 }
 
@@ -269,12 +234,7 @@ inline bool multiply_phases(const PanelMatrix& matrix, const ConvCall& call, int
 }
 
 inline bool multiply_conv(const PanelMatrix& matrix, const ConvCall& call) {
-  if (call.by_chunks && !call.direct) {
-    return share_tiles(matrix, call.images * bands_of(call), call.threads, [&](int64_t band, int64_t begin, int64_t end) {
-      return multiply_chunks(matrix, call, band, begin, end);
-    });
-  }
-  if (call.by_chunks && matrix.chunks == kPhases) {
+  if (call.by_phases && matrix.chunks == kPhases) {
     return share_tiles(matrix, call.images, call.threads, [&](int64_t image, int64_t begin, int64_t end) {
       return multiply_phases(matrix, call, image, begin, end);
     });
