@@ -219,3 +219,52 @@ def test_it_prints_what_runs():
     layer, _, _ = made(nn.Conv2d(6, 12, 3, padding=1, padding_mode="reflect"))
     assert "dense until tuned" in repr(layer)
     assert "reflect" in repr(layer)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_calls_that_repeat_see_all_that_changed_between_them(bias):
+    layer, mask, _ = made(nn.Conv2d(6, 12, 3, padding=1, bias=bias), CPU)
+    layer.eval()
+
+    def right(x):
+        with torch.no_grad():
+            for _ in range(2):  # what the first call finds out, the second one uses
+                truth = torch.where(mask, layer.weight.double(), 0.0)
+                shift = None if layer.bias is None else layer.bias.double()
+                check(layer(x), nn.functional.conv2d(x.double(), truth, shift, padding=1), reduction=54)
+
+    x = torch.randn(2, 6, 9, 9)
+    right(x)
+    assert layer._state.fast_path is not None
+    changes = [
+        lambda: layer.weight.mul_(2.0),
+        lambda: setattr(layer.weight, "data", torch.randn(12, 6, 3, 3) * mask),
+        lambda: setattr(layer, "weight", nn.Parameter(torch.randn(12, 6, 3, 3) * mask)),
+    ]
+    if bias:
+        changes += [
+            lambda: layer.bias.add_(1.0),
+            lambda: setattr(layer.bias, "data", torch.randn(12)),
+            lambda: setattr(layer, "bias", None),
+        ]
+    for change in changes:
+        with torch.no_grad():
+            change()
+        right(x)
+    for other in (
+        torch.randn(1, 6, 5, 7),
+        torch.randn(6, 9, 9),
+        torch.randn(2, 6, 9, 9, dtype=torch.float64).float().contiguous(memory_format=torch.channels_last),
+        torch.randn(0, 6, 9, 9),
+        torch.randn(2, 6, 9, 9, requires_grad=True),
+    ):
+        right(other)
+    with pytest.raises(ShapeError):
+        layer(torch.randn(2, 5, 9, 9))
+    twin = copy.deepcopy(layer)
+    twin.weight.data.zero_()
+    right(x)
+    grown = layer(x.requires_grad_())
+    grown.sum().backward()
+    assert x.grad is not None
+    right(x.detach())

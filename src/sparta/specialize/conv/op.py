@@ -86,7 +86,10 @@ def run_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: ConvState, *
     if recorded or type(x) is not Tensor or torch.compiler.is_compiling():
         y: Tensor = torch.ops.sparta.conv(x, weight, bias, None, state.handle, keep)
         return y
-    return state.forward.run(state.packed(weight, keep=keep), x, bias, None)
+    packed = state.packed(weight, keep=keep)
+    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        state.bind(weight, bias, packed)
+    return state.forward.run(packed, x, bias, None)
 
 
 @torch.library.custom_op("sparta::conv_backward", mutates_args=())

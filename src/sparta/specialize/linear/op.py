@@ -7,7 +7,7 @@ of the weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ from sparta.specialize.runtime.handles import KernelState, state_of
 from sparta.tesa.attribute import TeSA
 
 __all__ = ["LinearState", "linear", "run_linear"]
-
-FastPath = Callable[[Tensor, Tensor | None, Tensor | None], Tensor | None]
 
 
 class LinearState(KernelState):
@@ -46,16 +44,13 @@ class LinearState(KernelState):
 
     def _enter(self) -> None:
         super()._enter()
-        self.fast_path: FastPath | None = None
         self._pruned: Tensor | None = None
         self._transposed: tuple[Any, Sequence[Tensor]] | None = None
-        self._bound: tuple[Any, ...] = (None, None, 0)
 
     def forget(self) -> None:
         """Pack the weight in the next call, whatever its version counter says."""
         super().forget()
         self._transposed = None
-        self.fast_path, self._bound = None, (None, None, 0)
 
     def gradients(
         self, grad: Tensor, x: Tensor, weight: Tensor, *, of: tuple[bool, bool, bool] = (True, True, False)
@@ -105,44 +100,11 @@ class LinearState(KernelState):
             self._pruned = ~self.mask(device)
         return self._pruned
 
-    def bind(self, weight: Tensor, bias: Tensor | None, packed: Sequence[Tensor]) -> None:
-        """Keep a short way to run again with this packed weight and bias, if the kernel has one, in `fast_path`."""
-        of, by, at = self._bound
-        place = 0 if bias is None else bias.data_ptr()
-        if of is packed and by is bias and at == place:
-            return
-        self._bound = (packed, bias, place)
-        run = None if weight.is_inference() else self.forward.fast_path(packed, bias)
-        self.fast_path = None if run is None else _fast_path(weight, bias, run)
-
 
 def _identity(weight: Tensor) -> tuple[Any, ...]:
     """Return what tells whether a weight is the one that was packed, and for the present stream."""
     stream = raw_stream(weight.device) if weight.is_cuda else 0
     return weight.data_ptr(), weight._version, weight.dtype, stream
-
-
-def _fast_path(weight: Tensor, bias: Tensor | None, run: Callable[[Tensor], Tensor | None]) -> FastPath:
-    """Return a call that gives None where `run` is not of the present weight and bias, or where gradients are asked."""
-    version, storage = weight._version, weight.untyped_storage()  # which keeps the address from being given away
-    address, place = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-    recording, capturing = torch.is_grad_enabled, torch.cuda.is_current_stream_capturing
-
-    def fast_path(x: Tensor, now: Tensor | None, bias_now: Tensor | None, _storage: Any = storage) -> Tensor | None:
-        if (
-            now is not weight
-            or bias_now is not bias
-            or type(x) is not Tensor
-            or weight._version != version
-            or weight.data_ptr() != address
-            or (x.is_cuda and capturing())  # a graph must be given what it reads
-            or (bias is not None and bias.data_ptr() != place)
-            or (recording() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)))
-        ):
-            return None
-        return run(x)
-
-    return fast_path
 
 
 @torch.library.custom_op("sparta::linear", mutates_args=())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import secrets
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ __all__ = ["KernelState", "find", "register", "state_of"]
 
 _BITS = 62  # op schemas hold signed numbers of 64 bits
 _found: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+FastPath = Callable[[Tensor, Tensor | None, Tensor | None], Tensor | None]
 T = TypeVar("T")
 S = TypeVar("S", bound="KernelState")
 
@@ -73,6 +74,8 @@ class KernelState:
         self.handle = register(self)
         self._packed: tuple[Any, ...] | None = None
         self._mask: Tensor | None = None
+        self.fast_path: FastPath | None = None
+        self._bound: tuple[Any, ...] = (None, None, 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # Kernels are immutable and shared; the copy's weight is another tensor, so it packs again.
@@ -121,12 +124,46 @@ class KernelState:
         has one of its own.
         """
         self._packed = None
+        self.fast_path, self._bound = None, (None, None, 0)
+
+    def bind(self, weight: Tensor, bias: Tensor | None, packed: Sequence[Tensor]) -> None:
+        """Keep a short way to run again with this packed weight and bias, if the kernel has one, in `fast_path`."""
+        of, by, at = self._bound
+        place = 0 if bias is None else bias.data_ptr()
+        if of is packed and by is bias and at == place:
+            return
+        self._bound = (packed, bias, place)
+        run = None if weight.is_inference() else self.forward.fast_path(packed, bias)
+        self.fast_path = None if run is None else _fast_path(weight, bias, run)
 
     def mask(self, device: torch.device) -> Tensor:
         """Return the mask of the weight on `device`."""
         if self._mask is None or self._mask.device != device:
             self._mask = self.weight.mask(device)
         return self._mask
+
+
+def _fast_path(weight: Tensor, bias: Tensor | None, run: Callable[[Tensor], Tensor | None]) -> FastPath:
+    """Return a call that gives None where `run` is not of the present weight and bias, or where gradients are asked."""
+    version, storage = weight._version, weight.untyped_storage()  # which keeps the address from being given away
+    address, place = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+    recording, capturing = torch.is_grad_enabled, torch.cuda.is_current_stream_capturing
+
+    def fast_path(x: Tensor, now: Tensor | None, bias_now: Tensor | None, _storage: Any = storage) -> Tensor | None:
+        if (
+            now is not weight
+            or bias_now is not bias
+            or type(x) is not Tensor
+            or weight._version != version
+            or weight.data_ptr() != address
+            or (x.is_cuda and capturing())  # a graph must be given what it reads
+            or (bias is not None and bias.data_ptr() != place)
+            or (recording() and (x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)))
+        ):
+            return None
+        return run(x)
+
+    return fast_path
 
 
 def state_of(handle: int, kind: type[S]) -> S:

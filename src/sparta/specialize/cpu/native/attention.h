@@ -121,32 +121,56 @@ inline void multiply_dense(DenseProduct task, int64_t rows, int64_t vectors) {
 
 inline int64_t whole_vectors(int64_t count) { return ceil_div(count, kLanes) * kLanes; }
 
-// Turns scores into weights that are not yet divided by their sum, in place; returns what they are to be divided by, as
-// a factor. The places after `keys`, up to a whole vector, become 0. A row that sees nothing gets zeros.
-inline float soften(float* scores, int64_t keys, int64_t seen, const float* added) {
+// Rows whose scores are turned into weights together, so that none waits for the sum of its lanes.
+constexpr int kSoftRows = 4;
+
+// Turns the scores of some rows into weights that are not yet divided by their sums, in place; `factors` become what they
+// are to be multiplied by. The places of a row after those that are `seen`, up to a whole vector, become 0. A row that
+// sees nothing gets zeros.
+template <int Rows>
+inline void soften(float* scores, int64_t padded, const int64_t* seen, const float* added, float* factors) {
   constexpr float kHidden = -std::numeric_limits<float>::infinity();
-  const int64_t padded = whole_vectors(keys);
-  std::fill(scores + seen, scores + padded, kHidden);
-  Vec most = splat(kHidden);
+  Vec most[Rows];
+#pragma GCC unroll 4
+  for (int r = 0; r < Rows; ++r) {
+    std::fill(scores + r * padded + seen[r], scores + (r + 1) * padded, kHidden);
+    most[r] = splat(kHidden);
+  }
   for (int64_t s = 0; s < padded; s += kLanes) {
-    Vec score = load(scores + s);
-    if (added) store(scores + s, score += load(added + s));
-    most = score > most ? score : most;
+    const Vec more = added ? load(added + s) : Vec{};
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+      Vec score = load(scores + r * padded + s);
+      if (added) store(scores + r * padded + s, score += more);
+      most[r] = larger(score, most[r]);
+    }
   }
-  const float top = greatest_lane(most);
-  if (top == kHidden) {  // nothing is seen, or a score is no number
-    float total = 0.0f;
-    for (int64_t s = 0; s < padded; ++s) total += scores[s] == kHidden ? 0.0f : scores[s];
-    std::fill(scores, scores + padded, total);  // 0, or NaN
-    return 1.0f;
+  float top[Rows];
+  bool hidden = false;
+#pragma GCC unroll 4
+  for (int r = 0; r < Rows; ++r) hidden |= (top[r] = greatest_lane(most[r])) == kHidden;
+  if (hidden) {  // nothing is seen, or a score is no number
+    if constexpr (Rows == 1) {
+      float total = 0.0f;
+      for (int64_t s = 0; s < padded; ++s) total += scores[s] == kHidden ? 0.0f : scores[s];
+      std::fill(scores, scores + padded, total);  // 0, or NaN
+      factors[0] = 1.0f;
+    } else {  // what is added is in the scores already
+      for (int r = 0; r < Rows; ++r) soften<1>(scores + r * padded, padded, seen + r, nullptr, factors + r);
+    }
+    return;
   }
-  Vec sums = {};
+  Vec sums[Rows] = {};
   for (int64_t s = 0; s < padded; s += kLanes) {
-    const Vec power = exp(load(scores + s) - splat(top));
-    store(scores + s, power);
-    sums += power;
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r) {
+      const Vec power = exp(load(scores + r * padded + s) - splat(top[r]));
+      store(scores + r * padded + s, power);
+      sums[r] += power;
+    }
   }
-  return 1.0f / sum_of_lanes(sums);
+#pragma GCC unroll 4
+  for (int r = 0; r < Rows; ++r) factors[r] = 1.0f / sum_of_lanes(sums[r]);
 }
 
 // One thread's memory and its share of the blocks of queries.
@@ -212,16 +236,31 @@ class AttentionThread {
     return added_;
   }
 
+  // The scores of a block of queries, several at once where the mask says the same of all.
+  void soften_block(int64_t sequence, int64_t head, int64_t first, int64_t rows) {
+    int64_t seen[kQueriesTogether];
+    for (int64_t row = 0; row < rows; ++row) {
+      seen[row] = call_.causal ? std::min(call_.keys, first + row + 1) : call_.keys;
+    }
+    const bool alike = call_.mask_kind == kNoMask || call_.mask_strides[2] == 0;
+    int64_t row = 0;
+    for (; alike && row + kSoftRows <= rows; row += kSoftRows) {
+      soften<kSoftRows>(scores_ + row * padded_keys_, padded_keys_, seen + row, added(sequence, head, first + row),
+                        factors_ + row);
+    }
+    for (; row < rows; ++row) {
+      soften<1>(scores_ + row * padded_keys_, padded_keys_, seen + row, added(sequence, head, first + row),
+                factors_ + row);
+    }
+  }
+
   void attend_block(int64_t sequence, int64_t head, int64_t first) {
     const int64_t rows = std::min(kQueriesTogether, call_.queries - first);
     const float* q = call_.q + sequence * call_.q_strides[0] + head * call_.q_strides[1] + first * call_.q_strides[2];
     std::fill(factors_, factors_ + rows, call_.scale);
     multiply_dense({q, call_.q_strides[2], turned_, padded_keys_, call_.width, factors_, scores_, padded_keys_}, rows,
                    padded_keys_ / kLanes);
-    for (int64_t row = 0; row < rows; ++row) {
-      const int64_t seen = call_.causal ? std::min(call_.keys, first + row + 1) : call_.keys;
-      factors_[row] = soften(scores_ + row * padded_keys_, call_.keys, seen, added(sequence, head, first + row));
-    }
+    soften_block(sequence, head, first, rows);
     float* y = call_.y + sequence * call_.y_strides[0] + head * call_.y_strides[1] + first * call_.y_strides[2];
     const bool whole = padded_values_ == call_.value_width;
     multiply_dense({scores_, padded_keys_, values_, padded_values_, call_.keys, factors_, whole ? y : result_,

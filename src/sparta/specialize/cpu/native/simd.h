@@ -137,9 +137,18 @@ SPARTA_INLINE float sum_of_lanes(Vec v) {
   return folded<kLanes / 2>(v, sum, std::make_integer_sequence<int, kLanes>())[0];
 }
 
+// The larger of two numbers in each lane; the second where one is NaN.
+SPARTA_INLINE Vec larger(Vec a, Vec b) {
+#if defined(SPARTA_AVX512)
+  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
 // The largest number, which no lane that is NaN must be.
 SPARTA_INLINE float greatest_lane(Vec v) {
-  const auto most = [](Vec a, Vec b) SPARTA_LAMBDA { return a > b ? a : b; };
+  const auto most = [](Vec a, Vec b) SPARTA_LAMBDA { return larger(a, b); };
   return folded<kLanes / 2>(v, most, std::make_integer_sequence<int, kLanes>())[0];
 }
 
