@@ -57,6 +57,14 @@ class ExpandedBand {
     part.out_rows = 1;
     part.out_columns = part.row_width = part.band_tokens = tokens;
     if (!multiply_band(one_, part, 0, begin, end)) return false;
+    if (slides(second_)) {
+      SlidingTask task = sliding_task(second_, image, channel, std::min(end * kBlockRows, one_.channels));
+      task.x = between - line * second_.columns;
+      task.x_plane = tokens;
+      task.begin = row;
+      task.end = row_end;
+      return slide_down(task), true;
+    }
     const int64_t taps = second_.kernel_rows * second_.kernel_columns, pixels = second_.out_rows * second_.out_columns;
     for (int64_t i = channel; i < std::min(end * kBlockRows, one_.channels); ++i) {
       const int64_t at = (image * one_.channels + i) * pixels;
