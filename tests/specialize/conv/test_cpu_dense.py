@@ -127,6 +127,59 @@ def test_planes_are_read_where_they_are_and_nothing_beside_them(side, stride, pa
     check(y, dense_conv(x.double(), weight.double(), None, geometry), reduction=128)
 
 
+@pytest.mark.parametrize("isa", runnable_isas())
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(
+    "size", [(7, 7), (1, 1), (2, 8), (9, 15), (5, 16), (14, 14), (3, 17), (6, 33), (28, 28), (3, 64), (2, 65), (4, 131)]
+)
+def test_rows_of_planes_are_shifted_in_registers(isa, stride, size):
+    channels, planes = 5, 2 * 5  # an odd number, so that the last of pairs is alone
+    weight, bias = torch.randn(channels, 1, 3, 3), torch.randn(channels)
+    room = torch.full((planes * size[0] * size[1] + 128,), torch.nan)  # spoils whatever reads it
+    x = room[64:-64].view(2, channels, *size)
+    x.normal_()
+    for bottom in (0, 1, 3):
+        rows = (1, max(bottom, 2 - size[0]))
+        geometry = ConvGeometry((stride, stride), (rows, (1, 1)), (1, 1), groups=channels)
+        conv = DepthwiseConv((channels, 1, 3, 3), geometry, isa)
+        truth = dense_conv(x.double(), weight.double(), bias.double(), geometry)
+        residual = torch.randn(truth.shape)
+        for activation, added in (("relu6", None), (None, residual), ("silu", residual)):
+            expected = ACTIVATIONS[activation](truth) + (0 if added is None else added.double())
+            for threads in (1, 3):
+                y = conv(x, conv.pack(weight), bias, activation, added, threads=threads)
+                check(y, expected, reduction=128)
+
+
+@pytest.mark.parametrize("isa", runnable_isas())
+@pytest.mark.parametrize(
+    ("shape", "stride", "padding", "groups", "size"),
+    [
+        ((12, 3, 3, 3), 2, 1, 1, (35, 56)),
+        ((64, 3, 7, 7), 2, 3, 1, (50, 75)),
+        ((5, 1, 3, 3), 1, 1, 1, (40, 33)),
+        ((20, 4, 5, 5), 3, 2, 1, (61, 59)),
+        ((6, 2, 3, 3), 2, 0, 3, (41, 47)),
+        ((9, 2, 2, 4), 1, 2, 1, (3, 130)),
+    ],
+)
+def test_layers_of_few_channels_read_taps_where_they_are(isa, shape, stride, padding, groups, size):
+    geometry = ConvGeometry.make(2, stride=stride, padding=padding, groups=groups)
+    weight, bias = torch.randn(shape), torch.randn(shape[0])
+    room = torch.full((3 * shape[1] * groups * size[0] * size[1] + 128,), torch.nan)  # spoils whatever reads it
+    x = room[64:-64].view(3, shape[1] * groups, *size)
+    x.normal_()
+    conv = DenseConv(shape, geometry, isa, fewer=False)
+    plan = conv._image(ConvGeometry(conv._stride, conv._padding, conv._dilation), size, shape[1])[0]
+    assert plan.row_width > plan.out_size[1]
+    truth = dense_conv(x.double(), weight.double(), bias.double(), geometry)
+    residual = torch.randn(truth.shape)
+    for activation, added in (("relu6", residual), ("silu", residual), (None, None)):
+        expected = ACTIVATIONS[activation](truth) + (0 if added is None else added.double())
+        for threads in (1, 2, 7):
+            check(conv(x, conv.pack(weight), bias, activation, added, threads=threads), expected, reduction=256)
+
+
 @pytest.mark.parametrize("groups", [1, 6])
 def test_what_is_no_number_stays_where_it_belongs(groups):
     geometry = ConvGeometry.make(2, padding=1, groups=groups)

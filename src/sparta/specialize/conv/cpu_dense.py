@@ -30,6 +30,8 @@ _PADDING = 16  # values that a kernel may load beyond the last one
 _COPY_FLOATS = 96 * 1024  # of a band's copy, which shares the second level of caches with weights
 _REAL_RESULT = (0, 0.0, 0, 0, 0)  # of a depthwise layer: no second result, and none in bytes
 _LEAST_TILES = 4  # of a band whose sums are stored in parts
+_FEW_CHANNELS = 4  # input channels whose taps are read where they are: see native/few_channels.h
+_FEW_FLOATS = 18 * 1024  # of the copy of a band then
 # Bytes that a tile reads before it goes on to the next columns, so that they stay in the nearest cache.
 _CHUNK_BYTES = 24 * 1024
 
@@ -312,6 +314,10 @@ class DenseConv(PackedImages):
         Where tokens are no whole vectors a tile takes one more than its vectors: it is computed apart.
         """
         lanes, full = self.library.lanes, self._vectors * self.library.lanes
+        if self._kernel != (1, 1) and channels <= _FEW_CHANNELS and self._chunk == self._columns:
+            plan = self._in_place(geometry, size, channels)
+            if plan.row_width != plan.out_size[1] >= lanes:
+                return plan, 1, 1
         image = "flat" if self._kernel == (1, 1) else "columns"  # which may be read where it is
         plan = plan_image(geometry, self._kernel, size, image=image, channels=channels, contiguous=True)
         tokens, copies = plan.out_size[0] * plan.out_size[1], len(plan.slot_rows) * channels
@@ -324,6 +330,16 @@ class DenseConv(PackedImages):
         lines = -(-(together * most + plan.reach + 2 * lanes) // 16)
         plane = size[0] * size[1] if plan.direct else 16 * (lines + 1 - lines % 2)
         return replace(plan, band_tokens=together * most, plane=plane), tiles, together
+
+    def _in_place(self, geometry: ConvGeometry, size: tuple[int, int], channels: int) -> ImagePlan:
+        """Return the layout of a copy whose rows have gaps and whose taps are read where they are, in bands of rows."""
+        plan = plan_image(geometry, self._kernel, size, channels=channels)
+        more = -(-plan.reach // plan.row_width)  # rows behind a band that its taps read
+        rows = max(_FEW_FLOATS // (len(plan.slot_rows) * channels * plan.row_width) - more, 0)
+        # Vectors of so many rows are whole tiles, however many a row has.
+        rows = min(max(rows // self._vectors, 1) * self._vectors, plan.out_size[0])
+        lines = -(-((rows + more) * plan.row_width + self.library.lanes) // 16)
+        return replace(plan, band_tokens=rows * plan.row_width, plane=16 * (lines + 1 - lines % 2), direct=False)
 
     def _filled(
         self, ends: tuple[int, int, int, int], plan: ImagesPlan, values: Tensor, activation: int, threads: int

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "int8_conv.h"
+#include "sliding.h"
 
 namespace sparta {
 
@@ -371,8 +372,49 @@ inline void depthwise_place(const DepthwiseCall& call, DepthwiseRun& planes, int
   }
 }
 
+// Whether sliding.h takes a layer.
+inline bool slides(const DepthwiseCall& call) {
+  const bool square = call.kernel_rows == 3 && call.kernel_columns == 3 && call.stride_rows == call.stride_columns;
+  const bool plain = call.dilation_rows == 1 && call.dilation_columns == 1 && call.top == 1 && call.left == 1;
+  return kSlides && square && plain && (call.stride_rows == 1 || call.stride_rows == 2) && call.multiplier == 1 &&
+         call.out_columns == ceil_div(call.columns, call.stride_rows) && fits_registers(call.activation);
+}
+
+// Channels [begin, end) of one image, as they lie in it.
+inline SlidingTask sliding_task(const DepthwiseCall& call, int64_t image, int64_t begin, int64_t end) {
+  const int64_t pixels = call.out_rows * call.out_columns, first = image * call.channels + begin;
+  return {call.x + first * call.rows * call.columns,
+          call.values + begin * call.kernel_rows * call.kernel_columns,
+          call.bias ? call.bias + begin : nullptr,
+          call.residual ? call.residual + first * pixels : nullptr,
+          call.y + first * pixels,
+          end - begin,
+          call.rows * call.columns,
+          pixels,
+          call.rows,
+          call.columns,
+          call.out_columns,
+          0,
+          call.out_rows,
+          static_cast<int32_t>(call.stride_rows),
+          call.activation};
+}
+
+inline void slide_images(const DepthwiseCall& call) {
+  parallel(call.threads, [&](int64_t index, int64_t count) {
+    const int64_t end = call.planes * (index + 1) / count;
+    for (int64_t plane = call.planes * index / count; plane < end;) {
+      const int64_t image = plane / call.channels, begin = plane % call.channels;
+      const int64_t stop = std::min(call.channels, begin + end - plane);
+      slide_down(sliding_task(call, image, begin, stop));
+      plane += stop - begin;
+    }
+  });
+}
+
 // False when memory ran out.
 inline bool depthwise(const DepthwiseCall& call) {
+  if (!call.y_is_places && slides(call)) return slide_images(call), true;
   const int64_t copies = DepthwiseRun::room(call), pixels = call.out_rows * call.out_columns;
   const int64_t places = ceil_div(call.channels, 4);
   const int64_t units = call.y_is_places ? call.planes / call.channels * places : call.planes;

@@ -9,15 +9,20 @@ namespace sparta {
 
 constexpr int64_t kExpandedBlocks = 2;               // of rows, whose channels are computed together
 constexpr int64_t kExpandedBytes = 384 * 1024;       // of a band: its input and what lies between
+constexpr int64_t kLeastExpandedRows = 6;            // of a band that threads share
 constexpr int64_t kLeastExpandedBytes = 128 * 1024;  // of an image that is worth it
 
-// Rows of the output that a band has, the last of an image maybe fewer.
-inline int64_t expanded_rows(const ConvCall& first, const DepthwiseCall& second) {
-  const int64_t channels = first.in_channels + kExpandedBlocks * kBlockRows;
+// Into how many bands of rows an image is cut, which are alike but for a row. Threads share bands where there are several,
+// or where the blocks of channels are too few to be shared evenly.
+inline int64_t expanded_bands(const PanelMatrix& one, const ConvCall& first, const DepthwiseCall& second) {
+  const int64_t channels = first.in_channels + kExpandedBlocks * kBlockRows, threads = std::max(first.threads, 1);
   const int64_t each = channels * second.stride_rows * second.columns * static_cast<int64_t>(sizeof(float));
   const int64_t most = std::max<int64_t>(kExpandedBytes / each / kRowsTogether, 2) * kRowsTogether;
-  const int64_t bands = ceil_div(second.out_rows, most);
-  return ceil_div(ceil_div(second.out_rows, bands), kRowsTogether) * kRowsTogether;
+  const int64_t bands = ceil_div(second.out_rows, most), shared = ceil_div(bands, threads) * threads;
+  const int64_t share = ceil_div(ceil_div(one.channels, kBlockRows), threads) * kBlockRows;
+  const bool uneven = 7 * share * threads > 8 * one.channels;  // one thread would have an eighth more than it should
+  const bool fits = second.out_rows >= shared * kLeastExpandedRows && 2 * second.columns >= kLanes;
+  return (bands > 1 || uneven) && fits && first.images % threads ? shared : bands;
 }
 
 // Whether the second layer reads what the first writes, and both can run band by band. What the second writes must not
@@ -25,8 +30,8 @@ inline int64_t expanded_rows(const ConvCall& first, const DepthwiseCall& second)
 inline bool is_expanded(const PanelMatrix& one, const ConvCall& first, const DepthwiseCall& second) {
   const int64_t tokens = tokens_of(first), between = one.channels * tokens;
   const int64_t written = second.planes * second.out_rows * second.out_columns;
-  // A band has whole vectors, the last one too, which may be a single row.
-  const int64_t least = expanded_rows(first, second) >= second.out_rows ? tokens : 2 * second.columns;
+  // A band has whole vectors, also one of a single row.
+  const int64_t least = expanded_bands(one, first, second) == 1 ? tokens : 2 * second.columns;
   return first.direct && !first.residual && one.chunks == 1 && reads_in_place(second) && !second.y_is_places &&
          second.multiplier == 1 && second.kernel_rows > 1 && second.planes == first.images * one.channels &&
          second.rows * second.columns == tokens && least >= kLanes &&
@@ -57,6 +62,14 @@ class ExpandedBand {
     part.out_rows = 1;
     part.out_columns = part.row_width = part.band_tokens = tokens;
     if (!multiply_band(one_, part, 0, begin, end)) return false;
+    if (slides(second_)) {
+      SlidingTask task = sliding_task(second_, image, channel, std::min(end * kBlockRows, one_.channels));
+      task.x = between - line * second_.columns;
+      task.x_plane = tokens;
+      task.begin = row;
+      task.end = row_end;
+      return slide_down(task), true;
+    }
     const int64_t taps = second_.kernel_rows * second_.kernel_columns, pixels = second_.out_rows * second_.out_columns;
     for (int64_t i = channel; i < std::min(end * kBlockRows, one_.channels); ++i) {
       const int64_t at = (image * one_.channels + i) * pixels;
@@ -79,17 +92,18 @@ class ExpandedBand {
 
 // False when memory ran out. What lies between the layers is not stored.
 inline bool multiply_expanded(const PanelMatrix& one, const ConvCall& first, const DepthwiseCall& second) {
-  const int64_t rows = expanded_rows(first, second), bands = ceil_div(second.out_rows, rows);
-  const int64_t blocks = ceil_div(one.channels, kBlockRows), parts = ceil_div(blocks, kExpandedBlocks);
-  const int64_t units = first.images * bands * parts;
+  const int64_t bands = expanded_bands(one, first, second), rows = second.out_rows;
+  const int64_t blocks = ceil_div(one.channels, kBlockRows), units = first.images * bands * blocks;
   bool enough_memory = true;
   parallel(first.threads, [&](int64_t index, int64_t count) {
     static thread_local Scratch scratch;
     const ExpandedBand band(one, first, second);
-    for (int64_t unit = units * index / count; unit < units * (index + 1) / count; ++unit) {
-      const int64_t image = unit / (bands * parts), row = unit / parts % bands * rows;
-      const int64_t begin = unit % parts * kExpandedBlocks, end = std::min(begin + kExpandedBlocks, blocks);
-      if (band.run(image, row, std::min(row + rows, second.out_rows), begin, end, scratch)) continue;
+    const int64_t stop = units * (index + 1) / count;
+    for (int64_t unit = units * index / count; unit < stop;) {
+      const int64_t image = unit / (bands * blocks), part = unit / blocks % bands, begin = unit % blocks;
+      const int64_t end = std::min({begin + kExpandedBlocks, blocks, begin + stop - unit});
+      unit += end - begin;
+      if (band.run(image, rows * part / bands, rows * (part + 1) / bands, begin, end, scratch)) continue;
 #pragma omp atomic write
       enough_memory = false;
       return;

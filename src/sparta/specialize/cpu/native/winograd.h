@@ -6,7 +6,7 @@
 // precision of a float, even where its weight is 0.
 #pragma once
 
-#include "dense_conv.h"
+#include "few_channels.h"
 
 namespace sparta {
 
@@ -252,7 +252,8 @@ inline bool multiply_winograd(const DenseConvCall& call, const WinogradPlan& pla
 
 // A dense layer of images, in the way that its call says.
 inline bool multiply_dense_images(const DenseConvCall& call) {
-  return (call.winograd && multiply_winograd(call, *call.winograd)) || multiply_dense_conv(call);
+  if (call.winograd && multiply_winograd(call, *call.winograd)) return true;
+  return reads_taps_in_place(call) ? multiply_few_channels(call) : multiply_dense_conv(call);
 }
 
 }  // namespace sparta
