@@ -20,6 +20,7 @@ from torch import Tensor
 from sparta.specialize.cpu.library import ACTIVATIONS, INT8_CALL
 
 __all__ = [
+    "IN_BF16",
     "NOWHERE",
     "NO_ROW",
     "PLACE",
@@ -30,6 +31,7 @@ __all__ = [
     "StepKind",
     "attention_call",
     "bf16_places",
+    "channels_in_place",
     "copy_call",
     "gather_call",
     "map_call",
@@ -69,6 +71,9 @@ class StepKind(IntEnum):
     MEAN = 22
     INT8_POOL = 24
     INT8_DEPTHWISE = 25
+    BF16_CONV = 26
+    BF16_POOL = 27
+    BF16_DEPTHWISE = 28
 
 
 NOWHERE = -1
@@ -78,6 +83,8 @@ NO_ROW = 3
 PLACES = 5
 PLACE = 4
 """Channels in a place, the 32 bits that int8 convolutions multiply at once."""
+IN_BF16 = ("bf16",)
+"""The rounding of images whose places hold two channels in bf16."""
 COPY_DIMS = 6
 _PLACE_BITS = 48
 _STEP = struct.Struct(f"@iiPP{PLACES}q")
@@ -206,6 +213,8 @@ class ImageProduct:
     apart
         From the floats of gaps between the channels of the image, and between those of the result and the residual: the
         step for that; None where there must be none.
+    unit
+        Channels in a place of what it hands on.
     """
 
     step: Step
@@ -216,21 +225,27 @@ class ImageProduct:
     activated: Callable[[str], ImageProduct | None] | None = None
     adding: tuple[Any, ...] | None = None
     apart: Callable[[int, int], Step] | None = None
-
-    @property
-    def place_bytes(self) -> int:
-        """Bytes of the result in bytes, four channels to a place."""
-        return place_bytes(self.shape)
+    unit: int = PLACE
 
 
-def place_bytes(shape: Sequence[int]) -> int:
-    """Return the bytes of images (B, C, ...) in places.
+def channels_in_place(rounding: tuple[Any, ...]) -> int:
+    """Return how many channels share a place of images that are kept so.
 
-    >>> place_bytes((2, 6, 5, 5))
-    400
+    >>> channels_in_place(IN_BF16), channels_in_place((0.5, True, 0))
+    (2, 4)
+    """
+    return 2 if rounding == IN_BF16 else PLACE
+
+
+def place_bytes(shape: Sequence[int], unit: int = PLACE) -> int:
+    """Return the bytes of images (B, C, ...) in places of so many channels.
+
+    >>> place_bytes((2, 6, 5, 5)), place_bytes((2, 6, 5, 5), 2)
+    (400, 604)
     """
     images, channels, *size = shape
-    return PLACE * images * -(-channels // PLACE) * math.prod(size)
+    beyond = 4 * (unit != PLACE)  # halves are read a place beyond what they belong to
+    return 4 * images * -(-channels // unit) * math.prod(size) + beyond
 
 
 def place(memory: int, offset: int) -> int:
