@@ -1,4 +1,4 @@
-"""Depthwise convolutions in bf16: two planes at a time, in places, as their neighbours in a chain have them.
+"""Depthwise convolutions in bf16, as their neighbours in a chain have their images.
 
 Products are those of fp32: what is gained is half of the memory, which is what bounds such layers.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparta.errors import ShapeError, message
-from sparta.specialize.conv.bf16_images import PAIR, Bf16Images
+from sparta.specialize.conv.bf16_images import Bf16Images
 from sparta.specialize.conv.cpu_dense import DepthwiseConv
 from sparta.specialize.conv.int8_depthwise import is_depthwise
 from sparta.specialize.conv.int8_images import Ready
@@ -80,10 +80,9 @@ class Bf16Depthwise(Bf16Images):
 
     def _ready_for(self, shape: Sequence[int], threads: int, values: Tensor, activation: int) -> Ready:
         plan = self._planes.plan(tuple(shape), threads)
-        places = (shape[0], -(-shape[1] // PAIR), *shape[2:])
         _, _, _, rows, columns, out_rows, out_columns, *_ = plan.rest
-        numbers = (places[1], rows, columns, out_rows, out_columns)
+        numbers = (shape[1], rows, columns, out_rows, out_columns)
         images = 0 if 0 in plan.shape else shape[0]
         rest = (*_NO_SLOTS, images, *_NO_STRIDES, *numbers, *(1, 1), *_NO_BANDS, activation, threads)
         tail = DEPTHWISE_CALL.pack(*_NO_ENDS, values.data_ptr(), *plan.rest, activation, threads, *_REAL_RESULT)
-        return Ready(places, torch.Size(plan.shape), 0, rest, tail, (plan, values))
+        return Ready(tuple(shape), torch.Size(plan.shape), 0, rest, tail, (plan, values))

@@ -1,7 +1,7 @@
 """Convolutions in bf16 as Python calls them: real images in, rounded on the way, and real numbers out.
 
 :class:`Bf16Images` is what all their kernels share: how a call is filled in, alone and as a step of a chain, where
-images come and leave in places, two neighbouring channels in 32 bits. Sums, bias and activation are float32.
+images come and leave in bf16. Sums, bias and activation are float32.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from sparta.errors import ShapeError, message
 from sparta.specialize.conv.cpu_packed import checked_real
 from sparta.specialize.conv.int8_images import Ready
 from sparta.specialize.conv.spec import ConvGeometry
-from sparta.specialize.cpu.chain import IN_BF16, ImageProduct, Step, StepKind, place_bytes
+from sparta.specialize.cpu.chain import IN_BF16, ImageProduct, Step, StepKind, kept_bytes
 from sparta.specialize.cpu.library import BF16_CONV_CALL, Library, activation_code, raise_for
 from sparta.specialize.cpu.packing import is_float
 
-__all__ = ["PAIR", "Bf16Images"]
+__all__ = ["Bf16Images"]
 
-PAIR = 2
-"""Channels in a place."""
-_AROUND = 16  # places of a line: kernels read some bytes before the first place and behind the last one
+_BEYOND = 32  # numbers of a line: kernels read whole vectors, and so beyond the last number
 _KEPT_SIZES = 8
 
 
@@ -75,7 +73,7 @@ class Bf16Images(ABC):
         Parameters
         ----------
         x
-            (B, C, H, W) or (B, C, L) in real numbers, rounded on the way.
+            (B, C, H, W) or (B, C, L) of any float dtype, rounded on the way.
         values
             What :meth:`pack_short` returned.
         bias
@@ -86,14 +84,18 @@ class Bf16Images(ABC):
         if x.dim() != len(self.weight_shape) or x.shape[1] != self.channels:
             given = f"x of shape {tuple(x.shape)}"
             raise ShapeError(message(given, f"(B, {self.channels}, ...) with {len(self.weight_shape)} dims"))
-        real = checked_real(x, "x", tuple(x.shape)).contiguous()
+        whole = x.dtype == torch.bfloat16 and x.is_cpu
+        real = None if whole else checked_real(x, "x", tuple(x.shape)).contiguous()
         shift = None if bias is None else checked_real(bias, "bias", self.weight_shape[:1]).contiguous()
         count = torch.get_num_threads() if threads is None else threads
         ready = self._ready_for(x.shape, count, self._checked(values), activation_code(activation))
-        places, y = _room_for(ready), torch.empty(ready.shape)
+        short, y = _room_for(ready), torch.empty(ready.shape)
+        if real is None:
+            short[: x.numel()].view(x.shape).copy_(x.detach())
         added = None if residual is None else checked_real(residual, "residual", tuple(y.shape)).contiguous()
-        ends = [0 if each is None else each.data_ptr() for each in (places, y, shift, added)]
-        failed = self._run(ready.address, self._call(ends, ready, real.data_ptr()))
+        ends = [0 if each is None else each.data_ptr() for each in (short, y, shift, added)]
+        image = 0 if real is None else real.data_ptr()
+        failed = self._run(ready.address, self._call(ends, ready, image, short=real is None))
         if failed:
             raise_for(failed)
         return y
@@ -127,8 +129,8 @@ class Bf16Images(ABC):
                 if residual.shape != found.shape or not is_float(residual):
                     return None
                 added = residual.data_ptr()
-            places, y = _room_for(found), torch.empty(found.shape)
-            ends = (places.data_ptr(), y.data_ptr(), shift, added)
+            short, y = _room_for(found), torch.empty(found.shape)
+            ends = (short.data_ptr(), y.data_ptr(), shift, added)
             failed = self._run(found.address, self._call(ends, found, x.data_ptr()))
             if failed:
                 raise_for(failed)
@@ -153,8 +155,8 @@ class Bf16Images(ABC):
                 return None
             found = self._ready_for(shape, threads, values, code)
 
-            def step(places: bool, to: tuple[Any, ...] | None, short_added: bool) -> Step:  # noqa: FBT001 - the item's
-                call = self._call((0, 0, shift, 0), found, 0, places=places, to=to is not None, added=short_added)
+            def step(short: bool, to: tuple[Any, ...] | None, short_added: bool) -> Step:  # noqa: FBT001 - the item's
+                call = self._call((0, 0, shift, 0), found, 0, short=short, to=to is not None, added=short_added)
                 return Step(self.kind, call, found.address, (found, values, bias))
 
             def activated(name: str) -> ImageProduct | None:
@@ -162,14 +164,14 @@ class Bf16Images(ABC):
                 return None if again is None else again(shape, threads)
 
             return ImageProduct(
-                step(places=False, to=None, short_added=False),
+                step(short=False, to=None, short_added=False),
                 tuple(found.shape),
-                place_bytes(shape, PAIR),
+                kept_bytes(shape, torch.bfloat16),
                 IN_BF16,
                 step,
                 activated=activated if activation is None else None,
                 adding=IN_BF16,
-                unit=PAIR,
+                hands=torch.bfloat16,
             )
 
         return made
@@ -180,13 +182,13 @@ class Bf16Images(ABC):
         ready: Ready,
         image: int,
         *,
-        places: bool = False,
+        short: bool = False,
         to: bool = False,
         added: bool = False,
     ) -> bytes:
-        """Return a call; ends are the addresses of places, y, bias and residual."""
+        """Return a call; ends are the addresses of the image in bf16, y, bias and residual."""
         sizes = (self.channels, self.weight_shape[0])
-        return BF16_CONV_CALL.pack(*ends, *ready.rest, image, 0, *sizes, places, to, added) + ready.tail
+        return BF16_CONV_CALL.pack(*ends, *ready.rest, image, 0, *sizes, short, to, added) + ready.tail
 
     def _reads(self, bias: Tensor | None) -> bool:
         return bias is None or (is_float(bias) and bias.shape == self.weight_shape[:1])
@@ -200,5 +202,5 @@ class Bf16Images(ABC):
 
 
 def _room_for(ready: Ready) -> Tensor:
-    """Return memory for the images of a call in places, with some around it."""
-    return torch.empty(math.prod(ready.places) + 2 * _AROUND)[_AROUND:]
+    """Return memory for the images of a call in bf16, and some behind them."""
+    return torch.empty(math.prod(ready.places) + _BEYOND, dtype=torch.bfloat16)

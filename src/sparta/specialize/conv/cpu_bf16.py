@@ -7,31 +7,30 @@ elsewhere the kernels for fp32 run, which compute the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sparta.common.tuning import TunableItemCfg
 from sparta.measure.machine import probe_cpu
 from sparta.specialize.conv.bf16_depthwise import Bf16Depthwise
 from sparta.specialize.conv.bf16_images import Bf16Images
-from sparta.specialize.conv.bf16_packed import PackedBf16Conv
-from sparta.specialize.conv.cpu import block_height, conv_images
+from sparta.specialize.conv.bf16_packed import LAYOUTS, PackedBf16Conv
+from sparta.specialize.conv.cpu import block_height
 from sparta.specialize.conv.int8_depthwise import is_depthwise
 from sparta.specialize.conv.spec import ConvGeometry, ConvKernel
 from sparta.specialize.cpu.device import library_here
-from sparta.specialize.cpu.library import fused_activation, load
+from sparta.specialize.cpu.library import fused_activation
 from sparta.specialize.cpu.tile import Tile
 from sparta.specialize.implement import Cause, Implement, Params, Support, present
 from sparta.specialize.kernel_spec import KernelSpec
 
-__all__ = ["CpuBf16Conv1d", "CpuBf16Conv2d", "bf16_dense_images"]
+__all__ = ["CpuBf16Conv1d", "CpuBf16Conv2d"]
 
 _FLAG = "avx512_bf16"
 _DENSE = 0.5  # the share of live weights from which groups are read as if they had no pruned ones
-_DENSE_TILE, _DENSE_IMAGE = Tile(block=8, mv=3), "columns"
 _ROWS = 4
 
 
@@ -77,14 +76,14 @@ class _CpuBf16Conv(Implement):
             return {}
         return {
             "tile": TunableItemCfg("choice", _value=[str(tile) for tile in _tiles(spec)]),
-            "image": TunableItemCfg("choice", _value=list(conv_images(spec))),
+            "image": TunableItemCfg("choice", _value=list(_layouts(spec))),
         }
 
     def default(self, spec: KernelSpec) -> dict[str, Any]:
         """Return the best guess."""
         if _is_planes(spec):
             return {}
-        return {"tile": str(_tiles(spec)[0]), "image": conv_images(spec)[0]}
+        return {"tile": str(_tiles(spec)[0]), "image": _layouts(spec)[0]}
 
     def build(self, spec: KernelSpec, params: Params) -> ConvKernel:
         """Compile the library if it is not there yet, and pack the mask."""
@@ -111,27 +110,15 @@ def _is_planes(spec: KernelSpec) -> bool:
     return is_depthwise(spec["weight"].shape, spec.attributes["groups"])
 
 
+def _layouts(spec: KernelSpec) -> tuple[str, ...]:
+    """Return the layouts of images that are worth timing; of one tap there is nothing to choose."""
+    return LAYOUTS if math.prod(spec["weight"].shape[2:]) > 1 else LAYOUTS[:1]
+
+
 def _tiles(spec: KernelSpec) -> list[Tile]:
     """Return the tiles worth timing, the best guess first: the tallest blocks that the mask and its groups have."""
     weight, groups = spec["weight"], int(spec.attributes["groups"])
     each, height = weight.shape[0] // groups, block_height(spec)
-    dense = weight.density > _DENSE
-    fits = [rows for rows in (8, 4) if (height % rows == 0 or dense) and (groups == 1 or each % rows == 0)]
-    tall = [Tile(block=rows, mv=mv) for rows in fits for mv in ((3, 2) if rows > _ROWS else (4, 3, 2))]
-    return [*tall, Tile(mv=4), Tile(mv=2)] if not tall else [*tall, Tile(mv=4)]
-
-
-def bf16_dense_images(shape: tuple[int, ...], geometry: ConvGeometry) -> Bf16Images | None:
-    """Return the kernel for a dense weight of this shape in a chain of bf16; None where there is none.
-
-    >>> bf16_dense_images((6, 4, 3, 3), ConvGeometry.make(2, groups=2)) is None
-    True
-    """
-    if "pairs" not in load().bf16_units or 0 in shape:
-        return None
-    if is_depthwise(shape, geometry.groups):
-        return Bf16Depthwise(torch.ones(shape, dtype=torch.bool), geometry)
-    if geometry.groups > 1 and (shape[0] // geometry.groups) % _DENSE_TILE.block:
-        return None
-    mask = torch.ones(shape, dtype=torch.bool)
-    return PackedBf16Conv(mask, geometry, image=_DENSE_IMAGE, **_DENSE_TILE.to_dict())
+    tall = (height % _ROWS == 0 or weight.density > _DENSE) and (groups == 1 or each % _ROWS == 0)
+    eight = [Tile(block=8, mv=1)] if height % 8 == 0 and (groups == 1 or each % 8 == 0) else []
+    return [Tile(block=4, mv=2), Tile(block=4, mv=3), *eight] if tall else [Tile(mv=4), Tile(mv=3), Tile(mv=2)]

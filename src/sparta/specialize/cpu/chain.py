@@ -31,9 +31,10 @@ __all__ = [
     "StepKind",
     "attention_call",
     "bf16_places",
-    "channels_in_place",
     "copy_call",
     "gather_call",
+    "kept_bytes",
+    "kept_dtype",
     "map_call",
     "mean_call",
     "norm_call",
@@ -41,7 +42,6 @@ __all__ = [
     "pack_call",
     "pack_int8_call",
     "place",
-    "place_bytes",
     "step_table",
 ]
 
@@ -84,9 +84,10 @@ PLACES = 5
 PLACE = 4
 """Channels in a place, the 32 bits that int8 convolutions multiply at once."""
 IN_BF16 = ("bf16",)
-"""The rounding of images whose places hold two channels in bf16."""
+"""The rounding of images that are kept in bf16."""
 COPY_DIMS = 6
 _PLACE_BITS = 48
+_LINE = 64
 _STEP = struct.Struct(f"@iiPP{PLACES}q")
 STEP_BYTES = _STEP.size
 _NORM = struct.Struct("@4P4qfi")
@@ -213,8 +214,8 @@ class ImageProduct:
     apart
         From the floats of gaps between the channels of the image, and between those of the result and the residual: the
         step for that; None where there must be none.
-    unit
-        Channels in a place of what it hands on.
+    hands
+        What it hands on in, beside real numbers.
     """
 
     step: Step
@@ -225,27 +226,28 @@ class ImageProduct:
     activated: Callable[[str], ImageProduct | None] | None = None
     adding: tuple[Any, ...] | None = None
     apart: Callable[[int, int], Step] | None = None
-    unit: int = PLACE
+    hands: torch.dtype = torch.int8
 
 
-def channels_in_place(rounding: tuple[Any, ...]) -> int:
-    """Return how many channels share a place of images that are kept so.
+def kept_dtype(rounding: tuple[Any, ...]) -> torch.dtype:
+    """Return what images that are rounded so are kept in: bfloat16, or int8 for bytes in places.
 
-    >>> channels_in_place(IN_BF16), channels_in_place((0.5, True, 0))
-    (2, 4)
+    >>> kept_dtype(IN_BF16), kept_dtype((0.5, True, 0))
+    (torch.bfloat16, torch.int8)
     """
-    return 2 if rounding == IN_BF16 else PLACE
+    return torch.bfloat16 if rounding == IN_BF16 else torch.int8
 
 
-def place_bytes(shape: Sequence[int], unit: int = PLACE) -> int:
-    """Return the bytes of images (B, C, ...) in places of so many channels.
+def kept_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the bytes of images (B, C, ...) that are kept in bf16, or in int8 in places.
 
-    >>> place_bytes((2, 6, 5, 5)), place_bytes((2, 6, 5, 5), 2)
-    (400, 604)
+    >>> kept_bytes((2, 6, 5, 5), torch.int8), kept_bytes((2, 6, 5, 5), torch.bfloat16)
+    (400, 664)
     """
     images, channels, *size = shape
-    beyond = 4 * (unit != PLACE)  # halves are read a place beyond what they belong to
-    return 4 * images * -(-channels // unit) * math.prod(size) + beyond
+    if dtype == torch.bfloat16:
+        return 2 * math.prod(shape) + _LINE  # kernels read whole vectors
+    return PLACE * images * -(-channels // PLACE) * math.prod(size)
 
 
 def place(memory: int, offset: int) -> int:

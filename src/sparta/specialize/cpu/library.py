@@ -61,8 +61,8 @@ CONV_CALL = struct.Struct("@7P17q6i")
 # whether it is unsigned, the zero.
 INT8_CONV_CALL = struct.Struct("@7P17q3i12x4PqfiiiiifiiPiffii4x")
 
-# The same over places of bf16; image, the result in real numbers beside; channels and outputs; whether x, y and the
-# residual are places.
+# The same over images in bf16; the image and the result in real numbers; channels and outputs; whether x, y and the
+# residual are bf16.
 BF16_CONV_CALL = struct.Struct("@7P17q3i12x2P2q3i4x")
 
 # The same for a dense weight; values, offsets; groups, outputs, columns, those of a chunk, tiles of an image and of a

@@ -156,7 +156,7 @@ def _max_pool(result: Tensor, x: Value, kernel_size: Sequence[int], *rest: Any) 
     sizes = (kernel, _spread(stride or kernel, 2), _spread(padding or 0, 2), _spread(dilation or 1, 2))
     of_shape = partial(pool_step, tuple(x.meta.shape), tuple(result.shape), *sizes)
     fresh = torch.empty(result.shape, device="meta")
-    return NativeCall(of_shape(), x, (), fresh, in_bytes=lambda unit: of_shape(unit=unit))
+    return NativeCall(of_shape(), x, (), fresh, in_bytes=lambda dtype: of_shape(dtype=dtype))
 
 
 @native_for(_aten.adaptive_avg_pool2d.default, _aten.mean.dim)

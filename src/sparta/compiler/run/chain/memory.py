@@ -82,7 +82,7 @@ def planned(items: Sequence[Item], threads: int) -> int:
             for other in placed
             if (other.first <= piece.last and piece.first <= other.last) or not _may_share(piece, other, cuts, threads)
         )
-        offset = LINE  # of images in places, kernels read some bytes before the first
+        offset = 0
         for begin, end in busy:
             if offset + piece.nbytes <= begin:
                 break

@@ -36,7 +36,7 @@ class NativeCall:
     adds
         Whether it is the sum of two tensors of one shape and nothing else.
     in_bytes
-        From the channels of a place, the same step for images in places, where it does not matter how they were
+        From the dtype, the same step for images that are kept in short numbers, where it does not matter how they were
         rounded; None where there is none.
     """
 
@@ -46,7 +46,7 @@ class NativeCall:
     result: Tensor
     activation: str | None = None
     adds: bool = False
-    in_bytes: Callable[[int], Step] | None = None
+    in_bytes: Callable[[torch.dtype], Step] | None = None
 
 
 _Maker = Callable[..., NativeCall | None]

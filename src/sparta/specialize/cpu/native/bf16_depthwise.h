@@ -1,6 +1,6 @@
-// Depthwise convolutions in bf16: an image comes in places and so do the results leave, at half of the memory, which is
-// what bounds such layers. The two channels of a place do not meet, so there are no pairs to multiply: both halves become
-// fp32 while they are loaded, and several rows are computed together, because they read the same input.
+// Depthwise convolutions in bf16: planes come and leave in bf16, at half of the memory, which is what bounds such layers.
+// There are no pairs to multiply: values become fp32 while they are loaded. With AVX-512 common kernels read planes where
+// they are; elsewhere a plane is widened, and the kernels of depthwise.h do the rest.
 #pragma once
 
 #include "bf16_images.h"
@@ -11,172 +11,177 @@ namespace sparta {
 // One call. Of `conv`, what belongs to slots and bands is not read.
 struct Bf16DepthwiseCall {
   Bf16ConvCall conv;
-  DepthwiseCall planes;  // one of them is a place; `values` are fp32, [channels][taps]
+  DepthwiseCall planes;  // x, y, bias and residual are not read
 };
 
-// Two channels of an image: where they are, and how their results leave.
+// One plane of the result.
 struct Bf16Plane {
-  const float* x;           // the plane, or its padded copy
-  const LaneMask* lanes;    // for a kernel that reads planes where they are
-  const float* values[2];
-  Vec shift[2];
+  const uint16_t* x;
+  const LaneMask* lanes;
+  const float* values;
+  Vec shift;
   float last_floor;
-  PlacesEnds ends;
-  bool both;  // whether the second one exists
+  ShortEnds ends;
 };
 
-// The values of a row's taps for one vector of output pixels; false for a row of padding.
-template <int Side, int Stride, bool InPlace>
-SPARTA_INLINE bool load_bf16_taps(const DepthwiseCall& call, const DepthwiseCopy& copy, const Bf16Plane& plane,
-                                  const int64_t (&starts)[Side], int64_t line, int64_t column, Vec (&taps)[Side]) {
-  if constexpr (InPlace) {
-    const int64_t row = line - call.top;
-    if (row < 0 || row >= call.rows) return false;
-    PlaneTaps<Side, Stride>::load(plane.x + row * call.columns + column * Stride - call.left,
-                                  plane.lanes + column / kLanes * kMostLoads, taps);
-  } else {
+#if defined(SPARTA_AVX512)
+// The input columns of one vector of output pixels for each tap of a row: PlaneTaps of depthwise.h for bf16.
+template <int Side, int Stride>
+SPARTA_INLINE void load_short_taps(const uint16_t* from, const LaneMask* lanes, Vec (&taps)[Side]) {
+  if constexpr (Stride == 1) {
 #pragma GCC unroll 8
-    for (int j = 0; j < Side; ++j) taps[j] = load(plane.x + line * copy.width + column + starts[j]);
+    for (int j = 0; j < Side; ++j) {
+      const __m256i found = _mm256_maskz_loadu_epi16(lanes[j], from + j);
+      taps[j] = (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(found), 16);
+    }
+  } else {
+    // Every second value is the lower half of a lane, and its neighbour the upper one.
+    using Taps = PlaneTaps<Side, Stride>;
+#pragma GCC unroll 8
+    for (int i = 0; i < Taps::kLoads; i += 2) {
+      const auto mask = static_cast<__mmask32>(lanes[i] | static_cast<uint32_t>(lanes[i + 1]) << kLanes);
+      const BitVec found = (BitVec)_mm512_maskz_loadu_epi16(mask, from + Taps::start(i));
+      taps[i == 0 ? 0 : i - 1] = (Vec)(found << 16);
+      if (i > 0) taps[i] = (Vec)(found & kUpperHalf);
+    }
   }
-  return true;
 }
 
-// Rows [row, row + Rows) of a kernel of Side x Side taps that lie next to each other.
-template <class Unit, Activation Act, int Side, int Stride, bool InPlace, int Rows>
-SPARTA_INLINE void bf16_rows(const DepthwiseCall& call, const DepthwiseCopy& copy, const Bf16Plane& plane,
-                             const int64_t (&starts)[Side], int64_t row) {
+// Up to sixteen pixels of a row, activated: to bf16 and nothing else, or whatever put_short() does.
+SPARTA_INLINE void put_sixteen(Vec sum, const Bf16Plane& plane, int64_t at, int64_t count) {
+  const ShortEnds& ends = plane.ends;
+  if (ends.real || ends.residual || ends.real_residual) {
+    put_short<NativePairs>(in_parts(sum, Vec{}), plane.last_floor, ends, at, count);
+    return;
+  }
+  const Vec floor = splat(plane.last_floor);
+  sum = sum < floor ? floor : sum;
+  __m256i rounded;
+  asm("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(sum));
+  if (count >= kLanes) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(ends.y + at), rounded);
+  } else {
+    _mm256_mask_storeu_epi16(ends.y + at, static_cast<__mmask16>((1u << count) - 1u), rounded);
+  }
+}
+
+// Rows [row, row + Rows).
+template <Activation Act, int Side, int Stride, int Rows>
+SPARTA_INLINE void bf16_rows_in_place(const DepthwiseCall& call, const Bf16Plane& plane, int64_t row) {
   const int64_t pixels = call.out_rows * call.out_columns;
   // From the last vector of a row to the first: what it writes beyond its row is written over by the next row.
   for (int64_t column = (call.out_columns - 1) / kLanes * kLanes; column >= 0; column -= kLanes) {
-    Vec sums[2][Rows] = {};
+    const LaneMask* lanes = plane.lanes + column / kLanes * kMostLoads;
+    Vec sums[Rows] = {};
 #pragma GCC unroll 16
     for (int i = 0; i < (Rows - 1) * Stride + Side; ++i) {
+      const int64_t line = row * Stride + i - call.top;
+      if (line < 0 || line >= call.rows) continue;
       Vec taps[Side];
-      if (!load_bf16_taps<Side, Stride, InPlace>(call, copy, plane, starts, row * Stride + i, column, taps)) continue;
+      load_short_taps<Side, Stride>(plane.x + line * call.columns + column * Stride - call.left, lanes, taps);
 #pragma GCC unroll 8
       for (int j = 0; j < Side; ++j) {
-        const Vec low = low_halves(taps[j]), high = high_halves(taps[j]);
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) {
           const int tap = i - r * Stride;
-          if (tap < 0 || tap >= Side) continue;
-          sums[0][r] += splat(plane.values[0][tap * Side + j]) * low;
-          sums[1][r] += splat(plane.values[1][tap * Side + j]) * high;
+          if (tap >= 0 && tap < Side) sums[r] += splat(plane.values[tap * Side + j]) * taps[j];
         }
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r) {
       const int64_t at = (row + r) * call.out_columns + column;
-      put_pair<Unit>(activate<Act>(sums[0][r] + plane.shift[0]), activate<Act>(sums[1][r] + plane.shift[1]),
-                     plane.last_floor, plane.ends, at, plane.both, TokenLanes<false>{pixels - at});
+      put_sixteen(activate<Act>(sums[r] + plane.shift), plane, at, std::min<int64_t>(pixels - at, kLanes));
     }
   }
 }
 
-template <class Unit, Activation Act, int Side, int Stride, bool InPlace>
-void bf16_square(const DepthwiseCall& call, const DepthwiseCopy& copy, const Bf16Plane& plane) {
-  int64_t starts[Side], row = 0;
-  for (int j = 0; j < Side; ++j) starts[j] = tap_start(call, copy, j);
+template <Activation Act, int Side, int Stride>
+void bf16_plane_in_place(const DepthwiseCall& call, const Bf16Plane& plane) {
+  int64_t row = 0;
   for (; row + kRowsTogether <= call.out_rows; row += kRowsTogether) {
-    bf16_rows<Unit, Act, Side, Stride, InPlace, kRowsTogether>(call, copy, plane, starts, row);
+    bf16_rows_in_place<Act, Side, Stride, kRowsTogether>(call, plane, row);
   }
   const int64_t left = call.out_rows - row;
-  if (left == 3) bf16_rows<Unit, Act, Side, Stride, InPlace, 3>(call, copy, plane, starts, row);
-  if (left == 2) bf16_rows<Unit, Act, Side, Stride, InPlace, 2>(call, copy, plane, starts, row);
-  if (left == 1) bf16_rows<Unit, Act, Side, Stride, InPlace, 1>(call, copy, plane, starts, row);
+  if (left == 3) bf16_rows_in_place<Act, Side, Stride, 3>(call, plane, row);
+  if (left == 2) bf16_rows_in_place<Act, Side, Stride, 2>(call, plane, row);
+  if (left == 1) bf16_rows_in_place<Act, Side, Stride, 1>(call, plane, row);
 }
+#endif
 
-// Any kernel, stride and dilation, from a copy.
-template <class Unit, Activation Act>
-void bf16_any_plane(const DepthwiseCall& call, const DepthwiseCopy& copy, const Bf16Plane& plane) {
-  const int64_t pixels = call.out_rows * call.out_columns;
-  for (int64_t row = 0; row < call.out_rows; ++row) {
-    for (int64_t column = (call.out_columns - 1) / kLanes * kLanes; column >= 0; column -= kLanes) {
-      Vec sums[2] = {};
-      for (int64_t i = 0; i < call.kernel_rows; ++i) {
-        const float* line = plane.x + (row * call.stride_rows + i * call.dilation_rows) * copy.width + column;
-        for (int64_t j = 0; j < call.kernel_columns; ++j) {
-          const Vec tap = load(line + tap_start(call, copy, j));
-          sums[0] += splat(plane.values[0][i * call.kernel_columns + j]) * low_halves(tap);
-          sums[1] += splat(plane.values[1][i * call.kernel_columns + j]) * high_halves(tap);
-        }
-      }
-      const int64_t at = row * call.out_columns + column;
-      put_pair<Unit>(activate<Act>(sums[0] + plane.shift[0]), activate<Act>(sums[1] + plane.shift[1]),
-                     plane.last_floor, plane.ends, at, plane.both, TokenLanes<false>{pixels - at});
-    }
-  }
-}
+using Bf16PlaneKernel = void (*)(const DepthwiseCall&, const Bf16Plane&);
 
-using Bf16PlaneKernel = void (*)(const DepthwiseCall&, const DepthwiseCopy&, const Bf16Plane&);
-
-template <class Unit, Activation Act>
-Bf16PlaneKernel find_bf16_plane(const DepthwiseCall& call) {
-  if (!reads_in_place(call)) return bf16_any_plane<Unit, Act>;
-  if constexpr (kPacksByTwo) {
-    const bool by_two = call.stride_rows == 2;
-    if (call.kernel_rows == 3) return by_two ? bf16_square<Unit, Act, 3, 2, true> : bf16_square<Unit, Act, 3, 1, true>;
-    return by_two ? bf16_square<Unit, Act, 5, 2, true> : bf16_square<Unit, Act, 5, 1, true>;
-  }
-  return bf16_any_plane<Unit, Act>;
-}
-
-inline Bf16PlaneKernel find_bf16_plane_kernel(const DepthwiseCall& call, int32_t activation) {
+// The kernel that reads planes where they are; null where they are widened.
+inline Bf16PlaneKernel find_bf16_plane(const DepthwiseCall& call, int32_t activation) {
   Bf16PlaneKernel found = nullptr;
-  with_pairs([&](auto unit) {
-    with_activation(activation, [&](auto tag) {
-      found = find_bf16_plane<decltype(unit), decltype(tag)::value>(call);
-    });
+#if defined(SPARTA_AVX512)
+  if (!has_bf16() || !reads_in_place(call) || call.kernel_rows != 3) return nullptr;
+  with_activation(activation, [&](auto tag) {
+    constexpr Activation kAct = decltype(tag)::value;
+    found = call.stride_rows == 1 ? bf16_plane_in_place<kAct, 3, 1> : bf16_plane_in_place<kAct, 3, 2>;
   });
+#else
+  (void)call;
+  (void)activation;
+#endif
   return found;
 }
 
-// Places [begin, end) of all images, one after the other, on one thread. `memory` is for a copy of a plane.
-inline void depthwise_bf16_places(const Bf16DepthwiseCall& given, int64_t begin, int64_t end, float* memory) {
-  const DepthwiseCall& call = given.planes;
+// Planes [begin, end) of all images, one after the other, on one thread. `memory` is for planes that are widened.
+inline void depthwise_bf16_planes(const Bf16DepthwiseCall& given, int64_t begin, int64_t end, float* memory) {
   const ConvCall& conv = given.conv.conv;
-  const int64_t pixels = call.out_rows * call.out_columns, places = conv.in_channels, channels = given.conv.channels;
-  const int64_t taps = call.kernel_rows * call.kernel_columns;
-  const DepthwiseCopy copy = depthwise_copy(call);
-  const bool in_place = reads_in_place(call);
-  const Bf16PlaneKernel kernel = find_bf16_plane_kernel(call, conv.activation);
-  LaneMask lanes[kMostVectors * kMostLoads];
-  if (in_place) {
-    find_plane_lanes(call, lanes);
-  } else {
-    std::fill_n(memory, copy.size(), 0.0f);
-  }
+  DepthwiseCall call = given.planes;
+  const int64_t size = call.rows * call.columns, pixels = call.out_rows * call.out_columns, channels = given.conv.channels;
+  const int64_t taps = call.kernel_rows * call.kernel_columns, copies = DepthwiseRun::room(call);
   const float last_floor = conv.activation == kReluLast ? 0.0f : -std::numeric_limits<float>::infinity();
+  const Bf16PlaneKernel kernel = find_bf16_plane(call, conv.activation);
+  LaneMask lanes[kMostVectors * kMostLoads];
+  if (kernel) find_plane_lanes(call, lanes);
+  // A widened plane is one image of one channel, and what is done to its sums is done as they leave.
+  call.x = memory + copies;
+  call.bias = call.residual = nullptr;
+  call.activation = kNone;
+  call.planes = call.channels = call.multiplier = 1;
+  float* sums = memory + copies + size;
   for (int64_t unit = begin; unit < end; ++unit) {
-    const int64_t place = unit % places, first = 2 * place, image = unit / places;
-    const bool both = first + 1 < channels;
-    const int64_t second = both ? first + 1 : first;
-    const float* x = conv.x + unit * call.rows * call.columns;
-    if (!in_place) copy_plane(call, copy, x, memory);
-    kernel(call, copy,
-           Bf16Plane{in_place ? x : memory,
-                     lanes,
-                     {call.values + first * taps, call.values + second * taps},
-                     {splat(conv.bias ? conv.bias[first] : -0.0f), splat(conv.bias ? conv.bias[second] : -0.0f)},
-                     last_floor,
-                     moved(bf16_ends(given.conv, image), place * pixels, first * pixels),
-                     both});
+    const int64_t channel = unit % channels;
+    const uint16_t* x = reinterpret_cast<const uint16_t*>(conv.x) + unit * size;
+    const ShortEnds ends = short_ends(given.conv, unit / channels).moved(channel * pixels);
+    const Vec shift = splat(conv.bias ? conv.bias[channel] : -0.0f);
+    if (kernel) {
+      kernel(given.planes, Bf16Plane{x, lanes, call.values + channel * taps, shift, last_floor, ends});
+      continue;
+    }
+    widen_all(x, size, memory + copies);
+    DepthwiseCall one = call;
+    one.values += channel * taps;
+    DepthwiseRun(one, 1, memory).run(0, sums);
+    with_pairs([&](auto pairs) {
+      with_activation(conv.activation, [&](auto tag) {
+        constexpr Activation kAct = decltype(tag)::value;
+        for (int64_t at = 0; at < pixels; at += kHalves) {
+          const RealParts parts = load_parts(sums + at, pixels - at);
+          put_short<decltype(pairs)>({activate<kAct>(parts.lower + shift), activate<kAct>(parts.upper + shift)},
+                                     last_floor, ends, at, pixels - at);
+        }
+      });
+    });
   }
 }
 
 // False when memory ran out.
 inline bool bf16_depthwise(const Bf16DepthwiseCall& call) {
   const ConvCall& conv = call.conv.conv;
-  with_pairs([&](auto unit) { round_images<decltype(unit)>(call.conv); });
-  const int64_t units = conv.images * conv.in_channels;
-  const int64_t room = reads_in_place(call.planes) ? kLanes : depthwise_copy(call.planes).size();
+  round_images(call.conv);
+  const DepthwiseCall& planes = call.planes;
+  const int64_t units = conv.images * call.conv.channels;
+  const int64_t room = DepthwiseRun::room(planes) + planes.rows * planes.columns + planes.out_rows * planes.out_columns;
   bool enough_memory = true;
   parallel(conv.threads, [&](int64_t index, int64_t count) {
-    static thread_local Scratch copies;
-    float* memory = copies.get(room);
+    static thread_local Scratch scratch;
+    float* memory = scratch.get(room);
     if (memory) {
-      depthwise_bf16_places(call, units * index / count, units * (index + 1) / count, memory);
+      depthwise_bf16_planes(call, units * index / count, units * (index + 1) / count, memory);
       return;
     }
 #pragma omp atomic write
