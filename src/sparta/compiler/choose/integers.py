@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from sparta.compiler.plan import LayerPlan
 from sparta.specialize.conv.cpu_bf16 import CpuBf16Conv2d
@@ -47,4 +48,13 @@ def _whole(choice: Choice, spec: KernelSpec) -> Choice:
     implement = implement_named(name, spec.op)
     if choice.implement == name or not implement.answer(spec):
         return choice
-    return Choice(name, implement.default(spec), reason, None, choice.refused)
+    params = _best_of(choice, name) or implement.default(spec)
+    return Choice(name, params, reason, None, choice.refused)
+
+
+def _best_of(choice: Choice, name: str) -> dict[str, Any]:
+    """Return the parameters with which an implement was fastest where it lost to another; none if it was not timed."""
+    trials = () if choice.result is None else choice.result.trials
+    timed = [each for each in trials if each.value is not None and each.params.get("_name") == name]
+    best = min(timed, key=lambda each: each.value or 0.0, default=None)
+    return {} if best is None else {key: value for key, value in best.params.items() if key != "_name"}

@@ -70,7 +70,9 @@ class Bf16Depthwise(Bf16Images):
     def pack_short(self, weight: Tensor) -> Tensor:
         """Return the live values of a weight, rounded to bfloat16 and kept in float32, as they are multiplied."""
         if tuple(weight.shape) != self.weight_shape:
-            raise ShapeError(message(f"a weight of shape {tuple(weight.shape)}", f"{self.weight_shape}, as when packed"))
+            raise ShapeError(
+                message(f"a weight of shape {tuple(weight.shape)}", f"{self.weight_shape}, as when packed")
+            )
         live = torch.where(self.mask, weight.detach().cpu(), 0)
         return live.to(torch.bfloat16).float().reshape(-1)
 

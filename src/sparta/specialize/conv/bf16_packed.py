@@ -27,8 +27,8 @@ from sparta.specialize.cpu.packing import Bools, Ints, Layout, pack_entries, run
 
 __all__ = ["LAYOUTS", "PackedBf16Conv"]
 
-LAYOUTS = ("columns", "taps")
-"""How images are copied: those of ``PackedConv`` that leave no gaps between rows."""
+LAYOUTS = ("flat", "columns", "taps")
+"""How images are copied, as ``PackedConv`` says; here no vector needs to be aligned."""
 _MOST_VECTORS = {1: 4, 4: 3, 8: 1}  # by the rows of a block; a vector has twice as many pixels as one of float32
 _PAIR = 2
 
@@ -56,7 +56,7 @@ class PackedBf16Conv(Bf16Images, PackedConv):
     kind = StepKind.BF16_CONV
 
     def __init__(
-        self, mask: Tensor, geometry: ConvGeometry, *, image: str = "columns", isa: str | None = None, **tile: Any
+        self, mask: Tensor, geometry: ConvGeometry, *, image: str = "flat", isa: str | None = None, **tile: Any
     ) -> None:
         if image not in LAYOUTS:
             raise NameNotFoundError(did_you_mean(str(image), LAYOUTS, "image layout"))
@@ -99,7 +99,9 @@ class PackedBf16Conv(Bf16Images, PackedConv):
     def pack_short(self, weight: Tensor) -> Tensor:
         """Return the live values of a weight, rounded to bfloat16, two for each row of a pair."""
         if tuple(weight.shape) != self.weight_shape:
-            raise ShapeError(message(f"a weight of shape {tuple(weight.shape)}", f"{self.weight_shape}, as when packed"))
+            raise ShapeError(
+                message(f"a weight of shape {tuple(weight.shape)}", f"{self.weight_shape}, as when packed")
+            )
         flat, source = weight.detach().cpu().to(torch.bfloat16).reshape(-1), self.layout.source
         if not len(flat):
             return torch.zeros(source.shape, dtype=torch.bfloat16)

@@ -32,6 +32,7 @@ __all__ = ["CpuBf16Conv1d", "CpuBf16Conv2d"]
 _FLAG = "avx512_bf16"
 _DENSE = 0.5  # the share of live weights from which groups are read as if they had no pruned ones
 _ROWS = 4
+_FEW_PIXELS = 64  # that two vectors hold
 
 
 class _Bf16ConvKernel(ConvKernel):
@@ -121,4 +122,6 @@ def _tiles(spec: KernelSpec) -> list[Tile]:
     each, height = weight.shape[0] // groups, block_height(spec)
     tall = (height % _ROWS == 0 or weight.density > _DENSE) and (groups == 1 or each % _ROWS == 0)
     eight = [Tile(block=8, mv=1)] if height % 8 == 0 and (groups == 1 or each % 8 == 0) else []
-    return [Tile(block=4, mv=2), Tile(block=4, mv=3), *eight] if tall else [Tile(mv=4), Tile(mv=3), Tile(mv=2)]
+    size = ConvGeometry.from_dict(spec.attributes).output_size(spec["input"].shape[2:], weight.shape[2:])
+    vectors = (3, 2) if math.prod(size) > _FEW_PIXELS else (2, 3)
+    return [*(Tile(block=4, mv=mv) for mv in vectors), *eight] if tall else [Tile(mv=4), Tile(mv=3), Tile(mv=2)]

@@ -93,7 +93,7 @@ SPARTA_EXPORT int sparta_multiply_bf16(const sparta::PanelMatrix* matrix, const 
 }
 
 SPARTA_EXPORT int sparta_multiply_bf16_conv(const sparta::PanelMatrix* matrix, const sparta::Bf16ConvCall* call) {
-  if (!sparta::knows_bf16_rows(*matrix, call->conv)) return kUnknownTile;
+  if (!sparta::knows_bf16_rows(*matrix)) return kUnknownTile;
   if (call->conv.images <= 0 || matrix->channels <= 0) return kDone;
   return sparta::multiply_bf16_conv(*matrix, *call) ? kDone : kNoMemory;
 }

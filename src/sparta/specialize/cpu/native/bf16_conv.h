@@ -1,6 +1,6 @@
 // Convolutions in bf16, summed in fp32: planes of a band are copied as conv.h copies floats (or read where they are), and
 // a product takes two live weights of a row at once (vdpbf16ps), of any two channels and taps: vectors of both are
-// interleaved in registers. Rows of pixels follow each other without gaps, so vectors hold nothing else.
+// interleaved in registers. Sums of tokens that lie between the rows of an image are dropped on their way to memory.
 #pragma once
 
 #include "bf16_images.h"
@@ -57,12 +57,36 @@ inline void pack_halves(const ConvCall& call, const Band& band, int64_t slot, ui
 struct Bf16RowsTask {
   const PanelMatrix* matrix;  // two offsets for each pair, bytes from a pixel to the values of either half
   const ConvCall* call;
-  ShortEnds ends;  // at the first row of all, and the first pixel of the tile
+  ShortEnds ends;  // at the first row of all, and the first pixel of the tile; of the image where there are segments
   int64_t group_begin;
   int64_t group_end;
   const char* x;
-  int64_t count;  // pixels
+  int64_t count;            // tokens
+  const Segment* segments;  // that are pixels, or null where all are
+  int64_t runs;
 };
+
+constexpr int64_t kMostShortTokens = 4 * kHalves;
+
+// One row of sums whose tokens are not all pixels.
+template <class Unit, Activation Act>
+inline void finish_bf16_segments(const Bf16RowsTask& task, const float* sums, Vec shift, float last_floor,
+                                 const ShortEnds& ends) {
+  alignas(64) float line[kMostShortTokens + kHalves];
+  for (int64_t at = 0; at < task.count; at += kHalves) {
+    const RealParts row = in_a_row({load(sums + at), load(sums + at + kLanes)});
+    store(line + at, row.lower);
+    store(line + at + kLanes, row.upper);
+  }
+  for (const Segment* run = task.segments; run != task.segments + task.runs; ++run) {
+    for (int64_t j = 0; j < run->count; j += kHalves) {
+      const float* from = line + run->token + j;
+      const RealParts parts = in_parts(load(from), load(from + kLanes));
+      put_short<Unit>({activate<Act>(parts.lower + shift), activate<Act>(parts.upper + shift)}, last_floor, ends,
+                      run->pixel + j, run->count - j);
+    }
+  }
+}
 
 // The sums of one group become results: [rows][vectors][2][lanes]. In a function of its own, which leaves the registers to
 // the products.
@@ -74,6 +98,11 @@ SPARTA_NOINLINE void finish_bf16_group(const Bf16RowsTask& task, const float* su
   for (int64_t r = 0; r < rows; ++r) {
     const Vec shift = splat(bias ? bias[row + r] : -0.0f);  // adding -0 changes nothing, not even a -0
     const ShortEnds ends = task.ends.moved((row + r) * task.ends.plane);
+    if (task.segments) {
+      finish_bf16_segments<Unit, Act>(task, sums, shift, last_floor, ends);
+      sums += vectors * kHalves;
+      continue;
+    }
     for (int64_t j = 0; j < vectors; ++j, sums += kHalves) {
       const RealParts parts{activate<Act>(load(sums) + shift), activate<Act>(load(sums + kLanes) + shift)};
       put_short<Unit>(parts, last_floor, ends, j * kHalves, task.count - j * kHalves);
@@ -164,19 +193,23 @@ inline bool multiply_bf16_band(const PanelMatrix& matrix, const Bf16ConvCall& gi
   const int64_t tiles = ceil_div(vectors, matrix.mv);
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t begin = vectors * i / tiles, count = vectors * (i + 1) / tiles - begin, at = begin * kHalves;
+    const int64_t tokens = std::min(band.tokens - at, count * kHalves);
+    const bool gaps = call.row_width != call.out_columns;
+    Segment segments[kMostTokens];
+    const int64_t runs = gaps ? find_segments(call, band.first + at, tokens, segments) : 0;
     find_bf16_rows(matrix.bn, count)(
-        Bf16RowsTask{&matrix, &call, ends.moved(band.first + at), first * groups_each,
-                     std::min(last * groups_each, matrix.groups), reinterpret_cast<const char*>(x + at),
-                     std::min(band.tokens - at, count * kHalves)});
+        Bf16RowsTask{&matrix, &call, gaps ? ends : ends.moved(band.first + at), first * groups_each,
+                     std::min(last * groups_each, matrix.groups), reinterpret_cast<const char*>(x + at), tokens,
+                     gaps ? segments : nullptr, runs});
   }
   return true;
 }
 
-inline bool knows_bf16_rows(const PanelMatrix& matrix, const ConvCall& call) {
+inline bool knows_bf16_rows(const PanelMatrix& matrix) {
   for (int64_t vectors = 1; vectors <= matrix.mv; ++vectors) {
     if (!find_bf16_rows(matrix.bn, vectors)) return false;
   }
-  return matrix.mv >= 1 && matrix.chunks == 1 && call.row_width == call.out_columns;
+  return matrix.mv >= 1 && matrix.chunks == 1;
 }
 
 inline bool multiply_bf16_conv(const PanelMatrix& matrix, const Bf16ConvCall& call) {

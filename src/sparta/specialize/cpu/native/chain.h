@@ -214,37 +214,37 @@ class ChainRun {
     return code(depthwise(call));
   }
 
-  // A convolution of int8 or bf16 with its images, in places or not, and what becomes of them.
+  // A convolution of int8 or bf16 with its images, which may come in short numbers, and what becomes of them.
   template <class Call>
-  Call in_places(Call call, const ChainStep& step) const {
+  Call with_images(Call call, bool come_short, const ChainStep& step) const {
     call.image = at<std::remove_pointer_t<decltype(call.image)>>(step.places[0]);
     call.conv.y = at<float>(step.places[1]);
     call.conv.residual = at<float>(step.places[2]);
-    call.conv.x = at<float>(step.places[call.x_is_places ? 0 : 3]);  // the image in bytes, or room for it
+    call.conv.x = at<float>(step.places[come_short ? 0 : 3]);  // the image in short numbers, or room for it
     call.real = at<float>(step.places[4]);
     call.conv.threads = threads_;
     return call;
   }
 
   int bf16_conv(const ChainStep& step) const {
-    const Bf16ConvCall call = in_places(*static_cast<const Bf16ConvCall*>(step.call), step);
-    return code(multiply_bf16_conv(*matrix<PanelMatrix>(step), call));
+    const Bf16ConvCall& given = *static_cast<const Bf16ConvCall*>(step.call);
+    return code(multiply_bf16_conv(*matrix<PanelMatrix>(step), with_images(given, given.x_is_short, step)));
   }
 
   int bf16_depthwise_planes(const ChainStep& step) const {
     Bf16DepthwiseCall call = *static_cast<const Bf16DepthwiseCall*>(step.call);
-    call.conv = in_places(call.conv, step);
+    call.conv = with_images(call.conv, call.conv.x_is_short, step);
     return code(bf16_depthwise(call));
   }
 
   int int8_conv(const ChainStep& step) const {
-    const Int8ConvCall call = in_places(*static_cast<const Int8ConvCall*>(step.call), step);
-    return code(multiply_int8_conv(*matrix<PanelMatrix>(step), call));
+    const Int8ConvCall& given = *static_cast<const Int8ConvCall*>(step.call);
+    return code(multiply_int8_conv(*matrix<PanelMatrix>(step), with_images(given, given.x_is_places, step)));
   }
 
   int int8_depthwise_planes(const ChainStep& step) const {
     Int8DepthwiseCall call = *static_cast<const Int8DepthwiseCall*>(step.call);
-    call.conv = in_places(call.conv, step);
+    call.conv = with_images(call.conv, call.conv.x_is_places, step);
     return code(int8_depthwise(call));
   }
 
