@@ -159,17 +159,12 @@ class Bf16Images(ABC):
                 call = self._call((0, 0, shift, 0), found, 0, short=short, to=to is not None, added=short_added)
                 return Step(self.kind, call, found.address, (found, values, bias))
 
-            def activated(name: str) -> ImageProduct | None:
-                again = self.product_for(values, bias, name)
-                return None if again is None else again(shape, threads)
-
             return ImageProduct(
                 step(short=False, to=None, short_added=False),
                 tuple(found.shape),
                 kept_bytes(shape, torch.bfloat16),
                 IN_BF16,
                 step,
-                activated=activated if activation is None else None,
                 adding=IN_BF16,
                 hands=torch.bfloat16,
             )
