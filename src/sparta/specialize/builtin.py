@@ -9,6 +9,7 @@ from __future__ import annotations
 from sparta.specialize.attention.spec import BlocksAttention, DenseAttention
 from sparta.specialize.attention.triton_flash import TritonFlash, TritonFlashSeqlen
 from sparta.specialize.conv.cpu import CpuConv1d, CpuConv2d
+from sparta.specialize.conv.cpu_bf16 import CpuBf16Conv1d, CpuBf16Conv2d
 from sparta.specialize.conv.cpu_whole import CpuDenseConv1d, CpuDenseConv2d
 from sparta.specialize.conv.dense import DenseConv1d, DenseConv2d
 from sparta.specialize.conv.int8 import (
@@ -93,9 +94,11 @@ _CONVOLUTIONS: tuple[type[Implement], ...] = (
     DenseConv2d,
     CpuDenseConv2d,
     CpuConv2d,
+    CpuBf16Conv2d,
     DenseConv1d,
     CpuDenseConv1d,
     CpuConv1d,
+    CpuBf16Conv1d,
 )
 _INT8_CONVOLUTIONS: tuple[type[Implement], ...] = (
     DenseQuantizedConv2d,

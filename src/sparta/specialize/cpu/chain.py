@@ -20,6 +20,7 @@ from torch import Tensor
 from sparta.specialize.cpu.library import ACTIVATIONS, INT8_CALL
 
 __all__ = [
+    "IN_BF16",
     "NOWHERE",
     "NO_ROW",
     "PLACE",
@@ -32,6 +33,8 @@ __all__ = [
     "bf16_places",
     "copy_call",
     "gather_call",
+    "kept_bytes",
+    "kept_dtype",
     "map_call",
     "mean_call",
     "norm_call",
@@ -39,7 +42,6 @@ __all__ = [
     "pack_call",
     "pack_int8_call",
     "place",
-    "place_bytes",
     "step_table",
 ]
 
@@ -69,6 +71,9 @@ class StepKind(IntEnum):
     MEAN = 22
     INT8_POOL = 24
     INT8_DEPTHWISE = 25
+    BF16_CONV = 26
+    BF16_POOL = 27
+    BF16_DEPTHWISE = 28
 
 
 NOWHERE = -1
@@ -78,8 +83,11 @@ NO_ROW = 3
 PLACES = 5
 PLACE = 4
 """Channels in a place, the 32 bits that int8 convolutions multiply at once."""
+IN_BF16 = ("bf16",)
+"""The rounding of images that are kept in bf16."""
 COPY_DIMS = 6
 _PLACE_BITS = 48
+_LINE = 64
 _STEP = struct.Struct(f"@iiPP{PLACES}q")
 STEP_BYTES = _STEP.size
 _NORM = struct.Struct("@4P4qfi")
@@ -206,6 +214,8 @@ class ImageProduct:
     apart
         From the floats of gaps between the channels of the image, and between those of the result and the residual: the
         step for that; None where there must be none.
+    hands
+        What it hands on in, beside real numbers.
     """
 
     step: Step
@@ -216,20 +226,27 @@ class ImageProduct:
     activated: Callable[[str], ImageProduct | None] | None = None
     adding: tuple[Any, ...] | None = None
     apart: Callable[[int, int], Step] | None = None
-
-    @property
-    def place_bytes(self) -> int:
-        """Bytes of the result in bytes, four channels to a place."""
-        return place_bytes(self.shape)
+    hands: torch.dtype = torch.int8
 
 
-def place_bytes(shape: Sequence[int]) -> int:
-    """Return the bytes of images (B, C, ...) in places.
+def kept_dtype(rounding: tuple[Any, ...]) -> torch.dtype:
+    """Return what images that are rounded so are kept in: bfloat16, or int8 for bytes in places.
 
-    >>> place_bytes((2, 6, 5, 5))
-    400
+    >>> kept_dtype(IN_BF16), kept_dtype((0.5, True, 0))
+    (torch.bfloat16, torch.int8)
+    """
+    return torch.bfloat16 if rounding == IN_BF16 else torch.int8
+
+
+def kept_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the bytes of images (B, C, ...) that are kept in bf16, or in int8 in places.
+
+    >>> kept_bytes((2, 6, 5, 5), torch.int8), kept_bytes((2, 6, 5, 5), torch.bfloat16)
+    (400, 664)
     """
     images, channels, *size = shape
+    if dtype == torch.bfloat16:
+        return 2 * math.prod(shape) + _LINE  # kernels read whole vectors
     return PLACE * images * -(-channels // PLACE) * math.prod(size)
 
 

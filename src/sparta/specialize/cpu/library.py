@@ -19,6 +19,7 @@ from sparta.specialize.kernel_spec import Epilogue
 
 __all__ = [
     "ACTIVATIONS",
+    "BF16_CONV_CALL",
     "CONV_CALL",
     "DENSE_CONV_CALL",
     "DEPTHWISE_CALL",
@@ -60,6 +61,9 @@ CONV_CALL = struct.Struct("@7P17q6i")
 # whether it is unsigned, the zero.
 INT8_CONV_CALL = struct.Struct("@7P17q3i12x4PqfiiiiifiiPiffii4x")
 
+# The same over images in bf16; the image and the result in real numbers; channels and outputs; whether x, y and the
+# residual are bf16.
+BF16_CONV_CALL = struct.Struct("@7P17q3i12x2P2q3i4x")
 
 # The same for a dense weight; values, offsets; groups, outputs, columns, those of a chunk, tiles of an image and of a
 # band; rows and vectors of a tile; a plan with fewer products, and its values.
@@ -251,6 +255,8 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.sparta_multiply_int8.argtypes = (c_void_p, c_char_p)
     handle.sparta_multiply_int8_conv.argtypes = (c_void_p, c_char_p)
     handle.sparta_multiply_bf16.argtypes = (c_void_p, c_char_p)
+    handle.sparta_multiply_bf16_conv.argtypes = (c_void_p, c_char_p)
+    handle.sparta_bf16_depthwise.argtypes = (c_char_p,)
     handle.sparta_bf16_units.restype = c_int
     handle.sparta_multiply_short.argtypes = (c_void_p, c_char_p)
     handle.sparta_multiply_generated.argtypes = (

@@ -22,6 +22,7 @@ __all__ = ["max_pool2d", "pool_step"]
 
 # x, y, planes, rows and columns of both; kernel, stride, padding, dilation; threads: see native/pool.h.
 _CALL = struct.Struct("@2P13qi")
+_KINDS = {torch.float32: StepKind.POOL, torch.bfloat16: StepKind.BF16_POOL, torch.int8: StepKind.INT8_POOL}
 _library: list[Library | None] = []
 
 
@@ -63,12 +64,12 @@ def pool_step(
     padding: Sequence[int],
     dilation: Sequence[int],
     *,
-    in_bytes: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Step:
-    """Return the pooling of contiguous images (B, C, H, W) as a step of a chain; in bytes, of places."""
-    planes = shape[0] * (-(-shape[1] // PLACE) if in_bytes else shape[1])
+    """Return the pooling of contiguous images (B, C, H, W) as a step of a chain; of bf16, or of int8 in places."""
+    planes = shape[0] * (-(-shape[1] // PLACE) if dtype == torch.int8 else shape[1])
     return Step(
-        StepKind.INT8_POOL if in_bytes else StepKind.POOL,
+        _KINDS[dtype],
         _CALL.pack(0, 0, planes, *shape[2:], *out_shape[2:], *kernel, *stride, *padding, *dilation, 0),
     )
 

@@ -7,6 +7,7 @@ and write them. What these functions do not take (other dtypes, weights that are
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,10 +154,9 @@ def _max_pool(result: Tensor, x: Value, kernel_size: Sequence[int], *rest: Any) 
         return None
     kernel = _spread(kernel_size, 2)
     sizes = (kernel, _spread(stride or kernel, 2), _spread(padding or 0, 2), _spread(dilation or 1, 2))
-    step, in_bytes = (
-        pool_step(tuple(x.meta.shape), tuple(result.shape), *sizes, in_bytes=each) for each in (False, True)
-    )
-    return NativeCall(step, x, (), torch.empty(result.shape, device="meta"), in_bytes=in_bytes)
+    of_shape = partial(pool_step, tuple(x.meta.shape), tuple(result.shape), *sizes)
+    fresh = torch.empty(result.shape, device="meta")
+    return NativeCall(of_shape(), x, (), fresh, in_bytes=lambda dtype: of_shape(dtype=dtype))
 
 
 @native_for(_aten.adaptive_avg_pool2d.default, _aten.mean.dim)

@@ -36,7 +36,8 @@ class NativeCall:
     adds
         Whether it is the sum of two tensors of one shape and nothing else.
     in_bytes
-        The same step for images in places, where it does not matter how they were rounded; None where there is none.
+        From the dtype, the same step for images that are kept in short numbers, where it does not matter how they were
+        rounded; None where there is none.
     """
 
     step: Step
@@ -45,7 +46,7 @@ class NativeCall:
     result: Tensor
     activation: str | None = None
     adds: bool = False
-    in_bytes: Step | None = None
+    in_bytes: Callable[[torch.dtype], Step] | None = None
 
 
 _Maker = Callable[..., NativeCall | None]

@@ -1,7 +1,8 @@
-"""Places: how int8 layers of images hand each other bytes, decided before anything is planned.
+"""Places: how layers of images in int8 or bf16 hand each other short numbers, decided before anything is planned.
 
-A result that int8 convolutions read is rounded by the layer that makes it, once for all that round it in the same way,
-and poolings between them compare bytes. Where someone else reads it too it is written in real numbers beside.
+A result that such convolutions read is rounded by the layer that makes it, once for all that round it in the same way,
+and poolings between them compare what was rounded. Where someone else reads it too it is written in real numbers
+beside. What is said of bytes here holds for bf16 as well.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from sparta.compiler.run.chain.layouts import reads, returned_by
 from sparta.compiler.run.chain.trace import ImageItem, Item, Native, Trace
 from sparta.compiler.run.chain.values import Made, Source, Value
-from sparta.specialize.cpu.chain import place_bytes
+from sparta.specialize.cpu.chain import kept_bytes, kept_dtype
 
 __all__ = ["hand_over_bytes"]
 
@@ -52,15 +53,17 @@ class _Plan:
         takers, adds = self._takers(item), self._adding(item)
         # Layers may round one tensor in several ways: the most common one is handed over.
         ways = [way for _, way in takers] or [each.product.adding for each in adds if each.product.adding is not None]
+        ways = [way for way in ways if kept_dtype(way) == item.product.hands]
         if not ways:
             return
         (way, _), *_rest = Counter(ways).most_common()
         adding = [each for each in adds if each.product.adding == way]
         readers = [each for each, wanted in takers if wanted == way]
         alone = len(readers) + len(adding) == len(self._uses[id(source)]) and id(source) not in self._returned
-        item.to_bytes, item.in_bytes = way, Made(item.product.place_bytes)
+        nbytes = kept_bytes(item.product.shape, item.product.hands)
+        item.to_bytes, item.in_bytes = way, Made(nbytes)
         if alone and isinstance(source, Made):
-            source.nbytes, item.in_bytes = item.product.place_bytes, source
+            source.nbytes, item.in_bytes = nbytes, source
         _read_bytes(readers, item.in_bytes)
         for reader in adding:
             reader.residual_bytes = item.in_bytes
@@ -82,10 +85,12 @@ class _Plan:
         ways = {way for _, way in takers}
         adding = [each for each in self._adding(item) if each.product.adding in ways]
         every = len(takers) + len(adding) == len(self._uses[id(source)]) and id(source) not in self._returned
-        if len(ways) != 1 or not every or not isinstance(source, Made) or item.call.in_bytes is None:
+        dtype = made.product.hands
+        fits = {kept_dtype(way) for way in ways} == {dtype}
+        if len(ways) != 1 or not fits or not every or not isinstance(source, Made) or item.call.in_bytes is None:
             return
-        source.nbytes = place_bytes(tuple(item.result.meta.shape))
-        item.call = replace(item.call, step=item.call.in_bytes)
+        source.nbytes = kept_bytes(tuple(item.result.meta.shape), dtype)
+        item.call = replace(item.call, step=item.call.in_bytes(dtype))
         _read_bytes([each for each, _ in takers], source)
         for reader in adding:
             reader.residual_bytes = source

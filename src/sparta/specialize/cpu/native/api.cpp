@@ -1,6 +1,8 @@
 // The C interface of the CPU kernels: plain structures and pointers, no exceptions, an error code for what this library
 // does not hold. It is compiled once for each instruction set; the caller loads the one that fits the machine.
 #include "bf16.h"
+#include "bf16_conv.h"
+#include "bf16_depthwise.h"
 #include "chain.h"
 #include "conv.h"
 #include "dense_conv.h"
@@ -88,6 +90,17 @@ SPARTA_EXPORT int sparta_multiply_bf16(const sparta::PanelMatrix* matrix, const 
   if (!sparta::knows_bf16(*matrix)) return kUnknownTile;
   if (call->tokens <= 0 || matrix->channels <= 0) return kDone;
   return sparta::multiply_bf16(*matrix, *call) ? kDone : kNoMemory;
+}
+
+SPARTA_EXPORT int sparta_multiply_bf16_conv(const sparta::PanelMatrix* matrix, const sparta::Bf16ConvCall* call) {
+  if (!sparta::knows_bf16_rows(*matrix)) return kUnknownTile;
+  if (call->conv.images <= 0 || matrix->channels <= 0) return kDone;
+  return sparta::multiply_bf16_conv(*matrix, *call) ? kDone : kNoMemory;
+}
+
+SPARTA_EXPORT int sparta_bf16_depthwise(const sparta::Bf16DepthwiseCall* call) {
+  if (call->conv.conv.images <= 0) return kDone;
+  return sparta::bf16_depthwise(*call) ? kDone : kNoMemory;
 }
 
 // What this processor computes in bf16 by instructions of its own: 1 for products of pairs, 2 for tiles.

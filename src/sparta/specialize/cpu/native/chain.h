@@ -6,6 +6,8 @@
 #include "attention.h"
 #include "attention_bf16.h"
 #include "bf16.h"
+#include "bf16_conv.h"
+#include "bf16_depthwise.h"
 #include "conv.h"
 #include "dense_conv.h"
 #include "depthwise.h"
@@ -46,6 +48,9 @@ enum StepKind : int32_t {
   kStepMean = 22,
   kStepInt8Pool = 24,
   kStepInt8Depthwise = 25,
+  kStepBf16Conv = 26,
+  kStepBf16Pool = 27,
+  kStepBf16Depthwise = 28,
 };
 
 enum ChainResult : int { kChainDone = 0, kChainNoMemory = 2, kChainNoRow = 3 };
@@ -102,6 +107,9 @@ class ChainRun {
       case kStepAttentionBf16: return code(attend_in_bf16(attention(step)));
       case kStepInt8Conv: return int8_conv(step);
       case kStepInt8Depthwise: return int8_depthwise_planes(step);
+      case kStepBf16Conv: return bf16_conv(step);
+      case kStepBf16Depthwise: return bf16_depthwise_planes(step);
+      case kStepBf16Pool: return code(max_pool_bf16(simple<PoolCall>(step)));
       case kStepPack: return pack(step);
       case kStepPackInt8: return pack_int8(step);
       case kStepPackBf16: return pack_bf16(step);
@@ -206,25 +214,37 @@ class ChainRun {
     return code(depthwise(call));
   }
 
-  // An int8 convolution with its images, in bytes or not, and what becomes of them.
-  Int8ConvCall in_bytes(Int8ConvCall call, const ChainStep& step) const {
+  // A convolution of int8 or bf16 with its images, which may come in short numbers, and what becomes of them.
+  template <class Call>
+  Call with_images(Call call, bool come_short, const ChainStep& step) const {
     call.image = at<std::remove_pointer_t<decltype(call.image)>>(step.places[0]);
     call.conv.y = at<float>(step.places[1]);
     call.conv.residual = at<float>(step.places[2]);
-    call.conv.x = at<float>(step.places[call.x_is_places ? 0 : 3]);  // the image in bytes, or room for it
+    call.conv.x = at<float>(step.places[come_short ? 0 : 3]);  // the image in short numbers, or room for it
     call.real = at<float>(step.places[4]);
     call.conv.threads = threads_;
     return call;
   }
 
+  int bf16_conv(const ChainStep& step) const {
+    const Bf16ConvCall& given = *static_cast<const Bf16ConvCall*>(step.call);
+    return code(multiply_bf16_conv(*matrix<PanelMatrix>(step), with_images(given, given.x_is_short, step)));
+  }
+
+  int bf16_depthwise_planes(const ChainStep& step) const {
+    Bf16DepthwiseCall call = *static_cast<const Bf16DepthwiseCall*>(step.call);
+    call.conv = with_images(call.conv, call.conv.x_is_short, step);
+    return code(bf16_depthwise(call));
+  }
+
   int int8_conv(const ChainStep& step) const {
-    const Int8ConvCall call = in_bytes(*static_cast<const Int8ConvCall*>(step.call), step);
-    return code(multiply_int8_conv(*matrix<PanelMatrix>(step), call));
+    const Int8ConvCall& given = *static_cast<const Int8ConvCall*>(step.call);
+    return code(multiply_int8_conv(*matrix<PanelMatrix>(step), with_images(given, given.x_is_places, step)));
   }
 
   int int8_depthwise_planes(const ChainStep& step) const {
     Int8DepthwiseCall call = *static_cast<const Int8DepthwiseCall*>(step.call);
-    call.conv = in_bytes(call.conv, step);
+    call.conv = with_images(call.conv, call.conv.x_is_places, step);
     return code(int8_depthwise(call));
   }
 
