@@ -86,7 +86,9 @@ def test_any_convolution_is_that_of_rounded_numbers(data):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("kernel", "stride", "size"), [(3, 1, (13, 40)), (3, 2, (28, 28)), (5, 2, (9, 21)), (2, 3, (8, 8))])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "size"), [(3, 1, (13, 40)), (3, 2, (28, 28)), (5, 2, (9, 21)), (2, 3, (8, 8))]
+)
 @pytest.mark.parametrize("activation", EPILOGUES)
 def test_depthwise_layers(isa, kernel, stride, size, activation):
     torch.manual_seed(0)
