@@ -37,7 +37,6 @@ from sparta.specialize.linear.cuda_banks import CudaBanks
 from sparta.specialize.linear.cuda_bitmap import CudaBitmap
 from sparta.specialize.linear.cuda_block import CudaBlock
 from sparta.specialize.linear.cuda_block_few import CudaBlockFew
-from sparta.specialize.linear.cuda_block_resident import CudaBlockResident
 from sparta.specialize.linear.cuda_gather import CudaGather
 from sparta.specialize.linear.cuda_lanes import CudaLanes
 from sparta.specialize.linear.cusparselt import CuSparseLt
@@ -76,7 +75,6 @@ _LINEAR: tuple[type[Implement], ...] = (
     TwoFourMatrix,
     CudaBlock,
     CudaBlockFew,
-    CudaBlockResident,
     TritonBlock,
     TwoFour,
     TwoFourResident,

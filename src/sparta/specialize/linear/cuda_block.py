@@ -8,11 +8,10 @@ rows, and results are written while the next row is multiplied.
 from __future__ import annotations
 
 import ctypes
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from ctypes import c_int, c_uint64, c_void_p
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,16 +31,7 @@ from sparta.specialize.linear.triton_block.implement import BlockKernel
 from sparta.specialize.linear.triton_block.layout import BlockLayout
 from sparta.specialize.linear.triton_block.tile import BlockTile
 
-__all__ = [
-    "BlockMatrixKernel",
-    "BlockMatrixLauncher",
-    "BlockMatrixTile",
-    "CudaBlock",
-    "Loaded",
-    "StreamedBlockLauncher",
-    "block_matrix_fits",
-    "block_matrix_tiles",
-]
+__all__ = ["BlockMatrixLauncher", "BlockMatrixTile", "CudaBlock", "block_matrix_fits", "block_matrix_tiles"]
 
 _HEIGHT = 64  # outputs that a warpgroup multiplies
 _PIECE = 16  # bytes
@@ -116,29 +106,26 @@ class _Call(ctypes.Structure):
     )
 
 
-Loaded: TypeAlias = "tuple[Function, _Map, _Map, int]"
-"""A function, what describes x and the weight to it, and the number of multiprocessors."""
 _Map = Callable[[int, int, int, int], bytes]
-_Tile = TypeVar("_Tile", bound=TextTile)
+_Loaded = tuple[Function, _Map, _Map, int]
 
 
-class BlockMatrixLauncher(ABC, Generic[_Tile]):
-    """Launches a kernel for one weight, tile and activation; equal inputs give equal bits.
+class BlockMatrixLauncher:
+    """Launches the kernel for one weight, tile and activation; equal inputs give equal bits.
 
     Parameters
     ----------
     operand
         Dtype of x and the weight, as they are multiplied.
-    width
-        Inputs of a kept block.
     """
 
-    def __init__(self, spec: KernelSpec, tile: _Tile, operand: torch.dtype, width: int) -> None:
-        self.tile, self.operand, self._width = tile, operand, width
-        self.kind = HALF_FORMATS[str(spec["input"].format)], spec.epilogue.activation
-        self.outputs, self.inputs = spec["weight"].shape
-        self.layout = BlockLayout(spec["weight"], BlockTile(height=_HEIGHT, width=width))
-        self._known: dict[tuple[torch.device, bool], Loaded] = {}
+    def __init__(self, spec: KernelSpec, tile: BlockMatrixTile, operand: torch.dtype) -> None:
+        self._tile, self._operand, self._activation = tile, operand, spec.epilogue.activation
+        self._result = HALF_FORMATS[str(spec["input"].format)]
+        self._width = tile.row // operand.itemsize
+        self._outputs, self._inputs = spec["weight"].shape
+        self.layout = BlockLayout(spec["weight"], BlockTile(height=_HEIGHT, width=self._width))
+        self._loaded: dict[tuple[torch.device, bool], _Loaded] = {}
 
     def __call__(
         self,
@@ -157,96 +144,69 @@ class BlockMatrixLauncher(ABC, Generic[_Tile]):
         x_scales
             Of tokens, (M,), float32, in fp8.
         """
-        if x.dim() != 2 or x.shape[1] != self.inputs:
-            raise ShapeError(message(f"an input of shape {tuple(x.shape)}", f"(M, {self.inputs})"))
-        if x.dtype != self.operand:
-            raise ValueRangeError(message(f"an input in {x.dtype}", f"{self.operand}, as the weight", "cast one"))
-        tokens, size = x.shape[0], self.operand.itemsize
-        y = torch.empty((tokens, self.outputs), dtype=self.kind[0], device=x.device)
+        if x.dim() != 2 or x.shape[1] != self._inputs:
+            raise ShapeError(message(f"an input of shape {tuple(x.shape)}", f"(M, {self._inputs})"))
+        if x.dtype != self._operand:
+            raise ValueRangeError(message(f"an input in {x.dtype}", f"{self._operand}, as the weight", "cast one"))
+        tokens, device, size, tile = x.shape[0], x.device, self._operand.itemsize, self._tile
+        y = torch.empty((tokens, self._outputs), dtype=self._result, device=device)
         if not tokens:
             return y
-        if x.stride(1) != 1 or x.stride(0) * size % _PIECE or x.data_ptr() % _PIECE or x.stride(0) < self.inputs:
+        if x.stride(1) != 1 or x.stride(0) * size % _PIECE or x.data_ptr() % _PIECE or x.stride(0) < self._inputs:
             x = x.clone(memory_format=torch.contiguous_format)
-        residual = fitting_residual(residual, tokens, self.outputs)
+        residual = fitting_residual(residual, tokens, self._outputs)
         if residual is not None and residual.data_ptr() % _PIECE:
             residual = residual.clone()
         bias = None if bias is None else bias.contiguous()
-        self.start(packed, x, (bias, residual, x_scales), y)
+        function, of_x, of_weight, processors = self.load(device, residual is not None)
+        values, columns, schedule, *scales = packed
+        block_rows, token_tiles = schedule.shape[0], -(-tokens // tile.tokens)
+        tiles = token_tiles * block_rows
+        maps = (
+            of_x(x.data_ptr(), tokens, self._inputs, x.stride(0) if tokens > 1 else self._inputs),
+            of_weight(values.data_ptr(), values.shape[0] * _HEIGHT, self._width, self._width),
+        )
+        others = (scales[0] if scales else None, x_scales, bias, residual)
+        call = _Call(
+            *[(c_uint64 * 16).from_buffer_copy(each) for each in maps], columns.data_ptr(), schedule.data_ptr(),
+            *[None if each is None else each.data_ptr() for each in others], y.data_ptr(),
+            tokens, self._outputs, block_rows, token_tiles, tiles, tile.group, weights_settled(),
+        )  # fmt: skip
+        function.launch((min(tiles, processors), 1), call, device)
         return y
-
-    @abstractmethod
-    def start(self, packed: Sequence[Tensor], x: Tensor, given: Sequence[Tensor | None], y: Tensor) -> None:
-        """Start the kernel for x (M, K), and a bias, a residual and scales of x where there are some; it writes y."""
-
-    @abstractmethod
-    def loaded(self, device: torch.device, *, residual: bool) -> Loaded:
-        """Compile and load the kernel on a device."""
 
     def load(
         self,
         device: torch.device,
         residual: bool,  # noqa: FBT001 - the other half of a key
-    ) -> Loaded:
-        """Return the kernel on a device, where it is loaded once."""
-        known = self._known.get((device, residual))
-        if known is None:
-            known = self._known[device, residual] = self.loaded(device, residual=residual)
-        return known
-
-    def maps(self, of_x: _Map, of_weight: _Map, x: Tensor, values: Tensor) -> list[Any]:
-        """Return the tensor maps of x and of the kept blocks, as a call holds them."""
-        tokens = x.shape[0]
-        maps = (
-            of_x(x.data_ptr(), tokens, self.inputs, x.stride(0) if tokens > 1 else self.inputs),
-            of_weight(values.data_ptr(), values.shape[0] * _HEIGHT, self._width, self._width),
-        )
-        return [(c_uint64 * 16).from_buffer_copy(each) for each in maps]
-
-
-class StreamedBlockLauncher(BlockMatrixLauncher[BlockMatrixTile]):
-    """Launches the kernel that reads the columns of x for every kept block."""
-
-    def __init__(self, spec: KernelSpec, tile: BlockMatrixTile, operand: torch.dtype) -> None:
-        super().__init__(spec, tile, operand, tile.row // operand.itemsize)
-
-    def start(self, packed: Sequence[Tensor], x: Tensor, given: Sequence[Tensor | None], y: Tensor) -> None:
-        """Start as many blocks of threads as there are multiprocessors, or tiles."""
-        bias, residual, x_scales = given
-        function, of_x, of_weight, processors = self.load(x.device, residual is not None)
-        values, columns, schedule, *scales = packed
-        tokens, block_rows = x.shape[0], schedule.shape[0]
-        token_tiles = -(-tokens // self.tile.tokens)
-        tiles = token_tiles * block_rows
-        others = (scales[0] if scales else None, x_scales, bias, residual)
-        call = _Call(
-            *self.maps(of_x, of_weight, x, values), columns.data_ptr(), schedule.data_ptr(),
-            *[None if each is None else each.data_ptr() for each in others], y.data_ptr(),
-            tokens, self.outputs, block_rows, token_tiles, tiles, self.tile.group, weights_settled(),
-        )  # fmt: skip
-        function.launch((min(tiles, processors), 1), call, x.device)
-
-    def loaded(self, device: torch.device, *, residual: bool) -> Loaded:
-        """Compile ``native/blocks.cu``."""
-        tile, size = self.tile, self.operand.itemsize
+    ) -> _Loaded:
+        """Return the function, what describes x and the weight to it, and the number of multiprocessors."""
+        known = self._loaded.get((device, residual))
+        if known is not None:
+            return known
+        tile, size = self._tile, self._operand.itemsize
         block = ((tile.groups + 1) * 128, tile.shared_bytes())
+        spec = (self._result, self._activation)
         constants = {"FORMAT": int(size == 1), "RESIDUAL": int(residual), "BESIDE": 1}
-        function = load_tile("blocks", tile, self.kind, block, device, constants, early=True, exactly=True)
+        function = load_tile("blocks", tile, spec, block, device, constants, early=True, exactly=True)
         of_x, of_weight = (
-            tensor_map(self.operand, (rows, self._width), _SWIZZLES[tile.row], function.context)
+            tensor_map(self._operand, (rows, self._width), _SWIZZLES[tile.row], function.context)
             for rows in (tile.tokens, _HEIGHT)
         )
-        return function, of_x, of_weight, torch.cuda.get_device_properties(device).multi_processor_count
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        loaded = function, of_x, of_weight, processors
+        self._loaded[device, residual] = loaded
+        return loaded
 
 
-class BlockMatrixKernel(BlockKernel):
+class _CudaKernel(BlockKernel):
     """Sums in float32 over the kept blocks of a row in one fixed order."""
 
-    def __init__(self, launch: BlockMatrixLauncher[Any]) -> None:
-        self._launch = launch
-        super().__init__(launch.layout)
+    def __init__(self, spec: KernelSpec, tile: BlockMatrixTile) -> None:
+        self._launch = BlockMatrixLauncher(spec, tile, HALF_FORMATS[str(spec["input"].format)])
+        super().__init__(self._launch.layout)
 
     def run(self, packed: Sequence[Tensor], *inputs: Tensor | None) -> Tensor:
-        """Return (M, N) for x (M, K), a bias and a residual."""
         x, bias, residual = inputs
         assert x is not None  # noqa: S101 - the operation's convention
         return self._launch(packed, x, bias, residual)
@@ -269,8 +229,7 @@ class CudaBlock(TiledImplement):
 
     def build(self, spec: KernelSpec, params: Params) -> LinearKernel:
         """Lay out the kept blocks; the kernel is compiled at its first run."""
-        tile, operand = BlockMatrixTile.parse(params["tile"]), HALF_FORMATS[str(spec["input"].format)]
-        return BlockMatrixKernel(StreamedBlockLauncher(spec, tile, operand))
+        return _CudaKernel(spec, BlockMatrixTile.parse(params["tile"]))
 
 
 def block_matrix_fits(spec: KernelSpec, itemsize: int) -> Support:

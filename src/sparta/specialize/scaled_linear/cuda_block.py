@@ -14,8 +14,8 @@ from torch import Tensor
 from sparta.specialize.implement import Cause, Params, Support, TiledImplement
 from sparta.specialize.kernel_spec import KernelSpec
 from sparta.specialize.linear.cuda_block import (
+    BlockMatrixLauncher,
     BlockMatrixTile,
-    StreamedBlockLauncher,
     block_matrix_fits,
     block_matrix_tiles,
 )
@@ -29,7 +29,7 @@ __all__ = ["Fp8CudaBlock"]
 
 class _Fp8Kernel(RoundsInputs):
     def __init__(self, spec: KernelSpec, tile: BlockMatrixTile) -> None:
-        self._launch = StreamedBlockLauncher(spec, tile, torch.float8_e4m3fn)
+        self._launch = BlockMatrixLauncher(spec, tile, torch.float8_e4m3fn)
         self._weight, self._round = spec["weight"], InputRounding(spec.attributes["input_scale"])
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:

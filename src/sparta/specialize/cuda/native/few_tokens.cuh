@@ -153,13 +153,11 @@ __device__ __forceinline__ float finish(float value) {
     return value < 0.f ? 0.f : value; // keeps NaN
 #elif ACTIVATION == 2
     const float square = fminf(value * value, 25.f);
-    float sum = fmaf(-7.73093603e-11f, square, 9.00558137e-9f);
-    sum = fmaf(sum, square, -4.40540305e-7f);
-    sum = fmaf(sum, square, 1.14961604e-5f);
-    sum = fmaf(sum, square, -1.54160516e-4f);
-    sum = fmaf(sum, square, -1.36707866e-4f);
-    sum = fmaf(sum, square, 0.104943737f);
-    sum = fmaf(sum, square, 2.30213666f);
+    float sum = fmaf(-1.30230656e-7f, square, 6.82971055e-6f);
+    sum = fmaf(sum, square, -1.20229752e-4f);
+    sum = fmaf(sum, square, -2.54498421e-4f);
+    sum = fmaf(sum, square, 0.105116312f);
+    sum = fmaf(sum, square, 2.30206167f);
     return value * logistic(sum * -value);
 #elif ACTIVATION == 3
     return value * logistic(value * -1.44269504f);

@@ -39,20 +39,15 @@ __device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 ba
                  "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// Copies a box to this place and signals the barrier.
-__device__ __forceinline__ void copy_own_box(u32 to, const void* map, int column, int row, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
-}
-
-// Copies a box to this place in all blocks that share it, and signals the barrier of each.
+// Copies a box of x to this place in all blocks that share it, and signals the barrier of each.
 __device__ __forceinline__ void copy_box(u32 to, const void* map, int column, int row, u32 barrier) {
 #if BESIDE > 1
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
                  "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier),
                  "h"((u16)((1 << BESIDE) - 1)) : "memory");
 #else
-    copy_own_box(to, map, column, row, barrier);
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
 #endif
 }
 
@@ -139,7 +134,6 @@ __device__ __forceinline__ u64 described(u32 address, u32 stride, u64 swizzle) {
 #define FROM_96 \
     "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
     "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define SUMS_48 SUMS_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define SUMS_64 SUMS_32 "," FROM_32
 #define SUMS_88 SUMS_64 "," FROM_64 "," FROM_80
 #define SUMS_96 SUMS_88 "," FROM_88

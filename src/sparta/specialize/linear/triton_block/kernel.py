@@ -104,13 +104,11 @@ def _gelu(x, HALF: tl.constexpr):
     """Return GELU; for results of 16 bits as the C++ kernels have it, right to 2e-5 of itself, or to 3e-7."""
     if HALF:
         square = tl.minimum(x * x, 25.0)
-        power = -7.73093603e-11 * square + 9.00558137e-9
-        power = power * square - 4.40540305e-7
-        power = power * square + 1.14961604e-5
-        power = power * square - 1.54160516e-4
-        power = power * square - 1.36707866e-4
-        power = power * square + 0.104943737
-        power = power * square + 2.30213666
+        power = -1.30230656e-7 * square + 6.82971055e-6
+        power = power * square - 1.20229752e-4
+        power = power * square - 2.54498421e-4
+        power = power * square + 0.105116312
+        power = power * square + 2.30206167
         y = x / (1.0 + tl.exp2(-x * power))
     else:
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
