@@ -1,6 +1,6 @@
 """Attention without a mask by a call of ours, which has kernels for decode steps and for encoders.
 
-What runs follows from the sizes with which a graph is called; where no kernel of ours does, it is PyTorch's own attention.
+What runs follows from the sizes with which a graph is called; where no kernel of ours does, it is PyTorch's own.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ early, and writes the heads of a token side by side, where the layer that follow
 encoder that is worth more than the last percent of the product.
 """
 
-# ruff: noqa: ANN001, ANN202, N803, PLR0913, PLR0917 - Triton's own conventions
+# ruff: noqa: ANN001, ANN202, FBT003, N803, PLR0913, PLR0917 - Triton's own conventions
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations

@@ -32,17 +32,13 @@ struct Call {
 };
 
 // Walks over the tiles of this block of threads: `group` tiles of tokens are worked on before the next ones, and every
-// other round goes backwards, so that who had a long row gets a short one. Where all tokens are one group, rounds of long
-// rows and of short ones take turns: what is written for one is multiplied behind the other. The shortest come last.
+// other round goes backwards, so that who had a long row gets a short one.
 struct Tiles {
     const Call& call;
-    int round = 0, tile = 0, token = 0, last = 0; // round that is exchanged with another
+    int round = 0, tile = 0, token = 0;
     int4 row;
 
-    __device__ __forceinline__ Tiles(const Call& given) : call(given) {
-        if (call.group >= call.token_tiles) last = (call.tiles - 1) / (int)gridDim.x - 1;
-        find();
-    }
+    __device__ __forceinline__ Tiles(const Call& given) : call(given) { find(); }
 
     __device__ __forceinline__ bool left() const { return tile < call.tiles; }
 
@@ -53,15 +49,7 @@ struct Tiles {
 
     __device__ __forceinline__ void find() {
         const int programs = gridDim.x;
-#ifndef ORDER
-#define ORDER 1
-#endif
-#if ORDER == 1
-        const int place = round > last ? round : round % 2 ? last - round / 2 : round / 2;
-#else
-        const int place = round;
-#endif
-        tile = place * programs + (round % 2 ? programs - 1 - (int)blockIdx.x : (int)blockIdx.x);
+        tile = round * programs + (round % 2 ? programs - 1 - (int)blockIdx.x : (int)blockIdx.x);
         if (tile >= call.tiles) return;
         const int before = tile / (call.group * call.block_rows), inside = tile - before * call.group * call.block_rows;
         const int height = min(call.token_tiles - before * call.group, call.group);
@@ -236,35 +224,39 @@ __device__ __forceinline__ void write(const Call& call, const float (&sums)[TOKE
 #if RESIDUAL
             load_transposed(place, pairs);
 #endif
+            float values[8];
 #pragma unroll
             for (int p = 0; p < 4; ++p) {
                 const int h = p % 2, at = (chunk * (CHUNK / 8) + j + p / 2) * 4 + h * 2;
 #if FORMAT
                 const float2 of_tokens = read8(scales + (chunk * CHUNK + (j + p / 2) * 8 + lane % 4 * 2) * 4);
+                values[p * 2] = sums[at] * of_tokens.x * scale[h] + added.bias[h];
+                values[p * 2 + 1] = sums[at + 1] * of_tokens.y * scale[h] + added.bias[h];
+#else
+                values[p * 2] = sums[at] + added.bias[h];
+                values[p * 2 + 1] = sums[at + 1] + added.bias[h];
 #endif
-                u16 bits[2];
+            }
+            finish_all(values);
 #pragma unroll
-                for (int t = 0; t < 2; ++t) {
-                    float value = sums[at + t];
-#if FORMAT
-                    value = value * (t ? of_tokens.y : of_tokens.x) * scale[h];
-#endif
-                    value = finish(value + added.bias[h]);
+            for (int p = 0; p < 4; ++p) {
 #if RESIDUAL
-                    value += to_float((u16)(pairs[p] >> (t * 16)));
+                values[p * 2] += to_float((u16)pairs[p]);
+                values[p * 2 + 1] += to_float((u16)(pairs[p] >> 16));
 #endif
-                    bits[t] = to_bits(value);
-                }
-                pairs[p] = bits[0] | (u32)bits[1] << 16;
+                pairs[p] = to_bits(values[p * 2]) | (u32)to_bits(values[p * 2 + 1]) << 16;
             }
             store_transposed(place, pairs);
         }
         meet(group);
+        uint4 results[CHUNK / 16];
+#pragma unroll
+        for (int pass = 0; pass < CHUNK / 16; ++pass) results[pass] = read16(mine + pass * 16 * PITCH);
 #pragma unroll
         for (int pass = 0; pass < CHUNK / 16; ++pass) {
             const int token = from + pass * 16;
             if (token < call.tokens && n < call.outputs)
-                *reinterpret_cast<uint4*>(call.y + (long long)token * call.outputs + n) = read16(mine + pass * 16 * PITCH);
+                *reinterpret_cast<uint4*>(call.y + (long long)token * call.outputs + n) = results[pass];
         }
         meet(group);
     }
