@@ -11,10 +11,10 @@
 #include "warpgroup.cuh"
 
 constexpr int X_BYTES = TOKENS * ROW, W_BYTES = 64 * ROW, STAGE = X_BYTES + W_BYTES;
-constexpr int CHUNK = 64; // tokens that are written at once
+constexpr int CHUNK = 64;                           // tokens that are written at once
 constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
 constexpr int PITCH = 64 * 2 + 16;                  // bytes between tokens of results on their way out
-constexpr int STAGING = CHUNK * PITCH + (FORMAT ? TOKENS * 4 : 0); // of a warpgroup: results and the scales of tokens
+constexpr int STAGING = CHUNK * PITCH + TOKENS * 4; // of a warpgroup: results and the scales of tokens
 constexpr u64 SWIZZLE = ROW == 128 ? 1 : 2;
 
 struct Call {

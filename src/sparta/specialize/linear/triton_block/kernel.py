@@ -103,13 +103,13 @@ def _ask_early(stored, begin, end, BYTES: tl.constexpr, LINES: tl.constexpr, MOS
 def _gelu(x, KIND: tl.constexpr):
     """Return GELU; for results of 16 bits as the C++ kernels have it, right to a twentieth of what rounding changes."""
     square = x * x
-    if KIND == tl.bfloat16:
+    if tl.bfloat16 == KIND:
         power = 2.19671138e-6 * square - 6.24397535e-5
         power = power * square - 5.62693442e-4
         power = power * square + 0.105785592
         power = power * square + 2.30163852
         y = x / (1.0 + tl.exp2(-x * power))
-    elif KIND == tl.float16:
+    elif tl.float16 == KIND:
         power = 4.84855148e-9 * square - 3.64983450e-7
         power = power * square + 1.10426617e-5
         power = power * square - 1.55515992e-4
