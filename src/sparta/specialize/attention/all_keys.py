@@ -95,5 +95,5 @@ def _loaded(device: torch.device, dtype: torch.dtype) -> _Loaded:
     numbers = {"IS_HALF": int(dtype == torch.float16), "GROUPS": _GROUPS, "STAGES": _STAGES, "BESIDE": 1, "CLUSTER": 1}
     code = compile_native("attend", numbers, torch.cuda.get_device_capability(device), exactly=True)
     function = load_function(code, "attend", (_GROUPS + 1) * 128, shared, device, early=True)
-    maps = [tensor_map_of_heads(dtype, (height, WIDTH), function.context) for height in rows]
-    return _Loaded(function, *maps, torch.cuda.get_device_properties(device).multi_processor_count)
+    of_queries, of_keys = (tensor_map_of_heads(dtype, (height, WIDTH), function.context) for height in rows)
+    return _Loaded(function, of_queries, of_keys, torch.cuda.get_device_properties(device).multi_processor_count)
