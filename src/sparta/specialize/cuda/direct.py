@@ -22,14 +22,7 @@ from sparta.errors import SpartaError, message
 from sparta.specialize.cuda.launch_config import launch_config, overlap_attribute
 from sparta.specialize.cuda.nvrtc import NO_CONTEXT, cuda_driver, driver_reason
 
-__all__ = [
-    "DirectKernel",
-    "direct_kernel",
-    "parameter_layout",
-    "tensor_map",
-    "tensor_map_of_heads",
-    "tensor_map_of_sheets",
-]
+__all__ = ["DirectKernel", "direct_kernel", "parameter_layout", "tensor_map", "tensor_map_of_sheets"]
 
 _MAP_BYTES = 128  # of a tensor map
 _MAP = f"{_MAP_BYTES}s"
@@ -43,7 +36,6 @@ _MAP_KINDS = {  # CUtensorMapDataType; it has no fp8, and bytes are moved alike
     torch.int32: 3,
 }
 _PROMOTE_TO_128, _PROMOTE_TO_256 = 2, 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B, _256B
-_SWIZZLE_128 = 3  # CU_TENSOR_MAP_SWIZZLE_128B
 _LAST_WITH_SMALL_MAPS = 13010  # up to this driver, a bit must be cleared in the maps of small tensors
 _SMALL_BYTES = 128 * 1024
 _MAPS = 256  # that are kept of each matrix
@@ -245,29 +237,6 @@ def tensor_map_of_sheets(
     def encode(address: int, count: int, rows: int) -> bytes:
         sizes, strides = (width, rows, count), (width, rows * width)
         return _encoded(dtype, address, sizes, strides, (width, height, sheets), (0, _PROMOTE_TO_256), context)
-
-    return encode
-
-
-def tensor_map_of_heads(
-    dtype: torch.dtype, box: tuple[int, int], context: c_void_p
-) -> Callable[[int, tuple[int, ...], tuple[int, ...]], bytes]:
-    """Return a function that encodes the map of queries, keys or values, and keeps the last ones.
-
-    It takes an address, and sizes and strides of (batches, heads, rows); rows of a head lie in shared memory one after
-    the other, swizzled by 128 bytes.
-
-    Parameters
-    ----------
-    box
-        Rows that are copied at once, and their width.
-    """
-    height, width = box
-
-    @functools.lru_cache(maxsize=_MAPS)
-    def encode(address: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
-        how = (_SWIZZLE_128, _PROMOTE_TO_128)
-        return _encoded(dtype, address, (width, *sizes[::-1]), strides[::-1], (width, height, 1, 1), how, context)
 
     return encode
 
