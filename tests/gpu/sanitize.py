@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 # Tests, and which of their cases, for each process: small ones, for every access of every thread is checked.
 GROUPS = {
     "test_attention.py::test_ragged_shapes": ("bfloat16",),
+    "test_all_keys.py::test_it_is_attention": ("bfloat16 and not 512",),
     "test_attention.py::test_few_queries_over_many_keys": ("",),
     "test_attention.py::test_sequences_of_several_lengths": ("bfloat16",),
     "test_banks.py::test_every_layout_in_8_bits": ("17-5", "300-700 and fp8", "300-700 and int8"),
@@ -62,6 +63,7 @@ GROUPS = {
 }
 # Groups of kernels in Triton, whose compiler shares memory.
 TRITON = (
+    "test_all_keys",
     "test_attention",
     "test_batch_matmul",
     "test_block_linear",

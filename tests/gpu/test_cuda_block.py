@@ -28,7 +28,10 @@ TILES = [
     BlockMatrixTile(128, 3, 6, group=3), BlockMatrixTile(128, 2, 3, 64), BlockMatrixTile(256, 2, 7, 64),
     BlockMatrixTile(128, 3, 12, 64), BlockMatrixTile(64, 2, 4),
 ]  # fmt: skip
-SHAPES = [(50, 264, 320), (256, 256, 512), (300, 136, 80), (1000, 520, 1040), (277, 1000, 2064), (4096, 1024, 1024)]
+SHAPES = [
+    (50, 264, 320), (256, 256, 512), (300, 136, 80), (1000, 520, 1040), (277, 1000, 2064), (4096, 1024, 1024),
+    (4096, 2568, 512),
+]  # fmt: skip
 
 
 def mask_of(n, k, sparsity=0.7):
@@ -98,8 +101,8 @@ def test_gelu_of_any_number(dtype):
     kernel = CudaBlock().build(spec, CudaBlock().default(spec))
     y = kernel.run(kernel.pack(weight), x, None, None)[:, 5].double()
     expected = functional.gelu(x[:, 0].double())
-    rounding = torch.finfo(dtype).eps / 2 + 3e-5
-    torch.testing.assert_close(y, expected, rtol=rounding, atol=5e-7, equal_nan=True)
+    rounding = torch.finfo(dtype).eps / 2 + (9e-5 if dtype == torch.bfloat16 else 4e-6)
+    torch.testing.assert_close(y, expected, rtol=rounding, atol=1.5e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

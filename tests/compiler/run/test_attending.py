@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from sparta.compiler.run.attending import with_own_attention
 from sparta.compiler.run.stages import staged
-from sparta.specialize.attention.one_query import attention_of_one_query
+from sparta.specialize.attention.unmasked import unmasked_attention
 
 
 class Attention(nn.Module):
@@ -26,7 +26,7 @@ def graph_of(queries, **given):
 
 
 def own_calls(module):
-    return [node for node in module.graph.nodes if node.target is attention_of_one_query]
+    return [node for node in module.graph.nodes if node.target is unmasked_attention]
 
 
 @pytest.mark.parametrize("queries", [1, 3])

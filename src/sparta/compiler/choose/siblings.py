@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from sparta.common.tuning import includes
 from sparta.compiler.choose.layers import choice_for
 from sparta.compiler.choose.trim import made_dense
 from sparta.compiler.choose.workshop import Plans
@@ -22,6 +23,7 @@ from sparta.compiler.lower.subgraph import SubGraph, is_joined
 from sparta.compiler.plan import LayerPlan
 from sparta.compiler.session import Session
 from sparta.errors import SpartaError
+from sparta.specialize.implement import implement_named
 from sparta.specialize.tuning.select import DENSE, Choice
 from sparta.specialize.tuning.store import key_of
 
@@ -40,12 +42,19 @@ def with_products(
     found: list[tuple[JoinedSubGraph, LayerPlan]] = []
     for group in siblings([each for each in subgraphs if each.weight.device.type in _DEVICES]):
         parts = [by_name[part.name] for part in group]
-        measured = [plan for plan in parts if plan.first.entry is not None]
-        if len(measured) not in (0, len(parts)) or (not measured and session.tune == "off"):
+        measured = sum(plan.first.entry is not None for plan in parts)
+        sparse = sum(plan.sparse for plan in parts)
+        if not measured and session.tune == "off":
             continue
+        choices: dict[int, Choice] | None = None
         with suppress(SpartaError):  # such as scales that no kernel takes together
             product = join(group)
-            choices = _choices(product, parts, samples, known, session) if measured else _dense(product, samples)
+            if measured == len(parts):
+                choices = _choices(product, parts, samples, known, session)
+            elif sparse == len(parts):
+                choices = _as_parts(product, parts, samples)
+            elif not measured and not sparse:
+                choices = _dense(product, samples)
             if choices is not None:
                 found.append((product, _plan(product, parts, choices)))
     more = [
@@ -62,7 +71,10 @@ def _choices(
     known: dict[str, Choice],
     session: Session,
 ) -> dict[int, Choice] | None:
-    """Return what runs a product at each size; None where it takes as long as its parts at the first."""
+    """Return what runs a product at each size; None where it takes as long as its parts at the first.
+
+    A product that nobody had time for runs as its parts do: the whole is timed with it and without.
+    """
     chosen: dict[int, Choice] = {}
     for sample in samples:
         x, _ = sample.values[product.parts[0]]
@@ -76,8 +88,27 @@ def _choices(
         problem = partial(product.lowering.problem, spec, product.weight, x, product.bias, None)
         chosen[size] = choice_for(spec, problem, known, session, share=0.5, like=like)
     first = next(iter(chosen.values()))
-    pays = first.entry is not None and milliseconds_of(first) < sum(milliseconds_of(plan.first) for plan in parts)
-    return chosen if pays else None
+    if first.entry is None:
+        return _as_parts(product, parts, samples)
+    return chosen if milliseconds_of(first) < sum(milliseconds_of(plan.first) for plan in parts) else None
+
+
+def _as_parts(
+    product: JoinedSubGraph, parts: Sequence[LayerPlan], samples: Sequence[SizeSample]
+) -> dict[int, Choice] | None:
+    """Return what runs a product without a measurement, at each size what runs one of its layers; None for dense."""
+    chosen: dict[int, Choice] = {}
+    for sample in samples:
+        x, _ = sample.values[product.parts[0]]
+        size, spec = product.lowering.size(x), product.spec(x)
+        like = max((plan.choices[size] for plan in parts), key=milliseconds_of)
+        implement = implement_named(like.implement, spec.op)
+        if like.implement == DENSE or not implement.answer(spec):
+            return None
+        inside = includes(dict(implement.space(spec)), dict(like.params))
+        params = like.params if inside else implement.default(spec)
+        chosen[size] = Choice(like.implement, params, "as its layers: the time was up")
+    return chosen
 
 
 def _dense(product: JoinedSubGraph, samples: Sequence[SizeSample]) -> dict[int, Choice]:

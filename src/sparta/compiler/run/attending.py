@@ -1,6 +1,6 @@
-"""Attention without a mask by a call of ours, which has kernels for one query: a decode step.
+"""Attention without a mask by a call of ours, which has kernels for decode steps and for encoders.
 
-How many queries there are is known when a graph is called; for more than one the call is PyTorch's own attention.
+What runs follows from the sizes with which a graph is called; where no kernel of ours does, it is PyTorch's own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import fx
 
 from sparta.aten import arguments_of
 from sparta.compiler.graph.program import copied
-from sparta.specialize.attention.one_query import attention_of_one_query
+from sparta.specialize.attention.unmasked import unmasked_attention
 
 __all__ = ["with_own_attention"]
 
@@ -29,7 +29,7 @@ def with_own_attention(module: fx.GraphModule) -> fx.GraphModule:
         call = arguments_of(node)
         arguments = (call["query"], call["key"], call["value"], call["scale"])
         with graph.inserting_before(node):
-            own = graph.call_function(attention_of_one_query, arguments, {"shared": bool(call["enable_gqa"])})
+            own = graph.call_function(unmasked_attention, arguments, {"shared": bool(call["enable_gqa"])})
         node.replace_all_uses_with(own)
         graph.erase_node(node)
     graph.lint()

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from sparta.compiler.graph.program import copied
 from sparta.compiler.run.eager import with_fast_paths
 from sparta.compiler.run.rounding import ROUNDING_CALLS
-from sparta.specialize.attention.one_query import attention_of_one_query
+from sparta.specialize.attention.unmasked import unmasked_attention
 
 __all__ = ["calls_to_compile", "staged", "tuned"]
 
@@ -28,7 +28,7 @@ _aten = torch.ops.aten
 # Convolutions come from libraries: Inductor's own template for kernels larger than 1x1 gives wrong results with 8 warps
 # for some shapes (pytorch/pytorch#173068, mended in PyTorch 2.13), and to time it on depthwise ones takes long.
 _TUNED = {"max_autotune": True, "coordinate_descent_tuning": True, "max_autotune_conv_backends": "ATEN"}
-_OWN_CALLS = ROUNDING_CALLS | {attention_of_one_query}
+_OWN_CALLS = ROUNDING_CALLS | {unmasked_attention}
 Compiler = Callable[[fx.GraphModule], Callable[..., Any]]
 
 

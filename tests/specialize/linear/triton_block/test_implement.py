@@ -1,7 +1,9 @@
 """The block kernel, run by Triton's interpreter, computes what the masked dense layer computes, on any shape."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from sparta.errors import MissingPackageError, ShapeError, ValueRangeError
+from sparta.specialize.cuda import nvrtc
 from sparta.specialize.kernel_spec import Epilogue
 from sparta.specialize.linear.spec import linear_spec
 from sparta.specialize.linear.triton_block.implement import TritonBlock
@@ -17,9 +20,10 @@ from sparta.specialize.linear.triton_block.tile import BlockTile
 from sparta.tesa.attribute import TeSA
 from sparta.testing import block_mask, check, linear_reference
 
-pytest.importorskip("triton", reason="Triton is not installed on this platform")
+kernel = pytest.importorskip("sparta.specialize.linear.triton_block.kernel", reason="Triton is not installed")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no CUDA device")
 
+NATIVE = Path(nvrtc.__file__).parent / "native"
 TILES = [
     BlockTile(16, 16, 16),
     BlockTile(16, 16, 16, blocks=4, group=1),
@@ -177,3 +181,47 @@ def test_the_registry_needs_no_triton():
     code = "import sys; sys.modules['triton'] = None; import sparta.nn, sparta.specialize.linear.triton_block.implement"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+GELU_ERRORS = {torch.bfloat16: (9e-5, 1.4e-6), torch.float16: (4e-6, 6e-8)}  # of itself, or so much
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of what is no number any more
+@pytest.mark.parametrize("dtype", GELU_ERRORS, ids=str)
+def test_gelu_of_every_number_of_16_bits(dtype):
+    """The weight is the identity, so results are GELU of x, rounded once; what is not finite spoils its own row."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+    finite = every[every.isfinite()]
+    x = torch.nn.functional.pad(finite, (0, -len(finite) % 16)).view(-1, 16)
+    mask, weight = torch.ones(16, 16, dtype=torch.bool), torch.eye(16).to(dtype)
+    y = run(mask, BlockTile(128, 16, 16), x, weight, activation="gelu").double()
+    relative, absolute = GELU_ERRORS[dtype]
+    relative += torch.finfo(dtype).eps  # the interpreter does not round bf16 to the nearest
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    torch.testing.assert_close(y, functional.gelu(x.double()), rtol=relative, atol=absolute + smallest)
+    odd = torch.zeros(2, 16, dtype=dtype)
+    odd[:, 0] = torch.tensor([torch.nan, torch.inf])
+    y = run(mask, BlockTile(16, 16, 16), odd, weight, activation="gelu")
+    assert y[0].isnan().all()
+    assert y[1, 0] == torch.inf
+
+
+@pytest.mark.parametrize("dtype", GELU_ERRORS, ids=str)
+def test_gelu_between_the_numbers_of_16_bits(dtype):
+    """Sums are in float32: the polynomial holds for all of them, and is the same in Triton and in C++."""
+    number = r"-?\d+\.\d*(?:e-?\d+)?"
+    source = (NATIVE / "few_tokens.cuh").read_text(encoding="utf-8")
+    texts = [text.partition("}")[0] for text in source.split("constexpr float GELU[] = {")[1:]]
+    factors = [float(each) for each in re.findall(number, texts[dtype == torch.bfloat16])]
+    triton = Path(kernel.__file__).read_text(encoding="utf-8")
+    triton = triton.partition(f"KIND == tl.{str(dtype).partition('.')[2]}:")[2].partition("y = x / ")[0]
+    triton = triton.replace("- ", "-")
+    assert [float(each) for each in re.findall(number, triton)] == factors
+    small = torch.logspace(-30, 4, 100_001)
+    x = torch.cat([torch.linspace(-40, 40, 2_000_001), small, -small])
+    power = torch.full_like(x, factors[0])
+    for factor in factors[1:]:
+        power = power * (x * x) + factor
+    y, expected = (x / (1 + torch.exp2(-x * power))).double(), functional.gelu(x.double())
+    relative, absolute = GELU_ERRORS[dtype]
+    assert ((y - expected).abs() <= torch.maximum(relative * expected.abs(), torch.tensor(absolute))).all()

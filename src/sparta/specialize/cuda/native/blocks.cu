@@ -10,10 +10,10 @@
 #include "few_tokens.cuh"
 #include "warpgroup.cuh"
 
-constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
 constexpr int X_BYTES = TOKENS * ROW, W_BYTES = 64 * ROW, STAGE = X_BYTES + W_BYTES;
-constexpr int CHUNK = 64;           // tokens that are written at once
-constexpr int PITCH = 64 * 2 + 16;  // bytes between them
+constexpr int CHUNK = 64;                           // tokens that are written at once
+constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
+constexpr int PITCH = 64 * 2 + 16;                  // bytes between tokens of results on their way out
 constexpr int STAGING = CHUNK * PITCH + TOKENS * 4; // of a warpgroup: results and the scales of tokens
 constexpr u64 SWIZZLE = ROW == 128 ? 1 : 2;
 
@@ -142,27 +142,6 @@ __device__ __forceinline__ void multiply(float (&sums)[TOKENS / 2], u32 w, u32 x
                  : "l"(left), "l"(right), "r"(adds));
 }
 
-// activation(value). GELU is value / (1 + 2^-l), where l, the binary logarithm of Phi / (1 - Phi), is value times a
-// polynomial in its square up to 5^2: right to 2e-5 of itself, or to 3e-7.
-__device__ __forceinline__ float activated(float value) {
-#if ACTIVATION == 2
-    const float square = fminf(value * value, 25.f);
-    float sum = fmaf(-7.73093603e-11f, square, 9.00558137e-9f);
-    sum = fmaf(sum, square, -4.40540305e-7f);
-    sum = fmaf(sum, square, 1.14961604e-5f);
-    sum = fmaf(sum, square, -1.54160516e-4f);
-    sum = fmaf(sum, square, -1.36707866e-4f);
-    sum = fmaf(sum, square, 0.104943737f);
-    sum = fmaf(sum, square, 2.30213666f);
-    float power, inverse;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(sum * -value));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + power));
-    return value * inverse;
-#else
-    return finish(value);
-#endif
-}
-
 __device__ __forceinline__ void load_transposed(u32 row, u32 (&pairs)[4]) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(pairs[0]), "=r"(pairs[1]), "=r"(pairs[2]), "=r"(pairs[3]) : "r"(row) : "memory");
@@ -181,24 +160,45 @@ __device__ __forceinline__ void write16(u32 to, uint4 value) {
                  "r"(value.w) : "memory");
 }
 
-// Scales, adds and writes the sums of one warpgroup: 64 outputs of TOKENS tokens.
-__device__ __forceinline__ void write(const Call& call, const float (&sums)[TOKENS / 2], u32 staging, int first_output,
-                                      int first_token, int group) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, thread = threadIdx.x % 128;
-    const int output = first_output + warp * 16 + lane / 4, n = first_output + thread % 8 * 8;
+// What is added to the results of a thread: the bias of its two outputs, and of the residual the 16 bytes that it writes,
+// for one chunk of tokens.
+struct Added {
     float bias[2] = {0.f, 0.f};
-#if FORMAT
-    float scale[2] = {1.f, 1.f};
+#if RESIDUAL
+    uint4 residual[CHUNK / 16];
 #endif
+};
+
+// Asks for the bias early: it takes as long to come as a warpgroup multiplies a block.
+__device__ __forceinline__ void fetch_bias(const Call& call, Added& added, int first_output) {
+    const int output = first_output + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    for (int h = 0; h < 2; ++h)
+        added.bias[h] = call.bias && output + h * 8 < call.outputs ? to_float(call.bias[output + h * 8]) : 0.f;
+}
+
+#if RESIDUAL
+__device__ __forceinline__ void fetch_residual(const Call& call, Added& added, int first_output, int token) {
+    const int thread = threadIdx.x % 128, n = first_output + thread % 8 * 8;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        if (output + h * 8 >= call.outputs) continue;
-#if FORMAT
-        scale[h] = call.scales[output + h * 8];
-#endif
-        if (call.bias) bias[h] = to_float(call.bias[output + h * 8]);
+    for (int pass = 0; pass < CHUNK / 16; ++pass) {
+        const int from = token + thread / 8 + pass * 16;
+        if (from < call.tokens && n < call.outputs)
+            added.residual[pass] = recent16(call.residual + (long long)from * call.outputs + n);
     }
+}
+#endif
+
+// Scales, adds and writes the sums of one warpgroup: 64 outputs of TOKENS tokens; the residual of the first chunk is there.
+__device__ __forceinline__ void write(const Call& call, const float (&sums)[TOKENS / 2], Added& added, u32 staging,
+                                      int first_output, int first_token, int group) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, thread = threadIdx.x % 128;
+    const int n = first_output + thread % 8 * 8;
 #if FORMAT
+    const int output = first_output + warp * 16 + lane / 4;
+    float scale[2] = {1.f, 1.f};
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+        if (output + h * 8 < call.outputs) scale[h] = call.scales[output + h * 8];
     const u32 scales = staging + CHUNK * PITCH;
     for (int t = thread; t < TOKENS; t += 128)
         write4(scales + t * 4, first_token + t < call.tokens ? call.x_scales[first_token + t] : 0.f);
@@ -210,16 +210,11 @@ __device__ __forceinline__ void write(const Call& call, const float (&sums)[TOKE
         const int from = first_token + chunk * CHUNK + thread / 8;
         const u32 mine = staging + thread / 8 * PITCH + thread % 8 * 16;
 #if RESIDUAL
-        uint4 added[CHUNK / 16];
 #pragma unroll
-        for (int pass = 0; pass < CHUNK / 16; ++pass) {
-            const int token = from + pass * 16;
-            if (token < call.tokens && n < call.outputs)
-                added[pass] = recent16(call.residual + (long long)token * call.outputs + n);
-        }
-#pragma unroll
-        for (int pass = 0; pass < CHUNK / 16; ++pass) write16(mine + pass * 16 * PITCH, added[pass]);
+        for (int pass = 0; pass < CHUNK / 16; ++pass) write16(mine + pass * 16 * PITCH, added.residual[pass]);
         meet(group);
+        if (chunk + 1 < TOKENS / CHUNK)
+            fetch_residual(call, added, first_output, first_token + (chunk + 1) * CHUNK);
 #endif
 #pragma unroll
         for (int j = 0; j < CHUNK / 8; j += 2) {
@@ -229,35 +224,39 @@ __device__ __forceinline__ void write(const Call& call, const float (&sums)[TOKE
 #if RESIDUAL
             load_transposed(place, pairs);
 #endif
+            float values[8];
 #pragma unroll
             for (int p = 0; p < 4; ++p) {
                 const int h = p % 2, at = (chunk * (CHUNK / 8) + j + p / 2) * 4 + h * 2;
 #if FORMAT
                 const float2 of_tokens = read8(scales + (chunk * CHUNK + (j + p / 2) * 8 + lane % 4 * 2) * 4);
+                values[p * 2] = sums[at] * of_tokens.x * scale[h] + added.bias[h];
+                values[p * 2 + 1] = sums[at + 1] * of_tokens.y * scale[h] + added.bias[h];
+#else
+                values[p * 2] = sums[at] + added.bias[h];
+                values[p * 2 + 1] = sums[at + 1] + added.bias[h];
 #endif
-                u16 bits[2];
+            }
+            finish_all(values);
 #pragma unroll
-                for (int t = 0; t < 2; ++t) {
-                    float value = sums[at + t];
-#if FORMAT
-                    value = value * (t ? of_tokens.y : of_tokens.x) * scale[h];
-#endif
-                    value = activated(value + bias[h]);
+            for (int p = 0; p < 4; ++p) {
 #if RESIDUAL
-                    value += to_float((u16)(pairs[p] >> (t * 16)));
+                values[p * 2] += to_float((u16)pairs[p]);
+                values[p * 2 + 1] += to_float((u16)(pairs[p] >> 16));
 #endif
-                    bits[t] = to_bits(value);
-                }
-                pairs[p] = bits[0] | (u32)bits[1] << 16;
+                pairs[p] = to_bits(values[p * 2]) | (u32)to_bits(values[p * 2 + 1]) << 16;
             }
             store_transposed(place, pairs);
         }
         meet(group);
+        uint4 results[CHUNK / 16];
+#pragma unroll
+        for (int pass = 0; pass < CHUNK / 16; ++pass) results[pass] = read16(mine + pass * 16 * PITCH);
 #pragma unroll
         for (int pass = 0; pass < CHUNK / 16; ++pass) {
             const int token = from + pass * 16;
             if (token < call.tokens && n < call.outputs)
-                *reinterpret_cast<uint4*>(call.y + (long long)token * call.outputs + n) = read16(mine + pass * 16 * PITCH);
+                *reinterpret_cast<uint4*>(call.y + (long long)token * call.outputs + n) = results[pass];
         }
         meet(group);
     }
@@ -284,6 +283,8 @@ __device__ __forceinline__ void compute(const Call& call, u32 memory, u32 full, 
             turn ^= 1;
         }
         if (!steps && threadIdx.x % 128 == 0) arrive(turns + after * 8, 0);
+        Added added;
+        fetch_bias(call, added, block_row * 64);
         u32 before = 0; // the barrier of the step whose multiplications may still run
         for (int step = 0; step < steps; ++step, ring.skip(1)) {
             const u32 x = memory + ring.stage * STAGE, w = x + X_BYTES;
@@ -297,6 +298,9 @@ __device__ __forceinline__ void compute(const Call& call, u32 memory, u32 full, 
             if (before && lane == 0) arrive(before, 0);
             before = empty + ring.stage * 8;
         }
+#if RESIDUAL
+        fetch_residual(call, added, block_row * 64, token);
+#endif
         wait_multiplied<0>();
         if (before && lane == 0) arrive(before, 0);
         if (!steps) {
@@ -304,7 +308,7 @@ __device__ __forceinline__ void compute(const Call& call, u32 memory, u32 full, 
 #pragma unroll
             for (int i = 0; i < TOKENS / 2; ++i) sums[i] = 0.f;
         }
-        write(call, sums, staging + group * STAGING, block_row * 64, token, group);
+        write(call, sums, added, staging + group * STAGING, block_row * 64, token, group);
     }
 }
 

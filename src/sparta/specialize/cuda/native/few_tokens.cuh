@@ -138,16 +138,48 @@ __device__ __forceinline__ float2 partial_pair(u32 address, int rank) {
 }
 
 #ifdef ACTIVATION
-__device__ __forceinline__ float finish(float value) {
+// 1 / (1 + 2^power): two instructions that give 4 results per cycle each are what an activation takes.
+__device__ __forceinline__ float logistic(float power) {
+    float whole, inverse;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(whole) : "f"(power));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + whole));
+    return inverse;
+}
+
+// The activation of several values, for results of 16 bits, one step of all after another. GELU is value / (1 + 2^-l), where
+// l, the binary logarithm of Phi / (1 - Phi), is value times a polynomial in its square. Its first factor is above 0, so
+// that it needs no bounds: beyond those for which it is right, it only grows.
+template <int COUNT>
+__device__ __forceinline__ void finish_all(float (&values)[COUNT]) {
 #if ACTIVATION == 1
-    return value < 0.f ? 0.f : value; // keeps NaN
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) values[i] = values[i] < 0.f ? 0.f : values[i]; // keeps NaN
 #elif ACTIVATION == 2
-    return 0.5f * value * (1.f + erff(value * 0.70710678118654752f));
-#elif ACTIVATION == 3
-    return value / (1.f + __expf(-value));
-#else
-    return value;
+#if IS_HALF // right to 4e-6 of itself, or to 6e-8
+    constexpr float GELU[] = {4.84855148e-9f,  -3.64983450e-7f, 1.10426617e-5f, -1.55515992e-4f,
+                              -1.12950840e-4f, 0.104871727f,    2.30218829f};
+#else // right to 9e-5 of itself, a twentieth of what rounding to bf16 changes, or to 1.4e-6
+    constexpr float GELU[] = {2.19671138e-6f, -6.24397535e-5f, -5.62693442e-4f, 0.105785592f, 2.30163852f};
 #endif
+    float sums[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) sums[i] = GELU[0];
+#pragma unroll
+    for (int f = 1; f < sizeof(GELU) / sizeof(float); ++f)
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) sums[i] = fmaf(sums[i], values[i] * values[i], GELU[f]);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) values[i] *= logistic(sums[i] * -values[i]);
+#elif ACTIVATION == 3
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) values[i] *= logistic(values[i] * -1.44269504f);
+#endif
+}
+
+__device__ __forceinline__ float finish(float value) {
+    float values[1] = {value};
+    finish_all(values);
+    return values[0];
 }
 
 #ifdef SLABS
