@@ -123,25 +123,27 @@ __device__ __forceinline__ u32 load_bits(u32 from) {
 
 // Takes the four registers of a multiplication out of a lane's run: what a bit says to be there, else 0.
 __device__ __forceinline__ void expand(u32 (&a)[4], u32 bits, int multiply, u32& at) {
+    constexpr int EACH = 2 / UNIT;     // bits of a register
+    constexpr int SHIFTED = 1 + UNIT;  // bits for which one shift is enough
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-#if UNIT == 1
-        u32 half[2] = {0, 0};
+        u32 found[EACH] = {};
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-            asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p ld.shared.u16 %0, [%1];\n@p add.u32 %1, %1, 2;}"
-                         : "+r"(half[h]), "+r"(at)
-                         : "r"(bits & (1u << (multiply * 8 + r * 2 + h))));
-        a[r] = half[0] | half[1] << 16;
+        for (int h = 0; h < EACH; ++h) {
+            // One instruction tests a bit and leaves it apart; times what brings it to the bytes of a value it is the step
+            // to the next one, in a new register, so that the load before need not have read the old one.
+            const int place = (multiply * 4 + r) * EACH + h, shift = place / SHIFTED * SHIFTED;
+            asm volatile("{.reg .pred p;\n.reg .b32 d;\nlop3.or.b32 d|p, %2, %3, 0, 0xc0, 0;\n"
+#if UNIT == 1
+                         "@p ld.shared.u16 %0, [%1];"
 #else
-        // One instruction tests a bit and leaves it apart; times what brings it to 4 it is the step to the next value.
-        const int place = multiply * 4 + r;
-        a[r] = 0;
-        asm volatile("{.reg .pred p;\n.reg .b32 d;\nlop3.or.b32 d|p, %2, %3, 0, 0xc0, 0;\n"
-                     "@p ld.shared.u32 %0, [%1];\nmad.lo.u32 %1, d, %4, %1;}"
-                     : "+r"(a[r]), "+r"(at)
-                     : "r"(bits >> (place / 3 * 3)), "r"(1 << place % 3), "r"(4 >> place % 3));
+                         "@p ld.shared.u32 %0, [%1];"
 #endif
+                         "\nmad.lo.u32 %1, d, %4, %1;}"
+                         : "+r"(found[h]), "+r"(at)
+                         : "r"(bits >> shift), "r"(1 << (place - shift)), "r"(2 * UNIT >> (place - shift)));
+        }
+        a[r] = EACH == 1 ? found[0] : __byte_perm(found[0], found[EACH - 1], 0x5410);
     }
 }
 
