@@ -1,7 +1,7 @@
 """``cuda-24-twice``: unstructured weights for few tokens, as the sum of two 2:4 weights in one kernel.
 
-The kernel is CUDA C++ (``native/twice24.cu``), compiled at run time for one tile. The sparse matrix unit expands what it
-multiplies; so of a weight that is about half live, a warp itself expands only what some groups of four have too much.
+The kernel is CUDA C++ (``native/twice24.cu``), compiled at run time for one tile. The sparse matrix unit expands what
+it multiplies; so of a weight that is about half live, a warp itself expands only what some groups of four have too much.
 """
 
 from __future__ import annotations

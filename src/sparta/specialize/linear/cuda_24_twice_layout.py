@@ -1,4 +1,4 @@
-"""How an unstructured weight is stored as the sum of two 2:4 weights, in the order in which the sparse matrix unit takes it.
+"""How an unstructured weight is stored as the sum of two 2:4 weights, in the order of the sparse matrix unit.
 
 Of the four inputs of a group the first weight has the first two live ones; what is left is the second weight's, and
 always stands in the last two places. A record has 16 outputs by 128 inputs: where values of the first weight are, as
@@ -157,7 +157,7 @@ class TwiceLayout:
         return _assembled(fixed, whole, flags.flatten(1), sources.flatten(1), self.unit)
 
     def _codes(self, device: torch.device) -> Tensor:
-        """Return which inputs of each group are live, four bits: uint8 (records, 32 lanes, 4 multiplies, 4 registers)."""
+        """Return which inputs of a group are live, four bits: uint8 (records, 32 lanes, 4 multiplies, 4 registers)."""
         (groups, chunks), slabs = self.grid, self.slabs
         padded = pad_matrix(self.weight.mask(device), (groups * slabs * SLAB, chunks * CHUNK))
         # row | chunk, multiply, half of the quad's lanes, second pair, i, odd
@@ -170,7 +170,7 @@ class TwiceLayout:
 
     def _elements(self, positions: Tensor, live: Tensor) -> Tensor:
         """Return the elements of the weight at places of groups (records, 32, 4, 4, 2), -1 where they are not live."""
-        (n, k), (_, chunks), slabs, device = self.weight.shape, self.grid, self.slabs, positions.device
+        k, chunks, slabs, device = self.weight.shape[1], self.grid[1], self.slabs, positions.device
         record = torch.arange(len(positions), device=device).view(-1, 1, 1, 1)
         lane = torch.arange(_LANES, device=device).view(-1, 1, 1)
         multiply, register = torch.arange(4, device=device).view(-1, 1), torch.arange(4, device=device)
@@ -242,7 +242,7 @@ def _assembled(fixed: Tensor, whole: Tensor | None, flags: Tensor, sources: Tens
     flags, sources
         (records, values): what is live of the values that are stored without zeros, and which elements they are.
     """
-    device, records = fixed.device, len(fixed)
+    device = fixed.device
     stored = flags if unit == 1 else torch.unflatten(flags, 1, (-1, 2)).any(2)
     counts = stored.sum(1)
     head = fixed.shape[1] + (0 if whole is None else whole.shape[1])

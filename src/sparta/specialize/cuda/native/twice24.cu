@@ -10,7 +10,7 @@
 // the block and over the cluster, so equal inputs give equal bits.
 //
 // Compile-time numbers: TOKENS, UNIT (values that a bit stands for), WHOLE (whether the first weight is stored with its
-// zeros), SLABS, BESIDE (warps that have slabs of their own), ALONG (warps that share K), CLUSTER, STAGES, IS_HALF,
+// zeros), SLABS, BESIDE (warps that have slabs of their own), ALONG (warps that share K), CLUSTER, STAGES (at most 30), IS_HALF,
 // ACTIVATION.
 
 #include "few_tokens.cuh"
@@ -26,8 +26,6 @@ constexpr int REST_BITS_AT = 256 + (WHOLE ? 0 : BITS_BYTES); // behind the place
 constexpr int VALUES_AT = REST_BITS_AT + BITS_BYTES;
 constexpr int RUNS_AT = VALUES_AT + (WHOLE ? 2048 : 0);
 constexpr u32 LAST_TWO = 0xeeeeeeee;               // places 2 and 3 of every group
-// Whether there are registers for the x of the next record as well.
-constexpr bool AHEAD = 65536 / THREADS >= 80 + SLABS * TOKENS / 2 + 4 * TOKENS;
 constexpr int BARRIERS = (WARPS * STAGES * 8 + 127) / 128 * 128;
 
 struct Call {
@@ -58,56 +56,66 @@ struct Stream {
     long long stride; // of 8 tokens
     int k, inputs, tokens;
 
-    __device__ __forceinline__ void next(uint4 (&x)[4][TOKENS / 8]) {
+    // Loads what multiplication j of the four of a chunk needs; the last one goes on to the next chunk.
+    __device__ __forceinline__ void load(uint4 (&x)[TOKENS / 8], int j) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-#pragma unroll
-            for (int n = 0; n < TOKENS / 8; ++n) {
-                x[j][n] = make_uint4(0, 0, 0, 0);
-                if (k + j * 32 < inputs && n * 8 < tokens)
-                    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
-                                 : "=r"(x[j][n].x), "=r"(x[j][n].y), "=r"(x[j][n].z), "=r"(x[j][n].w)
-                                 : "l"(from + n * stride + j * 32));
-            }
-        k += CHUNK;
-        from += CHUNK;
+        for (int n = 0; n < TOKENS / 8; ++n) {
+            x[n] = make_uint4(0, 0, 0, 0);
+            if (k + j * 32 < inputs && n * 8 < tokens)
+                asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];"
+                             : "=r"(x[n].x), "=r"(x[n].y), "=r"(x[n].z), "=r"(x[n].w)
+                             : "l"(from + n * stride + j * 32));
+        }
+        if (j == 3) k += CHUNK, from += CHUNK;
     }
 };
 
 // The records of a warp, which stand in memory one behind the other: asked for in order, into a ring.
 struct Ring {
     const unsigned char* records;
-    const int* offsets; // of this warp's records, from this lane on
+    const int* offsets; // of what is asked for after the next record
     u32 places, barriers, slot;
-    int count, asked;
-    int begin[2], end[2]; // of 32 records, one in each lane, and of the 32 after them
+    int left, taken;    // records that are not asked for, or not taken yet
+    int begin, end;     // of the record that is asked for next
     u32 stage_asked, stage, parity;
 
-    __device__ __forceinline__ void look(int lane) { // where the 32 records after next are
-        const int i = asked + 32;
-        begin[0] = begin[1], end[0] = end[1];
-        if (i + lane < count) begin[1] = __ldg(offsets + i), end[1] = __ldg(offsets + i + 1);
-    }
-
-    __device__ __forceinline__ void ask(int lane) {
-        if (asked >= count) return;
-        if (asked % 32 == 0) look(lane);
-        const int from = __shfl_sync(0xffffffff, begin[0], asked % 32), to = __shfl_sync(0xffffffff, end[0], asked % 32);
+    __device__ __forceinline__ void ask(int lane, int begin, int end) {
         if (lane == 0) {
-            const u32 barrier = barriers + stage_asked * 8, bytes = (to - from) * 16;
+            const u32 barrier = barriers + stage_asked * 8, bytes = (end - begin) * 16;
             expect(barrier, bytes);
-            copy(places + stage_asked * slot, records + (long long)from * 16, bytes, barrier);
+            copy(places + stage_asked * slot, records + (long long)begin * 16, bytes, barrier);
         }
-        ++asked;
+        --left;
         if (++stage_asked == STAGES) stage_asked = 0;
     }
 
-    // Waits for the next record and returns where it is.
-    __device__ __forceinline__ u32 next() {
-        const u32 place = places + stage * slot;
+    // Asks for as many as have a place; where they are, lanes have looked up together.
+    __device__ __forceinline__ void ask_first(int lane, int offset) {
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i) {
+            begin = __shfl_sync(0xffffffff, offset, i), end = __shfl_sync(0xffffffff, offset, i + 1);
+            if (left > 0) ask(lane, begin, end);
+        }
+        begin = end, end = __shfl_sync(0xffffffff, offset, STAGES + 1);
+        offsets += STAGES + 2;
+    }
+
+    __device__ __forceinline__ void ask_next(int lane) {
+        if (left <= 0) return;
+        ask(lane, begin, end);
+        begin = end;
+        if (left > 0) end = __ldg(offsets);
+        ++offsets;
+    }
+
+    // Waits for the next record and returns where it is; whether there is one.
+    __device__ __forceinline__ bool next(u32& place) {
+        place = places + stage * slot;
+        if (taken == 0) return false;
         wait(barriers + stage * 8, parity);
+        --taken;
         if (++stage == STAGES) stage = 0, parity ^= 1;
-        return place;
+        return true;
     }
 };
 
@@ -147,42 +155,68 @@ __device__ __forceinline__ void expand(u32 (&a)[4], u32 bits, int multiply, u32&
     }
 }
 
-// Multiplies one record by its 128 inputs of all tokens.
-__device__ __forceinline__ void multiply_record(float (&sums)[TOKENS / 8][4], const uint4 (&x)[4][TOKENS / 8], u32 place,
-                                                int lane) {
-    const u32 rest = load_bits(place + REST_BITS_AT + lane * (4 / UNIT));
-    [[maybe_unused]] const u32 first = WHOLE ? 0 : load_bits(place + 256 + lane * (4 / UNIT));
-    u32 places[2];
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(places[0]), "=r"(places[1]) : "r"(place + lane * 8) : "memory");
-    const int own = __popc(rest) + (WHOLE ? 0 : __popc(first));
-    int until = own; // values of the lanes up to this one
+// What a lane knows of a record before it takes values out of it.
+struct Head {
+    u32 place, places[2]; // where it is; where values of the first weight are
+    u32 rest, first;      // bits of both weights
+    u32 at;               // where this lane's run begins
+
+    __device__ __forceinline__ void read(Ring& ring, int lane) {
+        const bool any = ring.next(place);
+        rest = load_bits(place + REST_BITS_AT + lane * (4 / UNIT));
+        first = WHOLE ? 0 : load_bits(place + 256 + lane * (4 / UNIT));
+        asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(places[0]), "=r"(places[1]) : "r"(place + lane * 8) : "memory");
+        if (!any) rest = first = 0; // beyond the last one there is nothing to take
+        const int own = __popc(rest) + (WHOLE ? 0 : __popc(first));
+        int until = own; // values of the lanes up to this one
 #pragma unroll
-    for (int far = 1; far < 32; far *= 2) {
-        const int more = __shfl_up_sync(0xffffffff, until, far);
-        if (lane >= far) until += more;
+        for (int far = 1; far < 32; far *= 2) {
+            const int more = __shfl_up_sync(0xffffffff, until, far);
+            if (lane >= far) until += more;
+        }
+        at = place + RUNS_AT + (until - own) * (2 * UNIT);
     }
-    u32 at = place + RUNS_AT + (until - own) * (2 * UNIT);
+};
+
+constexpr int EXPANDED = WHOLE ? 1 : 2; // weights whose operands are expanded
+
+typedef u32 Operands[4][EXPANDED][4]; // of a record's multiplications
+
+__device__ __forceinline__ void expand(Operands& operands, Head& head, int multiply) {
+    if (!WHOLE) expand(operands[multiply][0], head.first, multiply, head.at);
+    expand(operands[multiply][EXPANDED - 1], head.rest, multiply, head.at);
+}
+
+// Multiplies one record by its 128 inputs of all tokens, and meanwhile takes the operands of the next one; where it is the
+// last one of these inputs, it also loads the next ones.
+template <bool LAST>
+__device__ __forceinline__ void multiply_record(float (&sums)[TOKENS / 8][4], uint4 (&x)[4][TOKENS / 8], Stream& stream,
+                                                const Head& head, Head& next, Operands& operands, int lane) {
+    u32 whole[2][4];
+    const auto load = [&](int j) {
+        if (WHOLE)
+            asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                         : "=r"(whole[j % 2][0]), "=r"(whole[j % 2][1]), "=r"(whole[j % 2][2]), "=r"(whole[j % 2][3])
+                         : "r"(head.place + VALUES_AT + j * 512 + lane * 16)
+                         : "memory");
+    };
+    load(0);
+    load(1);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        u32 a[4], b[4];
-#if WHOLE
-        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                     : "r"(place + VALUES_AT + j * 512 + lane * 16)
-                     : "memory");
-#else
-        expand(a, first, j, at);
-#endif
-        expand(b, rest, j, at);
 #pragma unroll
         for (int n = 0; n < TOKENS / 8; ++n) {
+            const u32(&a)[4] = WHOLE ? whole[j % 2] : operands[j][0];
             if (j % 2)
-                multiply<1>(sums[n], a, x[j][n], places[j / 2]);
+                multiply<1>(sums[n], a, x[j][n], head.places[j / 2]);
             else
-                multiply<0>(sums[n], a, x[j][n], places[j / 2]);
+                multiply<0>(sums[n], a, x[j][n], head.places[j / 2]);
         }
+        if (j < 2) load(j + 2);
 #pragma unroll
-        for (int n = 0; n < TOKENS / 8; ++n) multiply<0>(sums[n], b, x[j][n], LAST_TWO);
+        for (int n = 0; n < TOKENS / 8; ++n) multiply<0>(sums[n], operands[j][EXPANDED - 1], x[j][n], LAST_TWO);
+        if (LAST) stream.load(x[j], j);
+        expand(operands, next, j);
     }
 }
 
@@ -204,37 +238,41 @@ __launch_bounds__(THREADS, 1) twice24(const Call call) {
     ring.places = base + BARRIERS + warp * STAGES * ring.slot;
     if (lane < STAGES) prepare_barrier(ring.barriers + lane * 8);
     barriers_prepared();
-    ring.records = call.records, ring.count = (end - begin) * SLABS;
-    ring.offsets = call.offsets + ((long long)group * call.chunks + begin) * SLABS + lane;
-    // Where values are is older in any case.
-    if (lane < ring.count) ring.begin[1] = __ldg(ring.offsets), ring.end[1] = __ldg(ring.offsets + 1);
+    ring.records = call.records, ring.left = ring.taken = (end - begin) * SLABS;
+    ring.offsets = call.offsets + ((long long)group * call.chunks + begin) * SLABS;
+    const int offset = __ldg(ring.offsets + min(lane, ring.left)); // where values are is older in any case
     __syncwarp();
 
     let_next_begin();
     if (!call.settled) wait_for_last();
-    for (int i = 0; i < STAGES; ++i) ring.ask(lane);
+    ring.ask_first(lane, offset);
     wait_for_last();
     Stream stream;
     stream.k = begin * CHUNK + lane % 4 * 8, stream.inputs = min(call.inputs, end * CHUNK);
     stream.from = call.x + (first_token + lane / 4) * call.x_stride + stream.k, stream.stride = 8 * call.x_stride;
     stream.tokens = call.tokens - first_token - lane / 4;
-    uint4 x[4][TOKENS / 8], x_next[4][TOKENS / 8];
-    if (AHEAD) stream.next(x_next);
+    uint4 x[4][TOKENS / 8];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) stream.load(x[j], j);
 
     float sums[SLABS][TOKENS / 8][4] = {};
+    Operands operands;
+    Head now, next, after;
+    now.read(ring, lane);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) expand(operands, now, j);
+    next.read(ring, lane);
     for (int chunk = begin; chunk < end; ++chunk) {
-        if (AHEAD) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-#pragma unroll
-                for (int n = 0; n < TOKENS / 8; ++n) x[j][n] = x_next[j][n];
-        }
-        stream.next(AHEAD ? x_next : x);
 #pragma unroll
         for (int s = 0; s < SLABS; ++s) {
-            multiply_record(sums[s], x, ring.next(), lane);
+            after.read(ring, lane);
+            if (s < SLABS - 1)
+                multiply_record<false>(sums[s], x, stream, now, next, operands, lane);
+            else
+                multiply_record<true>(sums[s], x, stream, now, next, operands, lane);
             __syncwarp();
-            ring.ask(lane);
+            ring.ask_next(lane);
+            now = next, next = after;
         }
     }
 
