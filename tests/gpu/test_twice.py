@@ -64,7 +64,7 @@ def test_every_layout_is_right(tokens, unit, whole, shape):
     assert not y[:, 3:40].any()
 
 
-def test_more_records_than_a_warp_looks_up_at_once():
+def test_rings_that_go_around_many_times():
     mask = mask_of(64, 40000, 0.5)
     x, weight, spec = draw(5, 40000, dtype=torch.bfloat16), draw(64, 40000, dtype=torch.bfloat16), spec_of(mask, 5)
     for shape in ((1, 1, 2, 1), (4, 1, 8, 1)):

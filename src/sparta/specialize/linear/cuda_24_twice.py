@@ -1,7 +1,8 @@
 """``cuda-24-twice``: unstructured weights for few tokens, as the sum of two 2:4 weights in one kernel.
 
 The kernel is CUDA C++ (``native/twice24.cu``), compiled at run time for one tile. The sparse matrix unit expands what
-it multiplies; so of a weight that is about half live, a warp itself expands only what some groups of four have too much.
+it multiplies; so of a weight that is about half live, a warp itself expands only what some groups of four have
+too much.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import ClassVar
 
 import torch
 
+from sparta.errors import ValueRangeError, message
 from sparta.specialize.cuda.device import HALF_FORMATS, HOPPER, takes
 from sparta.specialize.cuda.few_tokens import SHARED_BYTES, nvrtc_here
 from sparta.specialize.cuda.text_tile import TextTile
@@ -27,7 +29,9 @@ __all__ = ["CudaTwice", "TwiceTile"]
 _MOST_LIVE = {8: 0.7, 16: 0.7}  # density by tokens
 _LEAST_LIVE = 0.2  # below, kernels that skip zeros in both parts read less
 _MULTIPROCESSORS = 132
-_MOST_WARPS, _MOST_STAGES, _SHAPES = 8, 12, 3
+_WARPS, _MOST_STAGES, _SHAPES = 12, 30, 3
+_COPIED, _LINE = 2048, 128  # bytes that are copied at once, and to which rings begin
+_RECORDS = 3  # of a warp at a time: one is multiplied, one expanded, and of one it looks up what it has
 
 
 @dataclass(frozen=True)
@@ -81,30 +85,40 @@ class TwiceTile(TextTile):
         """Of a block."""
         return self.beside * self.along
 
-    def stages(self, largest: int) -> int:
-        """Return how many records of at most `largest` bytes each warp has a place for."""
-        barriers = -(-self.warps * _MOST_STAGES * 8 // 128) * 128
-        return min(_MOST_STAGES, (SHARED_BYTES - barriers) // (self.warps * largest))
+    @property
+    def stages(self) -> int:
+        """Pieces of its records that each warp has a place for."""
+        barriers = -(-self.warps * _MOST_STAGES * 8 // _LINE) * _LINE
+        return min(_MOST_STAGES, ((SHARED_BYTES - barriers) // self.warps - _LINE) // _COPIED)
 
-    def shared_bytes(self, largest: int) -> int:
+    def shared_bytes(self) -> int:
         """Return the shared memory of a block: barriers and rings, later the partial sums."""
-        barriers = -(-self.warps * self.stages(largest) * 8 // 128) * 128
-        ring = self.warps * self.stages(largest) * largest
+        barriers = -(-self.warps * self.stages * 8 // _LINE) * _LINE
+        ring = self.warps * (self.stages * _COPIED + _LINE)
         return barriers + max(ring, self.along * self.tokens * (self.rows + 4) * 4)
+
+    def holds(self, largest: int) -> bool:
+        """Whether the ring of a warp has room for the records that it is at, the largest of so many bytes."""
+        return _RECORDS * largest <= (self.stages - 1) * _COPIED
 
 
 class _TwiceKernel(StreamedKernel):
     """See ``native/twice24.cu``."""
 
     source = "twice24"
-    call = streamed_call(2, "slot")
+    call = streamed_call(2, "stride", "largest")
     early = True
 
     def __init__(self, spec: KernelSpec, tile: TwiceTile) -> None:
-        layout = TwiceLayout(spec["weight"], tile.unit, bool(tile.whole), tile.slabs, tile.beside)
-        largest = layout.largest("cuda" if torch.cuda.is_available() else "cpu")
-        shape, block = (tile.tokens, tile.rows, tile.cluster), (tile.warps * 32, tile.shared_bytes(largest))
-        super().__init__(spec, tile, layout, shape, block, (largest,), {"STAGES": tile.stages(largest)})
+        parts = tile.along * tile.cluster
+        layout = TwiceLayout(spec["weight"], tile.unit, bool(tile.whole), tile.slabs, tile.beside, parts)
+        here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        sizes = layout.sizes(here)
+        if not tile.holds(sizes[1]):
+            allowed = f"records of which {_RECORDS} fit into {(tile.stages - 1) * _COPIED} bytes"
+            raise ValueRangeError(message(f"records of up to {sizes[1]} bytes with {tile.warps} warps", allowed))
+        shape, block = (tile.tokens, tile.rows, tile.cluster), (tile.warps * 32, tile.shared_bytes())
+        super().__init__(spec, tile, layout, shape, block, sizes, {"STAGES": tile.stages})
 
 
 class CudaTwice(TiledImplement):
@@ -147,5 +161,5 @@ def _shapes(outputs: int) -> list[tuple[int, int, int, int]]:
         blocks = -(-outputs // (slabs * beside * SLAB)) * cluster
         waves = -(-blocks // processors)
         busiest = waves * slabs * beside / cluster
-        found.append((busiest, waves, cluster, -slabs, (slabs, beside, _MOST_WARPS // beside, cluster)))
+        found.append((busiest, waves, cluster, -slabs, (slabs, beside, _WARPS // beside, cluster)))
     return [shape for *_, shape in sorted(found)[:_SHAPES]]

@@ -5,13 +5,13 @@
 // the matrix unit expands most of the weight, and threads expand only what few groups of four have too much. A warp
 // multiplies SLABS slabs of 16 outputs by all tokens, over a part of K. Records (16 outputs by 128 inputs; see
 // linear/cuda_24_twice_layout.py) come into a ring in shared memory by bulk copies. What is stored without its zeros are
-// runs, one for each lane, and where a run begins the lanes find by summing up their counts. Inputs are ordered such that
-// a lane's share of x is 16 bytes in a row: it goes from memory to registers. Parts of K are summed in a fixed order, in
-// the block and over the cluster, so equal inputs give equal bits.
+// runs, one for each lane; where a run begins, and the next record, lanes find by summing up their counts. Inputs are
+// ordered such that a lane's share of x is 16 bytes in a row: it goes from memory to registers. Parts of K are summed in
+// a fixed order, in the block and over the cluster, so equal inputs give equal bits.
 //
 // Compile-time numbers: TOKENS, UNIT (values that a bit stands for), WHOLE (whether the first weight is stored with its
-// zeros), SLABS, BESIDE (warps that have slabs of their own), ALONG (warps that share K), CLUSTER, STAGES (at most 30), IS_HALF,
-// ACTIVATION.
+// zeros), SLABS, BESIDE (warps that have slabs of their own), ALONG (warps that share K), CLUSTER, STAGES (at most 32),
+// IS_HALF, ACTIVATION.
 
 #include "few_tokens.cuh"
 #include "bulk.cuh"
@@ -25,20 +25,24 @@ constexpr int BITS_BYTES = 32 * 4 / UNIT;          // bits of all lanes, of one 
 constexpr int REST_BITS_AT = 256 + (WHOLE ? 0 : BITS_BYTES); // behind the places, and the bits of the first weight
 constexpr int VALUES_AT = REST_BITS_AT + BITS_BYTES;
 constexpr int RUNS_AT = VALUES_AT + (WHOLE ? 2048 : 0);
+constexpr int PIECE = 2048;                        // bytes that are copied at once
+constexpr int RING = STAGES * PIECE;               // bytes; 16 more repeat the first ones, for runs that go around
+constexpr int WARP_BYTES = RING + 128;
 constexpr u32 LAST_TWO = 0xeeeeeeee;               // places 2 and 3 of every group
 constexpr int BARRIERS = (WARPS * STAGES * 8 + 127) / 128 * 128;
 
 struct Call {
     const u16* x;
     const unsigned char* records;
-    const int* offsets; // of records, in units of 16 bytes, and the end
+    const int* lengths; // of parts, in bytes: (groups, CLUSTER * ALONG)
     const u16* bias;
     const u16* residual;
     u16* y;
     long long x_stride;
     int tokens, outputs, inputs, chunks;
     int settled; // whether the weight is older than the kernels before this one
-    int slot;    // bytes of the largest record
+    int stride;  // bytes from one part to the next
+    int largest; // bytes of the largest record
 };
 
 template <int SELECTOR>
@@ -70,52 +74,45 @@ struct Stream {
     }
 };
 
-// The records of a warp, which stand in memory one behind the other: asked for in order, into a ring.
+// The records of a warp, which stand in memory one behind the other: asked for in pieces, into a ring.
 struct Ring {
-    const unsigned char* records;
-    const int* offsets; // of what is asked for after the next record
-    u32 places, barriers, slot;
-    int left, taken;    // records that are not asked for, or not taken yet
-    int begin, end;     // of the record that is asked for next
-    u32 stage_asked, stage, parity;
+    const unsigned char* from; // what is asked for next
+    u32 places, barriers;
+    int left;                  // bytes that are not asked for yet
+    int asked, ready;          // pieces
+    u32 stage_asked, stage_ready, parity;
+    u32 place;                 // of the next record
+    int taken;                 // bytes of the records before it
 
-    __device__ __forceinline__ void ask(int lane, int begin, int end) {
+    __device__ __forceinline__ void ask(int lane) {
         if (lane == 0) {
-            const u32 barrier = barriers + stage_asked * 8, bytes = (end - begin) * 16;
-            expect(barrier, bytes);
-            copy(places + stage_asked * slot, records + (long long)begin * 16, bytes, barrier);
+            const u32 bytes = min(left, PIECE), barrier = barriers + stage_asked * 8;
+            const bool first = stage_asked == 0;
+            expect(barrier, first ? bytes + 16 : bytes);
+            copy(places + stage_asked * PIECE, from, bytes, barrier);
+            if (first) copy(places + RING, from, 16, barrier);
         }
-        --left;
+        from += PIECE, left -= PIECE, ++asked;
         if (++stage_asked == STAGES) stage_asked = 0;
     }
 
-    // Asks for as many as have a place; where they are, lanes have looked up together.
-    __device__ __forceinline__ void ask_first(int lane, int offset) {
-#pragma unroll
-        for (int i = 0; i < STAGES; ++i) {
-            begin = __shfl_sync(0xffffffff, offset, i), end = __shfl_sync(0xffffffff, offset, i + 1);
-            if (left > 0) ask(lane, begin, end);
+    // Asks for all that has a place when so many bytes are done with.
+    __device__ __forceinline__ void fill(int done, int lane) {
+        while (left > 0 && (asked - STAGES + 1) * PIECE <= done) ask(lane);
+    }
+
+    // Waits until so many bytes are there.
+    __device__ __forceinline__ void need(int bytes) {
+        while (ready * PIECE < bytes) {
+            wait(barriers + stage_ready * 8, parity);
+            ++ready;
+            if (++stage_ready == STAGES) stage_ready = 0, parity ^= 1;
         }
-        begin = end, end = __shfl_sync(0xffffffff, offset, STAGES + 1);
-        offsets += STAGES + 2;
     }
 
-    __device__ __forceinline__ void ask_next(int lane) {
-        if (left <= 0) return;
-        ask(lane, begin, end);
-        begin = end;
-        if (left > 0) end = __ldg(offsets);
-        ++offsets;
-    }
-
-    // Waits for the next record and returns where it is; whether there is one.
-    __device__ __forceinline__ bool next(u32& place) {
-        place = places + stage * slot;
-        if (taken == 0) return false;
-        wait(barriers + stage * 8, parity);
-        --taken;
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-        return true;
+    // Where in the ring an address is that goes beyond it.
+    __device__ __forceinline__ u32 around(u32 address) const {
+        return address >= places + RING ? address - RING : address;
     }
 };
 
@@ -130,7 +127,8 @@ __device__ __forceinline__ u32 load_bits(u32 from) {
 }
 
 // Takes the four registers of a multiplication out of a lane's run: what a bit says to be there, else 0.
-__device__ __forceinline__ void expand(u32 (&a)[4], u32 bits, int multiply, u32& at) {
+__device__ __forceinline__ void expand(u32 (&a)[4], u32 bits, int multiply, u32& at, const Ring& ring) {
+    at = ring.around(at); // from here, 16 bytes stand in a row
     constexpr int EACH = 2 / UNIT;     // bits of a register
     constexpr int SHIFTED = 1 + UNIT;  // bits for which one shift is enough
 #pragma unroll
@@ -159,13 +157,19 @@ __device__ __forceinline__ void expand(u32 (&a)[4], u32 bits, int multiply, u32&
 struct Head {
     u32 place, places[2]; // where it is; where values of the first weight are
     u32 rest, first;      // bits of both weights
-    u32 at;               // where this lane's run begins
+    u32 at;               // where this lane's run is
+    int end;              // bytes of all records up to this one
 
-    __device__ __forceinline__ void read(Ring& ring, int lane) {
-        const bool any = ring.next(place);
-        rest = load_bits(place + REST_BITS_AT + lane * (4 / UNIT));
-        first = WHOLE ? 0 : load_bits(place + 256 + lane * (4 / UNIT));
-        asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(places[0]), "=r"(places[1]) : "r"(place + lane * 8) : "memory");
+    __device__ __forceinline__ void read(Ring& ring, int length, int largest, int lane) {
+        const bool any = ring.taken < length;
+        ring.need(min(ring.taken + largest, length));
+        place = ring.place;
+        rest = load_bits(ring.around(place + REST_BITS_AT + lane * (4 / UNIT)));
+        first = WHOLE ? 0 : load_bits(ring.around(place + 256 + lane * (4 / UNIT)));
+        asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];"
+                     : "=r"(places[0]), "=r"(places[1])
+                     : "r"(ring.around(place + lane * 8))
+                     : "memory");
         if (!any) rest = first = 0; // beyond the last one there is nothing to take
         const int own = __popc(rest) + (WHOLE ? 0 : __popc(first));
         int until = own; // values of the lanes up to this one
@@ -175,6 +179,9 @@ struct Head {
             if (lane >= far) until += more;
         }
         at = place + RUNS_AT + (until - own) * (2 * UNIT);
+        const int size = (RUNS_AT + __shfl_sync(0xffffffff, until, 31) * (2 * UNIT) + 15) / 16 * 16;
+        ring.taken = end = ring.taken + size;
+        ring.place = ring.around(place + size);
     }
 };
 
@@ -182,22 +189,23 @@ constexpr int EXPANDED = WHOLE ? 1 : 2; // weights whose operands are expanded
 
 typedef u32 Operands[4][EXPANDED][4]; // of a record's multiplications
 
-__device__ __forceinline__ void expand(Operands& operands, Head& head, int multiply) {
-    if (!WHOLE) expand(operands[multiply][0], head.first, multiply, head.at);
-    expand(operands[multiply][EXPANDED - 1], head.rest, multiply, head.at);
+__device__ __forceinline__ void expand(Operands& operands, Head& head, int multiply, const Ring& ring) {
+    if (!WHOLE) expand(operands[multiply][0], head.first, multiply, head.at, ring);
+    expand(operands[multiply][EXPANDED - 1], head.rest, multiply, head.at, ring);
 }
 
-// Multiplies one record by its 128 inputs of all tokens, and meanwhile takes the operands of the next one; where it is the
-// last one of these inputs, it also loads the next ones.
+// Multiplies one record by its 128 inputs of all tokens, and meanwhile takes the operands of the next one. The last one of
+// these inputs also loads those that follow.
 template <bool LAST>
 __device__ __forceinline__ void multiply_record(float (&sums)[TOKENS / 8][4], uint4 (&x)[4][TOKENS / 8], Stream& stream,
-                                                const Head& head, Head& next, Operands& operands, int lane) {
+                                                const Head& head, Head& next, Operands& operands, const Ring& ring,
+                                                int lane) {
     u32 whole[2][4];
     const auto load = [&](int j) {
         if (WHOLE)
             asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                          : "=r"(whole[j % 2][0]), "=r"(whole[j % 2][1]), "=r"(whole[j % 2][2]), "=r"(whole[j % 2][3])
-                         : "r"(head.place + VALUES_AT + j * 512 + lane * 16)
+                         : "r"(ring.around(head.place + VALUES_AT + j * 512 + lane * 16))
                          : "memory");
     };
     load(0);
@@ -216,7 +224,7 @@ __device__ __forceinline__ void multiply_record(float (&sums)[TOKENS / 8][4], ui
 #pragma unroll
         for (int n = 0; n < TOKENS / 8; ++n) multiply<0>(sums[n], operands[j][EXPANDED - 1], x[j][n], LAST_TWO);
         if (LAST) stream.load(x[j], j);
-        expand(operands, next, j);
+        expand(operands, next, j, ring);
     }
 }
 
@@ -234,18 +242,17 @@ __launch_bounds__(THREADS, 1) twice24(const Call call) {
     const u32 base = (u32)__cvta_generic_to_shared(shared);
 
     Ring ring = {};
-    ring.barriers = base + warp * STAGES * 8, ring.slot = call.slot;
-    ring.places = base + BARRIERS + warp * STAGES * ring.slot;
+    ring.places = ring.place = base + BARRIERS + warp * WARP_BYTES, ring.barriers = base + warp * STAGES * 8;
     if (lane < STAGES) prepare_barrier(ring.barriers + lane * 8);
     barriers_prepared();
-    ring.records = call.records, ring.left = ring.taken = (end - begin) * SLABS;
-    ring.offsets = call.offsets + ((long long)group * call.chunks + begin) * SLABS;
-    const int offset = __ldg(ring.offsets + min(lane, ring.left)); // where values are is older in any case
+    const int which = group * parts + part;
+    ring.from = call.records + (long long)which * call.stride, ring.left = call.stride;
     __syncwarp();
 
     let_next_begin();
     if (!call.settled) wait_for_last();
-    ring.ask_first(lane, offset);
+    ring.fill(0, lane); // also beyond the end of a short part: nobody waits to see how long it is
+    const int length = __ldg(call.lengths + which);
     wait_for_last();
     Stream stream;
     stream.k = begin * CHUNK + lane % 4 * 8, stream.inputs = min(call.inputs, end * CHUNK);
@@ -258,23 +265,25 @@ __launch_bounds__(THREADS, 1) twice24(const Call call) {
     float sums[SLABS][TOKENS / 8][4] = {};
     Operands operands;
     Head now, next, after;
-    now.read(ring, lane);
+    ring.left = length - ring.asked * PIECE;
+    now.read(ring, length, call.largest, lane);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) expand(operands, now, j);
-    next.read(ring, lane);
+    for (int j = 0; j < 4; ++j) expand(operands, now, j, ring);
+    next.read(ring, length, call.largest, lane);
     for (int chunk = begin; chunk < end; ++chunk) {
 #pragma unroll
         for (int s = 0; s < SLABS; ++s) {
-            after.read(ring, lane);
+            after.read(ring, length, call.largest, lane);
             if (s < SLABS - 1)
-                multiply_record<false>(sums[s], x, stream, now, next, operands, lane);
+                multiply_record<false>(sums[s], x, stream, now, next, operands, ring, lane);
             else
-                multiply_record<true>(sums[s], x, stream, now, next, operands, lane);
+                multiply_record<true>(sums[s], x, stream, now, next, operands, ring, lane);
             __syncwarp();
-            ring.ask_next(lane);
+            ring.fill(now.end, lane);
             now = next, next = after;
         }
     }
+    ring.need(ring.asked * PIECE); // nothing is on its way any more
 
     // The ring is free now: it takes the partial sums, (ALONG, TOKENS, PITCH); what was a barrier takes nothing else.
     __syncthreads();
