@@ -14,7 +14,6 @@ from typing import ClassVar
 
 import torch
 
-from sparta.errors import ValueRangeError, message
 from sparta.specialize.cuda.device import HALF_FORMATS, HOPPER, takes
 from sparta.specialize.cuda.few_tokens import SHARED_BYTES, nvrtc_here
 from sparta.specialize.cuda.text_tile import TextTile
@@ -29,9 +28,8 @@ __all__ = ["CudaTwice", "TwiceTile"]
 _MOST_LIVE = {8: 0.7, 16: 0.7}  # density by tokens
 _LEAST_LIVE = 0.2  # below, kernels that skip zeros in both parts read less
 _MULTIPROCESSORS = 132
-_WARPS, _MOST_STAGES, _SHAPES = 12, 30, 3
-_COPIED, _LINE = 2048, 128  # bytes that are copied at once, and to which rings begin
-_RECORDS = 3  # of a warp at a time: one is multiplied, one expanded, and of one it looks up what it has
+_MOST_STAGES, _SHAPES = 12, 2
+_FEW_SLABS, _WARPS = 4, (16, 12)  # of up to so many slabs, and of more: what registers hold
 
 
 @dataclass(frozen=True)
@@ -85,40 +83,31 @@ class TwiceTile(TextTile):
         """Of a block."""
         return self.beside * self.along
 
-    @property
-    def stages(self) -> int:
-        """Pieces of its records that each warp has a place for."""
-        barriers = -(-self.warps * _MOST_STAGES * 8 // _LINE) * _LINE
-        return min(_MOST_STAGES, ((SHARED_BYTES - barriers) // self.warps - _LINE) // _COPIED)
+    def stages(self, largest: int) -> int:
+        """Return how many records of at most `largest` bytes each warp has a place for."""
+        barriers = -(-self.warps * _MOST_STAGES * 8 // 128) * 128
+        return min(_MOST_STAGES, (SHARED_BYTES - barriers) // (self.warps * largest))
 
-    def shared_bytes(self) -> int:
+    def shared_bytes(self, largest: int) -> int:
         """Return the shared memory of a block: barriers and rings, later the partial sums."""
-        barriers = -(-self.warps * self.stages * 8 // _LINE) * _LINE
-        ring = self.warps * (self.stages * _COPIED + _LINE)
+        barriers = -(-self.warps * self.stages(largest) * 8 // 128) * 128
+        ring = self.warps * self.stages(largest) * largest
         return barriers + max(ring, self.along * self.tokens * (self.rows + 4) * 4)
-
-    def holds(self, largest: int) -> bool:
-        """Whether the ring of a warp has room for the records that it is at, the largest of so many bytes."""
-        return _RECORDS * largest <= (self.stages - 1) * _COPIED
 
 
 class _TwiceKernel(StreamedKernel):
     """See ``native/twice24.cu``."""
 
     source = "twice24"
-    call = streamed_call(2, "stride", "largest")
+    call = streamed_call(2, "slot")
     early = True
 
     def __init__(self, spec: KernelSpec, tile: TwiceTile) -> None:
-        parts = tile.along * tile.cluster
-        layout = TwiceLayout(spec["weight"], tile.unit, bool(tile.whole), tile.slabs, tile.beside, parts)
+        layout = TwiceLayout(spec["weight"], tile.unit, bool(tile.whole), tile.slabs, tile.beside)
         here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        sizes = layout.sizes(here)
-        if not tile.holds(sizes[1]):
-            allowed = f"records of which {_RECORDS} fit into {(tile.stages - 1) * _COPIED} bytes"
-            raise ValueRangeError(message(f"records of up to {sizes[1]} bytes with {tile.warps} warps", allowed))
-        shape, block = (tile.tokens, tile.rows, tile.cluster), (tile.warps * 32, tile.shared_bytes())
-        super().__init__(spec, tile, layout, shape, block, sizes, {"STAGES": tile.stages})
+        largest = layout.largest(here)
+        shape, block = (tile.tokens, tile.rows, tile.cluster), (tile.warps * 32, tile.shared_bytes(largest))
+        super().__init__(spec, tile, layout, shape, block, (largest,), {"STAGES": tile.stages(largest)})
 
 
 class CudaTwice(TiledImplement):
@@ -148,8 +137,8 @@ class CudaTwice(TiledImplement):
 def _tiles(spec: KernelSpec) -> list[TwiceTile]:
     """Return tiles, the best guess first."""
     tokens = walking_width(spec, _MOST_LIVE)
-    ways = ((1, 1), (2, 1), (1, 0))
-    return [TwiceTile(tokens, *way, *shape) for shape in _shapes(spec["weight"].shape[0]) for way in ways]
+    shapes = _shapes(spec["weight"].shape[0])
+    return [TwiceTile(tokens, unit, 1, *shape) for shape in shapes for unit in (1, 2)]
 
 
 def _shapes(outputs: int) -> list[tuple[int, int, int, int]]:
@@ -157,9 +146,8 @@ def _shapes(outputs: int) -> list[tuple[int, int, int, int]]:
     processors = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 0
     processors = processors or _MULTIPROCESSORS
     found = []
-    for slabs, cluster, beside in itertools.product(range(1, 9), (1, 2), (1, 2)):
-        blocks = -(-outputs // (slabs * beside * SLAB)) * cluster
+    for slabs, cluster in itertools.product(range(1, 9), (1, 2)):
+        blocks = -(-outputs // (slabs * SLAB)) * cluster
         waves = -(-blocks // processors)
-        busiest = waves * slabs * beside / cluster
-        found.append((busiest, waves, cluster, -slabs, (slabs, beside, _WARPS // beside, cluster)))
+        found.append((waves * slabs / cluster, waves, cluster, (slabs, 1, _WARPS[slabs > _FEW_SLABS], cluster)))
     return [shape for *_, shape in sorted(found)[:_SHAPES]]

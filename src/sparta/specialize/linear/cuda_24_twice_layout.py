@@ -4,8 +4,7 @@ Of the four inputs of a group the first weight has the first two live ones; what
 always stands in the last two places. A record has 16 outputs by 128 inputs: where values of the first weight are, as
 the matrix unit wants it; a bit for each value of the second weight, or for both of a group; the first weight with its
 zeros, or bits and live values as well; and the live values of each lane, one behind the other. Records have different
-sizes, which follow from their bits. Those of a warp stand one behind the other, slabs within chunks of inputs, and
-begin at a multiple of what the longest of such parts takes, so that a warp asks for them before it looks up anything.
+sizes and stand in the order in which a warp reads them: slabs within chunks of inputs within groups of slabs.
 
 Inputs are grouped such that what a lane needs of x are 8 neighbours: of every 32 inputs, group 2 i + h has the inputs
 16 h + 2 i, the one after it, and those two 8 further.
@@ -13,7 +12,6 @@ Inputs are grouped such that what a lane needs of x are 8 neighbours: of every 3
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,7 +31,7 @@ CHUNK = 128
 _LANES, _MULTIPLIES, _REGISTERS = 32, 4, 4
 _PLACES = 256  # bytes of a record that say where values of the first weight are
 _WHOLE = 2 * SLAB * CHUNK // 2  # bytes of the first weight with its zeros
-_ALIGNED = 16  # bytes that records are multiples of
+_PIECE = 16  # bytes that records are multiples of
 
 
 def record_bytes(values: int, unit: int, *, whole: bool) -> int:
@@ -55,16 +53,15 @@ def record_bytes(values: int, unit: int, *, whole: bool) -> int:
     """
     bits = _LANES * 4 // unit
     fixed = _PLACES + bits + (_WHOLE if whole else bits)
-    return -(-(fixed + 2 * unit * values) // _ALIGNED) * _ALIGNED
+    return -(-(fixed + 2 * unit * values) // _PIECE) * _PIECE
 
 
 class _Index(NamedTuple):
     """The tensors of a layout on one device."""
 
-    template: Tensor  # int16 (parts, elements): all that is not a value of the weight
-    plan: Tensor  # int32 (parts, elements): the element of the weight that stands there, or -1
-    lengths: Tensor  # int32 (parts,) in bytes
-    largest: int
+    template: Tensor  # int16 (all records): all that is not a value of the weight
+    plan: Tensor  # int32 (all records): the element of the weight that stands there, or -1
+    offsets: Tensor  # int32 (records + 1,) in pieces of 16 bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,15 +80,13 @@ class TwiceLayout:
         Slabs of 16 outputs that a warp multiplies.
     beside
         Groups of slabs of a block; their number is a multiple of it.
-    parts
-        Parts of the inputs.
 
     Examples
     --------
     >>> mask = torch.rand(32, 256) < 0.5
     >>> layout = TwiceLayout(TeSA.from_mask(mask))
     >>> weight = torch.randn(32, 256).bfloat16()
-    >>> records, lengths = layout.pack(weight)
+    >>> records, offsets = layout.pack(weight)
     >>> torch.equal(layout.unpack(records), torch.where(mask, weight, 0))
     True
     """
@@ -101,12 +96,11 @@ class TwiceLayout:
     whole: bool = True
     slabs: int = 1
     beside: int = 1
-    parts: int = 1
     _on: dict[torch.device, _Index] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.unit not in (1, 2) or min(self.slabs, self.beside, self.parts) < 1:
-            given = f"unit={self.unit}, slabs={self.slabs}, beside={self.beside}, parts={self.parts}"
+        if self.unit not in (1, 2) or min(self.slabs, self.beside) < 1:
+            given = f"unit={self.unit}, slabs={self.slabs}, beside={self.beside}"
             raise ValueRangeError(message(given, "a unit of 1 or 2 values, positive numbers"))
 
     @property
@@ -116,26 +110,25 @@ class TwiceLayout:
         blocks = max(1, -(-n // (SLAB * self.slabs * self.beside)))
         return blocks * self.beside, max(1, -(-k // CHUNK))
 
-    def sizes(self, device: torch.device) -> tuple[int, int]:
-        """Return the bytes from one part to the next, and of the largest record.
+    def largest(self, device: torch.device) -> int:
+        """Return the bytes of the largest record.
 
         Parameters
         ----------
         device
             Where weights are packed.
         """
-        index = self._index(device)
-        return 2 * index.plan.shape[1], index.largest
+        return int(self._index(device).offsets.diff().max()) * _PIECE
 
     def pack(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return records, int16 (groups * parts, bytes / 2), and the bytes of each part, int32 (groups * parts,)."""
+        """Return all records, int16 (bytes / 2,), and where they begin in pieces of 16 bytes, int32 (records + 1,)."""
         if tuple(weight.shape) != tuple(self.weight.shape) or weight.element_size() != 2:
             given = f"a weight of shape {tuple(weight.shape)} in {weight.dtype}"
             raise ShapeError(message(given, f"{tuple(self.weight.shape)} in a dtype of 16 bits"))
         index = self._index(weight.device)
         elements = weight.detach().contiguous().view(torch.int16).flatten()
-        records = elements.index_select(0, index.plan.clamp(min=0).flatten()).view_as(index.plan)
-        return torch.where(index.plan < 0, index.template, records), index.lengths
+        records = elements.index_select(0, index.plan.clamp(min=0))
+        return torch.where(index.plan < 0, index.template, records), index.offsets
 
     def unpack(self, records: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Return the weight (N, K) that :meth:`pack` packed."""
@@ -163,52 +156,10 @@ class TwiceLayout:
             # record, lane, multiply, weight, register, value
             flags, sources = torch.stack([own, flags], 3), torch.stack([own_sources, sources], 3)
             bits.insert(0, self._bits(own))
-        head = torch.cat([part.flatten(1) for part in (places, *bits)], 1)
+        parts = [places, *bits]
+        fixed = torch.cat([part.flatten(1) for part in parts], 1)
         whole = own_sources.transpose(1, 2).flatten(1) if self.whole else None
-        return self._assembled(head, whole, flags.flatten(1), sources.flatten(1))
-
-    def _assembled(self, head: Tensor, whole: Tensor | None, flags: Tensor, sources: Tensor) -> _Index:
-        """Return parts that are made of what is in their records.
-
-        Parameters
-        ----------
-        head
-            int16 (records, elements): what records begin with.
-        whole
-            int32 (records, elements): which elements of the weight follow, -1 for zeros; or None.
-        flags, sources
-            (records, values): what is live of the values that are stored without zeros, and which elements they are.
-        """
-        device, unit = head.device, self.unit
-        stored = flags if unit == 1 else torch.unflatten(flags, 1, (-1, 2)).any(2)
-        counts = stored.sum(1)
-        fixed = head.shape[1] + (0 if whole is None else whole.shape[1])
-        sizes = -(-(fixed + unit * counts) * 2 // _ALIGNED) * _ALIGNED // 2  # elements
-        begin, lengths = self._begins(sizes)
-        stride = int(lengths.max())
-        template = torch.zeros(len(lengths) * stride, dtype=torch.int16, device=device)
-        template[begin[:, None] + torch.arange(head.shape[1], device=device)] = head
-        plan = torch.full(template.shape, -1, dtype=torch.int32, device=device)
-        if whole is not None:
-            plan[begin[:, None] + torch.arange(head.shape[1], fixed, device=device)] = whole
-        which = stored.flatten().nonzero()[:, 0]
-        record = which // stored.shape[1]
-        before = counts.cumsum(0) - counts
-        at = begin[record] + fixed + unit * (torch.arange(len(which), device=device) - before[record])
-        for value in range(unit):
-            plan[at + value] = sources.flatten()[which * unit + value]
-        shape = (len(lengths), stride)
-        return _Index(template.view(shape), plan.view(shape), (2 * lengths).to(torch.int32), 2 * int(sizes.max()))
-
-    def _begins(self, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where records begin, and the lengths of parts, for records of these sizes; all in elements."""
-        (groups, chunks), parts = self.grid, self.parts
-        begins = [chunks * part // parts for part in range(parts + 1)]
-        each = torch.tensor([end - begin for begin, end in itertools.pairwise(begins)], device=sizes.device)
-        part = torch.arange(groups * parts, device=sizes.device).repeat_interleave(each.repeat(groups) * self.slabs)
-        lengths = sizes.new_zeros(groups * parts).index_add_(0, part, sizes)
-        before = lengths.cumsum(0) - lengths
-        return sizes.cumsum(0) - sizes - before[part] + part * lengths.max(), lengths
+        return _assembled(fixed, whole, flags.flatten(1), sources.flatten(1), self.unit)
 
     def _codes(self, device: torch.device) -> Tensor:
         """Return which inputs of a group are live, four bits: uint8 (records, 32 lanes, 4 multiplies, 4 registers)."""
@@ -282,3 +233,37 @@ def _places_of(first: Tensor) -> Tensor:
     rows = torch.where(rows >= 1 << 15, rows - (1 << 16), rows).to(torch.int16)
     # record, g, pair, which, quad half, row half  ->  lane (g, which, quad half), pair, row half
     return torch.unflatten(rows, 2, (2, 2)).permute(0, 1, 3, 4, 2, 5).reshape(len(first), _LANES, 4)
+
+
+def _assembled(fixed: Tensor, whole: Tensor | None, flags: Tensor, sources: Tensor, unit: int) -> _Index:
+    """Return records of parts.
+
+    Parameters
+    ----------
+    fixed
+        int16 (records, elements): what records begin with.
+    whole
+        int32 (records, elements): which elements of the weight follow, -1 for zeros; or None.
+    flags, sources
+        (records, values): what is live of the values that are stored without zeros, and which elements they are.
+    """
+    device = fixed.device
+    stored = flags if unit == 1 else torch.unflatten(flags, 1, (-1, 2)).any(2)
+    counts = stored.sum(1)
+    head = fixed.shape[1] + (0 if whole is None else whole.shape[1])
+    pieces = -(-(head + unit * counts) * 2 // _PIECE)
+    offsets = torch.cat([pieces.new_zeros(1), pieces.cumsum(0)])
+    begin = offsets[:-1] * (_PIECE // 2)
+    size = int(offsets[-1]) * (_PIECE // 2)
+    template = torch.zeros(size, dtype=torch.int16, device=device)
+    template[begin[:, None] + torch.arange(fixed.shape[1], device=device)] = fixed
+    plan = torch.full((size,), -1, dtype=torch.int32, device=device)
+    if whole is not None:
+        plan[begin[:, None] + torch.arange(fixed.shape[1], head, device=device)] = whole
+    which = stored.flatten().nonzero()[:, 0]
+    record = which // stored.shape[1]
+    before = counts.cumsum(0) - counts
+    at = begin[record] + head + unit * (torch.arange(len(which), device=device) - before[record])
+    for value in range(unit):
+        plan[at + value] = sources.flatten()[which * unit + value]
+    return _Index(template, plan, offsets.to(torch.int32))
