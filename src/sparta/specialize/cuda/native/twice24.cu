@@ -12,6 +12,8 @@
 // Compile-time numbers: TOKENS, UNIT (values that a bit stands for), WHOLE (whether the first weight is stored with its
 // zeros), SLABS, BESIDE (warps that have slabs of their own), ALONG (warps that share K), CLUSTER, STAGES, IS_HALF,
 // ACTIVATION.
+//
+// To expand a record while the one before is multiplied was slower, and so was x that is loaded later than here.
 
 #include "few_tokens.cuh"
 #include "bulk.cuh"
