@@ -25,8 +25,8 @@ from sparta.specialize.linear.streamed import StreamedKernel, streamed_call, wal
 
 __all__ = ["CudaTwice", "TwiceTile"]
 
-_MOST_LIVE = {8: 0.7, 16: 0.7}  # density by tokens
-_LEAST_LIVE = 0.2  # below, kernels that skip zeros in both parts read less
+_MOST_LIVE = {8: 0.6, 16: 0.6}  # density by tokens
+_LEAST_LIVE = 0.25  # below, kernels that skip zeros in both parts read less
 _MULTIPROCESSORS = 132
 _MOST_STAGES, _SHAPES = 12, 2
 _FEW_SLABS, _WARPS = 4, (16, 12)  # of up to so many slabs, and of more: what registers hold
