@@ -41,7 +41,13 @@ SHAPES = ((14336, 4096), (8192, 8192))
 SPARSITIES = (0.5, 0.7, 0.9)
 TOKENS = (1, 4, 8, 16)
 TARGETS = {0.5: 1.35, 0.7: 2.0, 0.9: 3.5}  # times dense, for any of these tokens
-IMPLEMENTS = {"cuda-bitmap": 2, "cuda-lanes": 3, "cuda-banks": 3, "cuda-gather": 2}  # and how many of their tiles
+IMPLEMENTS = {
+    "cuda-bitmap": 2,
+    "cuda-lanes": 3,
+    "cuda-24-twice": 3,
+    "cuda-banks": 3,
+    "cuda-gather": 2,
+}  # and how many of their tiles
 _COUNT = 20  # calls of a graph
 _RATE = 4.3e12  # bytes a second that a copy reaches on an H200
 _AT_ONCE = 8  # compilations

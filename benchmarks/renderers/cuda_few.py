@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from renderers.bounds import floor_bound
 from renderers.registry import Record, markdown, renderer, source
 
-_KERNELS = ("cuda-banks", "cuda-lanes", "cuda-bitmap", "cuda-gather")
+_KERNELS = ("cuda-banks", "cuda-24-twice", "cuda-lanes", "cuda-bitmap", "cuda-gather")
 
 
 def _means(rows: Sequence[Record], title: str, what: str, targets: dict[float, float]) -> str:

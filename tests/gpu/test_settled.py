@@ -35,6 +35,8 @@ CASES = [
     ("cuda-banks", "unstructured", 1),
     ("cuda-banks", "unstructured", 3),
     ("cuda-lanes", "unstructured", 11),
+    ("cuda-24-twice", "unstructured", 8),
+    ("cuda-24-twice", "unstructured", 14),
     ("cuda-gather", "scattered", 2),
     ("cuda-block-few", "blocks", 1),
     ("cuda-block-few", "blocks", 30),

@@ -34,6 +34,7 @@ from sparta.specialize.linear.cpu_generated import CpuGenerated
 from sparta.specialize.linear.cuda_24 import TwoFour
 from sparta.specialize.linear.cuda_24_matrix import TwoFourMatrix
 from sparta.specialize.linear.cuda_24_resident import TwoFourResident
+from sparta.specialize.linear.cuda_24_twice import CudaTwice
 from sparta.specialize.linear.cuda_banks import CudaBanks
 from sparta.specialize.linear.cuda_bitmap import CudaBitmap
 from sparta.specialize.linear.cuda_block import CudaBlock
@@ -81,6 +82,7 @@ _LINEAR: tuple[type[Implement], ...] = (
     TwoFourResident,
     CudaBitmap,
     CudaLanes,
+    CudaTwice,
     CudaGather,
     CudaBanks,
     SplitLinear,
