@@ -33,6 +33,7 @@ TILES = [shaped(shape, 1) for shape in SHAPES] + [
     MatrixTile(64, 1, 2, 2, depth=2), MatrixTile(64, 2, 1, 4, 2), MatrixTile(128, 2, 1, 4, each=2, split=4),
     MatrixTile(32, 1, 1, 2, 2, depth=2),
 ]  # fmt: skip
+QUARTERS = {f"tiles{quarter}": TILES[quarter::4] for quarter in range(4)}  # a process may take a part of them
 FIRST, SMALL = MatrixTile(256, 2, 2, 4), MatrixTile(64, 1, 1, 14)
 SIZES = [(128, 256, 512), (17, 8, 16), (300, 136, 80), (1000, 520, 1040), (77, 1000, 2064), (4096, 1024, 1024)]
 
@@ -43,21 +44,23 @@ def mask_of(rows, columns, keep=2, seed=0):
     return kept.flatten(1)[:, :columns]
 
 
+@pytest.mark.parametrize("tiles", QUARTERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
-def test_every_tile_is_right(m, n, k, dtype):
+def test_every_tile_is_right(m, n, k, dtype, tiles):
     mask = mask_of(n, k, seed=m)
     x, weight, bias = draw(m, k, dtype=dtype), draw(n, k, dtype=dtype), draw(n, dtype=dtype)
     spec = linear_spec(TeSA.from_mask(mask), m, dtype, epilogue=Epilogue(bias=True), device="cuda")
     assert TwoFourMatrix().supports(spec), TwoFourMatrix().supports(spec).reason
     expected = linear_reference(x, weight, bias, weight_mask=mask.cuda())
-    for tile in TILES:
+    for tile in QUARTERS[tiles]:
         y = run_poisoned(TwoFourMatrix().build(spec, {"tile": str(tile)}), weight, x, bias, None)
         check(y, expected, reduction=k, what=str(tile))
 
 
+@pytest.mark.parametrize("tiles", QUARTERS)
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
-def test_every_tile_is_right_in_fp8(m, n, k):
+def test_every_tile_is_right_in_fp8(m, n, k, tiles):
     mask = mask_of(n, k, keep=1 if m == 77 else 2, seed=m)
     weight, bias = torch.randn(n, k, device="cuda") * (torch.rand(n, 1, device="cuda") + 0.5), draw(n)
     tesa = scaled_weight(weight, TeSA.from_mask(mask))
@@ -65,7 +68,7 @@ def test_every_tile_is_right_in_fp8(m, n, k):
     assert Fp8Matrix().supports(spec), Fp8Matrix().supports(spec).reason
     x = rounded_rows(draw(m, k))
     expected = reference(spec, weight, x, bias)
-    for tile in (tile for tile in TILES if tile.fits(1)):
+    for tile in (tile for tile in QUARTERS[tiles] if tile.fits(1)):
         y = run_poisoned(Fp8Matrix().build(spec, {"tile": str(tile)}), weight, x, bias, None)
         check(y, expected, reduction=k, what=str(tile))
 

@@ -259,6 +259,7 @@ struct Consumer {
         end_multiplying();
         wait_multiplied<1>(); // for the stage before
         keep(others);
+        __syncwarp(); // all lanes have read their places before one of them gives the stage back
         if (before && lane < BESIDE) arrive(before, lane);
         before = empty + ring.stage * 8;
         ring.next();
@@ -291,6 +292,7 @@ struct Consumer {
         wait_multiplied<0>();
         keep(even);
         keep(odd);
+        __syncwarp();
         if (before && lane < BESIDE) arrive(before, lane);
         before = 0;
     }

@@ -33,12 +33,19 @@ struct Call {
     int settled; // whether the weight is older than the kernels before this one
 };
 
-// Waits for the threads that share a part of K.
+// Waits for the threads that share a part of K. Numbers of barriers are known, or the compiler reserves all there are.
+template <int NUMBER = 0>
 __device__ __forceinline__ void meet(int group) {
-    if (WARPS_N == 1)
+    if constexpr (WARPS_N == 1) {
         __syncwarp();
-    else
-        asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP_THREADS) : "memory");
+    } else if constexpr (NUMBER + 1 < WARPS_K) {
+        if (group == NUMBER)
+            asm volatile("bar.sync %0, %1;" ::"n"(NUMBER + 1), "n"(GROUP_THREADS) : "memory");
+        else
+            meet<NUMBER + 1>(group);
+    } else {
+        asm volatile("bar.sync %0, %1;" ::"n"(NUMBER + 1), "n"(GROUP_THREADS) : "memory");
+    }
 }
 
 // Starts the copy of one chunk of x, (TOKENS, CHUNK), into the ring; beyond the edges it is 0.
