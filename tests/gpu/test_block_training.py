@@ -56,15 +56,15 @@ def test_the_gradient_of_kept_blocks(shape, block, dtype):
 
 @pytest.mark.skipif(capability() != HOPPER, reason="the kernel is for Hopper GPUs")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("split", [1, 2, 3, 5, 8, None])
-@pytest.mark.parametrize("cut", [(128, 4), (64, 8), (64, 4)], ids="{0[0]}by{0[1]}".format)
+@pytest.mark.parametrize("split", [1, 2, 4, 8, None])
+@pytest.mark.parametrize("cut", [(128, 4), (128, 2), (64, 8), (64, 4)], ids="{0[0]}by{0[1]}".format)
 @pytest.mark.parametrize(
     "shape", [(512, 384, 1000), (304, 200, 577), (256, 1024, 5000), (128, 128, 512)], ids="{0[0]}x{0[1]}".format
 )
 def test_the_gradient_by_warpgroups(shape, cut, split, dtype):
     n, k, tokens = shape
     mask = block_mask((n, k), (64, 64), 0.6, seed=1, device="cuda")
-    if split == 3:
+    if split == 4:
         mask &= torch.rand(n, k, device="cuda") < 0.9
     mask[64:192] = False  # outputs with nothing kept have sums too
     gradient = MatrixGradient(TeSA.from_mask(mask), *cut, split)

@@ -35,8 +35,8 @@ __all__ = ["BlockMatrixLauncher", "BlockMatrixTile", "CudaBlock", "block_matrix_
 
 _HEIGHT = 64  # outputs that a warpgroup multiplies
 _PIECE = 16  # bytes
-_STAGED = 64  # tokens of a warpgroup's results on their way out
-_PITCH = 144  # bytes between them
+_STAGED = 32  # tokens of one of two parts of a warpgroup's results on their way out
+_RESULTS = 9216  # bytes that are left for both: what is stored counts on as many stages as fit beside them
 _SWIZZLES = {128: 3, 64: 2}  # CUtensorMapSwizzle, by the bytes of a row
 _MOST_COVERED = 0.7
 _FEWEST_TOKENS = 48
@@ -91,7 +91,7 @@ class BlockMatrixTile(TextTile):
 
     def shared_bytes(self) -> int:
         """Return the shared memory of a block: the ring of x and the weight, results, barriers, what aligns them."""
-        results = self.groups * (_STAGED * _PITCH + self.tokens * 4 + 8)
+        results = self.groups * (_RESULTS + self.tokens * 4 + 8)
         return self.stages * self.stage_bytes + results + 1024
 
 
@@ -99,15 +99,15 @@ class _Call(ctypes.Structure):
     """See ``native/blocks.cu``, which aligns it to 64 bytes."""
 
     _fields_ = (
-        *((name, c_uint64 * 16) for name in ("x_map", "w_map")),
-        *((name, c_void_p) for name in ("columns", "schedule", "scales", "x_scales", "bias", "residual", "y")),
+        *((name, c_uint64 * 16) for name in ("x_map", "w_map", "y_map")),
+        *((name, c_void_p) for name in ("columns", "schedule", "scales", "x_scales", "bias", "residual")),
         *((name, c_int) for name in ("tokens", "outputs", "block_rows", "token_tiles", "tiles", "group", "settled")),
-        ("rest", c_uint64 * 5),
+        ("rest", c_uint64 * 6),
     )
 
 
 _Map = Callable[[int, int, int, int], bytes]
-_Loaded = tuple[Function, _Map, _Map, int]
+_Loaded = tuple[Function, _Map, _Map, _Map, int]
 
 
 class BlockMatrixLauncher:
@@ -158,18 +158,19 @@ class BlockMatrixLauncher:
         if residual is not None and residual.data_ptr() % _PIECE:
             residual = residual.clone()
         bias = None if bias is None else bias.contiguous()
-        function, of_x, of_weight, processors = self.load(device, residual is not None)
+        function, of_x, of_weight, of_result, processors = self.load(device, residual is not None)
         values, columns, schedule, *scales = packed
         block_rows, token_tiles = schedule.shape[0], -(-tokens // tile.tokens)
         tiles = token_tiles * block_rows
         maps = (
             of_x(x.data_ptr(), tokens, self._inputs, x.stride(0) if tokens > 1 else self._inputs),
             of_weight(values.data_ptr(), values.shape[0] * _HEIGHT, self._width, self._width),
+            of_result(y.data_ptr(), tokens, self._outputs, self._outputs),
         )
         others = (scales[0] if scales else None, x_scales, bias, residual)
         call = _Call(
             *[(c_uint64 * 16).from_buffer_copy(each) for each in maps], columns.data_ptr(), schedule.data_ptr(),
-            *[None if each is None else each.data_ptr() for each in others], y.data_ptr(),
+            *[None if each is None else each.data_ptr() for each in others],
             tokens, self._outputs, block_rows, token_tiles, tiles, tile.group, weights_settled(),
         )  # fmt: skip
         function.launch((min(tiles, processors), 1), call, device)
@@ -180,7 +181,7 @@ class BlockMatrixLauncher:
         device: torch.device,
         residual: bool,  # noqa: FBT001 - the other half of a key
     ) -> _Loaded:
-        """Return the function, what describes x and the weight to it, and the number of multiprocessors."""
+        """Return the function, what describes x, weight and result to it, and the number of multiprocessors."""
         known = self._loaded.get((device, residual))
         if known is not None:
             return known
@@ -193,8 +194,9 @@ class BlockMatrixLauncher:
             tensor_map(self._operand, (rows, self._width), _SWIZZLES[tile.row], function.context)
             for rows in (tile.tokens, _HEIGHT)
         )
+        of_result = tensor_map(self._result, (_STAGED, _HEIGHT), _SWIZZLES[128], function.context)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        loaded = function, of_x, of_weight, processors
+        loaded = function, of_x, of_weight, of_result, processors
         self._loaded[device, residual] = loaded
         return loaded
 

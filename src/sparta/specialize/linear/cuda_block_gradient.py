@@ -33,9 +33,8 @@ _BOX = 64  # tokens and channels that are fetched at once
 _BOX_BYTES = _BOX * _BOX * 2
 _GROUPS = 2
 _FEWEST_TOKENS = 512  # of one share, and below it smaller products are as fast
-_MOST_SPLITS = 8
+_AT_ONCE = {1: 132, 2: 66, 4: 32, 8: 14}  # clusters of so many blocks that run at once, on an H200
 _AROUND = 8  # steps that it takes to begin and to end, and about as many to add shares
-_GPC = 16  # multiprocessors of a group, whose blocks may form a cluster
 _NO_MORE = 1.15  # times what lower blocks cover
 _DTYPES = tuple(HALF_FORMATS.values())
 _SWIZZLED, _PLAIN = 3, 0  # CUtensorMapSwizzle
@@ -66,8 +65,8 @@ class GradientTile(TextTile):
 
     _choices: ClassVar[dict[str, tuple[int, ...]]] = {
         "height": (64, 128),
-        "boxes": (4, 8),
-        "split": tuple(range(1, _MOST_SPLITS + 1)),
+        "boxes": (2, 4, 8),
+        "split": (1, 2, 4, 8),
     }
 
     @property
@@ -162,7 +161,7 @@ class MatrixGradient:
         if not count:
             return x.new_zeros(n, k), summed
         result, (grad, x) = x.new_empty(n, k), (_addressable(each) for each in (grad, x))
-        split = self._split or _split(count, -(-tokens // _BOX), _processors(device))
+        split = self._split or _split(count, -(-tokens // _BOX))
         loaded = self._load(device, x.dtype, split)
         maps = (
             loaded.of_box(grad.data_ptr(), tokens, n, grad.stride(0) if tokens > 1 else n),
@@ -240,23 +239,18 @@ def _chunked(kept: Tensor, height: int, boxes: int, *, bias: bool) -> _Index:
     return _Index(as_rows, columns.to(torch.int32), dead.to(torch.int32).contiguous())
 
 
-def _split(chunks: int, steps: int, processors: int) -> int:
+def _split(chunks: int, steps: int) -> int:
     """Return how many blocks share the tokens of a chunk, so that every multiprocessor has work.
 
-    >>> [_split(chunks, 128, 132) for chunks in (40, 60, 110)]
-    [3, 2, 1]
+    >>> [_split(chunks, 128) for chunks in (20, 60, 110)]
+    [4, 2, 1]
     """
-    most = max(1, min(_MOST_SPLITS, steps * _BOX // _FEWEST_TOKENS))
+    most = steps * _BOX // _FEWEST_TOKENS
 
     def taken(split: int) -> float:
-        at_once = processors // split if split <= 2 else processors // _GPC * (_GPC // split)  # noqa: PLR2004
-        return -(-chunks // max(1, at_once)) * (-(-steps // split) + (_AROUND if split == 1 else 2 * _AROUND))
+        return -(-chunks // _AT_ONCE[split]) * (-(-steps // split) + (_AROUND if split == 1 else 2 * _AROUND))
 
-    return min(range(1, most + 1), key=taken)
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return min((split for split in _AT_ONCE if split <= max(1, most)), key=taken)
 
 
 def _addressable(matrix: Tensor) -> Tensor:

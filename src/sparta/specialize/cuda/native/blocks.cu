@@ -3,7 +3,8 @@
 //
 // Blocks of threads stay and walk over tiles of 64 outputs, one block row, and TOKENS tokens. One thread has the copy
 // engine fetch the next STAGES kept blocks with their columns of x, and runs on from tile to tile. GROUPS warpgroups take
-// tiles in turn: while one writes its results, the others multiply, so that rows of few kept blocks cost no waiting.
+// tiles in turn: while one writes its results, the others multiply, so that rows of few kept blocks cost no waiting. The
+// copy engine writes results too, from one of two places while the other is filled.
 //
 // Compile-time numbers: IS_HALF, ACTIVATION, FORMAT (0: 16 bits, 1: fp8 with scales of tokens and outputs), RESIDUAL
 // (whether there is one), TOKENS, GROUPS, STAGES, ROW (bytes of a token in a step: 64 or 128), BESIDE (1).
@@ -12,21 +13,21 @@
 
 constexpr int CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
 constexpr int X_BYTES = TOKENS * ROW, W_BYTES = 64 * ROW, STAGE = X_BYTES + W_BYTES;
-constexpr int CHUNK = 64;           // tokens that are written at once
-constexpr int PITCH = 64 * 2 + 16;  // bytes between them
-constexpr int STAGING = CHUNK * PITCH + TOKENS * 4; // of a warpgroup: results and the scales of tokens
+constexpr int CHUNK = 32;               // tokens that are written at once
+constexpr int RESULTS = CHUNK * 64 * 2; // bytes of them, in which the copy engine expects 16 of them exchanged with others
+constexpr int STAGING = 2 * RESULTS;    // of a warpgroup
 constexpr u64 SWIZZLE = ROW == 128 ? 1 : 2;
 
 struct Call {
     alignas(64) unsigned char x_map[128];
     alignas(64) unsigned char w_map[128];
+    alignas(64) unsigned char y_map[128];
     const int* columns;     // of kept blocks: their first input
     const int4* schedule;   // of block rows: their number, first step, end of steps, first column
     const float* scales;    // of outputs
     const float* x_scales;  // of tokens
     const u16* bias;
     const u16* residual;
-    u16* y;
     int tokens, outputs, block_rows, token_tiles, tiles, group;
     int settled; // whether the weight is older than the kernels before this one
 };
@@ -181,11 +182,23 @@ __device__ __forceinline__ void write16(u32 to, uint4 value) {
                  "r"(value.w) : "memory");
 }
 
-// Scales, adds and writes the sums of one warpgroup: 64 outputs of TOKENS tokens.
-__device__ __forceinline__ void write(const Call& call, const float (&sums)[TOKENS / 2], u32 staging, int first_output,
-                                      int first_token, int group) {
+// Has the copy engine write what a warpgroup has laid down, as far as it lies inside y.
+__device__ __forceinline__ void write_results(const Call& call, u32 place, int output, int token) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
+                 "cp.async.bulk.commit_group;" ::"l"(call.y_map), "r"(output), "r"(token), "r"(place) : "memory");
+}
+
+// Waits until all results but the last LEFT ones have been read from their places.
+template <int LEFT>
+__device__ __forceinline__ void wait_written() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+}
+
+// Scales, adds and writes the sums of one warpgroup: 64 outputs of TOKENS tokens. `which` place is free next.
+__device__ __forceinline__ void write(const Call& call, const float (&sums)[TOKENS / 2], u32 staging, u32 scales, u32& which,
+                                      int first_output, int first_token, int group) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, thread = threadIdx.x % 128;
-    const int output = first_output + warp * 16 + lane / 4, n = first_output + thread % 8 * 8;
+    const int output = first_output + warp * 16 + lane / 4;
     float bias[2] = {0.f, 0.f};
 #if FORMAT
     float scale[2] = {1.f, 1.f};
@@ -199,17 +212,15 @@ __device__ __forceinline__ void write(const Call& call, const float (&sums)[TOKE
         if (call.bias) bias[h] = to_float(call.bias[output + h * 8]);
     }
 #if FORMAT
-    const u32 scales = staging + CHUNK * PITCH;
     for (int t = thread; t < TOKENS; t += 128)
         write4(scales + t * 4, first_token + t < call.tokens ? call.x_scales[first_token + t] : 0.f);
-    meet(group);
 #endif
 #pragma unroll
-    for (int chunk = 0; chunk < TOKENS / CHUNK; ++chunk) {
+    for (int chunk = 0; chunk < TOKENS / CHUNK; ++chunk, which ^= RESULTS) {
         if (first_token + chunk * CHUNK >= call.tokens) break;
-        const int from = first_token + chunk * CHUNK + thread / 8;
-        const u32 mine = staging + thread / 8 * PITCH + thread % 8 * 16;
+        const u32 place = staging + which;
 #if RESIDUAL
+        const int row = thread / 8, from = first_token + chunk * CHUNK + row, n = first_output + thread % 8 * 8;
         uint4 added[CHUNK / 16];
 #pragma unroll
         for (int pass = 0; pass < CHUNK / 16; ++pass) {
@@ -217,17 +228,21 @@ __device__ __forceinline__ void write(const Call& call, const float (&sums)[TOKE
             if (token < call.tokens && n < call.outputs)
                 added[pass] = recent16(call.residual + (long long)token * call.outputs + n);
         }
+#endif
+        if (thread == 0) wait_written<1>();
+        meet(group);
+#if RESIDUAL
 #pragma unroll
-        for (int pass = 0; pass < CHUNK / 16; ++pass) write16(mine + pass * 16 * PITCH, added[pass]);
+        for (int pass = 0; pass < CHUNK / 16; ++pass)
+            write16(place + (pass * 16 + row) * 128 + ((thread % 8 ^ row % 8) << 4), added[pass]);
         meet(group);
 #endif
 #pragma unroll
         for (int j = 0; j < CHUNK / 8; j += 2) {
-            const int row = j * 8 + lane / 16 * 8 + lane % 8, column = warp * 16 + lane / 8 % 2 * 8;
-            const u32 place = staging + row * PITCH + column * 2;
+            const u32 mine = place + (j * 8 + lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
             u32 pairs[4];
 #if RESIDUAL
-            load_transposed(place, pairs);
+            load_transposed(mine, pairs);
 #endif
 #pragma unroll
             for (int p = 0; p < 4; ++p) {
@@ -250,27 +265,23 @@ __device__ __forceinline__ void write(const Call& call, const float (&sums)[TOKE
                 }
                 pairs[p] = bits[0] | (u32)bits[1] << 16;
             }
-            store_transposed(place, pairs);
+            store_transposed(mine, pairs);
         }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         meet(group);
-#pragma unroll
-        for (int pass = 0; pass < CHUNK / 16; ++pass) {
-            const int token = from + pass * 16;
-            if (token < call.tokens && n < call.outputs)
-                *reinterpret_cast<uint4*>(call.y + (long long)token * call.outputs + n) = read16(mine + pass * 16 * PITCH);
-        }
-        meet(group);
+        if (thread == 0) write_results(call, place, first_output, first_token + chunk * CHUNK);
     }
 }
 
 // A warpgroup may look into the ring only where all before has come: a barrier does not tell one turn of the ring from the
 // next but one. So each lets the next one in when the last step of its tile is there.
-__device__ __forceinline__ void compute(const Call& call, u32 memory, u32 full, u32 empty, u32 turns, u32 staging) {
+__device__ __forceinline__ void compute(const Call& call, u32 memory, u32 full, u32 empty, u32 turns, u32 staging,
+                                        u32 scales) {
     const int group = threadIdx.x / 128, lane = threadIdx.x % 32, after = group + 1 == GROUPS ? 0 : group + 1;
     Ring ring;
     float sums[TOKENS / 2];
     int at = 0;
-    u32 turn = 0;
+    u32 turn = 0, which = 0;
     for (Tiles tiles(call); tiles.left(); at = at + 1 == GROUPS ? 0 : at + 1) {
         const int steps = tiles.row.z - tiles.row.y, block_row = tiles.row.x, token = tiles.token;
         const bool first = tiles.round == 0;
@@ -304,15 +315,16 @@ __device__ __forceinline__ void compute(const Call& call, u32 memory, u32 full, 
 #pragma unroll
             for (int i = 0; i < TOKENS / 2; ++i) sums[i] = 0.f;
         }
-        write(call, sums, staging + group * STAGING, block_row * 64, token, group);
+        write(call, sums, staging + group * STAGING, scales + group * TOKENS * 4, which, block_row * 64, token, group);
     }
+    if (threadIdx.x % 128 == 0) wait_written<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) blocks(const __grid_constant__ Call call) {
     extern __shared__ unsigned char raw[];
     const u32 memory = (address_of(raw) + 1023) / 1024 * 1024;
-    const u32 staging = memory + STAGES * STAGE, full = staging + GROUPS * STAGING, empty = full + STAGES * 8;
-    const u32 turns = empty + STAGES * 8;
+    const u32 staging = memory + STAGES * STAGE, scales = staging + GROUPS * STAGING, full = scales + GROUPS * TOKENS * 4;
+    const u32 empty = full + STAGES * 8, turns = empty + STAGES * 8;
     if (threadIdx.x == 0) {
         for (int g = 0; g < GROUPS; ++g) make_barrier(turns + g * 8, 1);
         for (int s = 0; s < STAGES; ++s) {
@@ -330,6 +342,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) blocks(const __grid_con
         __syncwarp();
     } else {
         more_registers();
-        compute(call, memory, full, empty, turns, staging);
+        compute(call, memory, full, empty, turns, staging, scales);
     }
 }

@@ -7,7 +7,7 @@
 // x is transposed: both lie in shared memory as they do in memory, 64 tokens by 64 channels at once, and the instruction
 // takes them so. One thread has the copy engine fetch what is next, another has it write zeros into dead blocks.
 //
-// Compile-time numbers: IS_HALF, HEIGHT (64 or 128), BOXES (4 or 8), STAGES, SPLIT, CLUSTER (the same), GROUPS (2),
+// Compile-time numbers: IS_HALF, HEIGHT (64 or 128), BOXES (2, 4 or 8), STAGES, SPLIT, CLUSTER (the same), GROUPS (2),
 // BESIDE (1).
 #include "few_tokens.cuh"
 #include "warpgroup.cuh"
@@ -213,6 +213,7 @@ __device__ __forceinline__ void compute(const Call& call, const int4& chunk, con
     else
         multiply_steps<false>(sums, of_grad, steps, memory, full, empty, ones);
 #if SPLIT > 1
+    __syncwarp(); // barriers of clusters count warps whose lanes come together
     meet_cluster(); // all have read their rings
     give(sums, of_grad, memory, rank);
     meet_cluster();

@@ -358,6 +358,7 @@ __device__ __forceinline__ void compute(const Call& call, Tiles& tiles, u32 memo
         consumer.multiply_tile(sums, steps);
 #if SPLIT > 1
         const bool any = steps.begin < steps.end;
+        __syncwarp(); // barriers of clusters count warps whose lanes come together
         meet_cluster(); // all have read their rings; there is one tile for each cluster
         give(sums, any, memory, group, rank);
         meet_cluster();
