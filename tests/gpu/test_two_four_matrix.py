@@ -171,7 +171,7 @@ def test_a_layer_trains_and_compiles_with_it():
         check(torch.compile(layer, fullgraph=True)(x), expected, reduction=512)
 
 
-def test_a_mask_that_is_two_four_along_both_axes_has_a_sparse_gradient_too():
+def test_a_mask_that_is_two_four_along_both_axes_has_sparse_gradients():
     n, k, m = 256, 512, 300
     mask = torch.eye(2, dtype=torch.bool).repeat_interleave(2, 0).repeat_interleave(2, 1).repeat(n // 4, k // 4)
     kernels = []
@@ -179,12 +179,15 @@ def test_a_mask_that_is_two_four_along_both_axes_has_a_sparse_gradient_too():
         spec = linear_spec(TeSA.from_mask(side), m, torch.bfloat16, device="cuda")
         kernels.append(TwoFourMatrix().build(spec, TwoFourMatrix().default(spec)))
     state = LinearState(TeSA.from_mask(mask), *kernels)
-    x, weight, grad = draw(m, k).requires_grad_(), draw(n, k).requires_grad_(), draw(m, n)
-    run_linear(x, weight, None, state, keep=False).backward(grad)
-    exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, weight))
-    functional.linear(exact_x, torch.where(mask.cuda(), exact_weight, 0.0)).backward(grad.double())
+    given = [draw(m, k), draw(n, k), draw(n)]
+    x, weight, bias = (each.clone().requires_grad_() for each in given)
+    grad = draw(m, n)
+    run_linear(x, weight, bias, state, keep=False).backward(grad)
+    exact_x, exact_weight, exact_bias = (each.double().requires_grad_() for each in given)
+    functional.linear(exact_x, torch.where(mask.cuda(), exact_weight, 0.0), exact_bias).backward(grad.double())
     check(x.grad, exact_x.grad, reduction=n)
     check(weight.grad, exact_weight.grad, reduction=m)
+    check(bias.grad, exact_bias.grad, reduction=m)
     assert not weight.grad[~mask.cuda()].any()
 
 

@@ -1,4 +1,4 @@
-"""What comes after a dense product of a weight's gradient, under Triton's interpreter: dead weights and sums of grad."""
+"""What follows a dense product of a weight's gradient, under Triton's interpreter: dead weights, sums of grad."""
 
 import pytest
 import torch

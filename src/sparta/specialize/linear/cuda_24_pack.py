@@ -45,54 +45,35 @@ def pack_pairs(
 
 
 @triton.jit
-def live_pair(place, first, second):
-    """Return two values of 16 bits, 0 where they are not live, as one of 32."""
-    low = tl.where((place >> 4) & 1 != 0, first & 0xFFFF, 0)
-    return low | (tl.where((place >> 5) & 1 != 0, second & 0xFFFF, 0) << 16)
-
-
-@triton.jit
-def store_chunk(packed, number, pairs, line, quarter, inner, selectors):
-    """Store a step of a slab: pairs (64, 4, 4) of live values of each output, and then the places."""
+def store_pairs(tile, places, selectors, packed, number, rows, group, steps):
+    """Store one step of a slab: of a tile (64, 64) of 16 bits the live pairs of every four columns, then the places."""
+    place = tl.load(places + rows[:, None] * (steps * 16) + group[None, :]).to(tl.int32)
+    fours, which = tl.reshape(tile.to(tl.int32) & 0xFFFF, (64, 16, 4)), tl.arange(0, 4)[None, None, :]
+    first = tl.sum(tl.where((place & 3)[:, :, None] == which, fours, 0), 2)
+    second = tl.sum(tl.where(((place >> 2) & 3)[:, :, None] == which, fours, 0), 2)
+    pairs = tl.where((place & 16) != 0, first, 0) | (tl.where((place & 32) != 0, second, 0) << 16)
+    line, four = tl.arange(0, 64)[:, None], tl.arange(0, 16)[None, :]
+    half = (four // 4 % 2) ^ (line // 4 % 2)
     target = packed + number * 1152
-    half = (quarter % 2) ^ ((line // 4) % 2)
-    tl.store(target + (quarter // 2 * 512 + line * 8 + half * 4) + inner, pairs)
+    tl.store(target + four // 8 * 512 + line * 8 + half * 4 + four % 4, pairs)
     rest = tl.arange(0, 128)
     tl.store(target + 1024 + rest, tl.load(selectors + number * 128 + rest))
 
 
 @triton.jit
-def pack_both(
-    weight, fours, places, selectors, packed, places_t, selectors_t, packed_t, N, K, steps, steps_t, blocks
-):  # fmt: skip
-    """Pack 64 rows and 64 columns of the weight, and the same as columns and rows of the transposed one.
-
-    `fours` are the same weight, in integers of four neighbours of a row.
-    """
+def pack_both(weight, places, selectors, packed, places_t, selectors_t, packed_t, N, K, steps, steps_t, blocks):
+    """Pack 64 rows and 64 columns of the weight, and the same as columns and rows of the transposed one."""
     number = tl.program_id(0).to(tl.int64)
     upper, left = number // blocks, number % blocks
-    line = tl.arange(0, 64)[:, None, None]
-    quarter, inner = tl.arange(0, 4)[None, :, None], tl.arange(0, 4)[None, None, :]
-    group = quarter * 4 + inner
+    line, four = tl.arange(0, 64), tl.arange(0, 16)
+    row, column = upper * 64 + line, left * 64 + line
+    inside = (row < N)[:, None] & (column < K)[None, :]
+    tile = tl.load(weight + row[:, None] * K + column[None, :], mask=inside, other=0)
     if left < steps:
-        row, four = upper * 64 + line, left * 16 + group
-        place = tl.load(places + row * (steps * 16) + four).to(tl.int32)
-        word = tl.load(fours + row * (K // 4) + four, mask=(row < N) & (four < K // 4), other=0)
-        first = (word >> ((place & 3) * 16).to(tl.int64)).to(tl.int32)
-        second = (word >> (((place >> 2) & 3) * 16).to(tl.int64)).to(tl.int32)
-        pairs = live_pair(place, first, second)
-        store_chunk(packed, upper * steps + left, pairs, line, quarter, inner, selectors)
+        store_pairs(tile, places, selectors, packed, upper * steps + left, row, left * 16 + four, steps)
     if upper < steps_t:
-        column, row = left * 64 + line, upper * 64 + group * 4
-        place = tl.load(places_t + column * (steps_t * 16) + (upper * 16 + group)).to(tl.int32)
-        first = tl.zeros((64, 4, 4), tl.int32)
-        second = first
-        for j in tl.static_range(4):
-            value = tl.load(weight + (row + j) * K + column, mask=(row < N) & (column < K), other=0).to(tl.int32)
-            first = tl.where((place & 3) == j, value, first)
-            second = tl.where(((place >> 2) & 3) == j, value, second)
-        pairs = live_pair(place, first, second)
-        store_chunk(packed_t, left * steps_t + upper, pairs, line, quarter, inner, selectors_t)
+        turned = tl.trans(tile)
+        store_pairs(turned, places_t, selectors_t, packed_t, left * steps_t + upper, column, upper * 16 + four, steps_t)
 
 
 INTERPRETED = not isinstance(pack_pairs, triton.runtime.JITFunction)
@@ -144,6 +125,6 @@ def pack_both_on_gpu(
         (places, selectors.view(torch.int32), packed.view(torch.int32))
         for (places, selectors), packed in zip((index, transposed), both, strict=True)
     )
-    arguments = (weight, weight.view(torch.int64), *first, *second, *weight.shape, steps, steps_t, blocks)
+    arguments = (weight, *first, *second, *weight.shape, steps, steps_t, blocks)
     _pack_both(rows * blocks, arguments, weight.device, {"num_warps": 4})
     return both[0], both[1]

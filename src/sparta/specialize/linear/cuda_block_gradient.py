@@ -9,6 +9,7 @@ the way, all in one launch.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from ctypes import c_int, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -32,9 +33,8 @@ __all__ = ["GradientTile", "MatrixGradient", "gradient_tile"]
 _BOX = 64  # tokens and channels that are fetched at once
 _BOX_BYTES = _BOX * _BOX * 2
 _GROUPS = 2
-_FEWEST_TOKENS = 512  # of one share, and below it smaller products are as fast
-_AT_ONCE = {1: 132, 2: 66, 4: 32, 8: 14}  # clusters of so many blocks that run at once, on an H200
-_AROUND = 8  # steps that it takes to begin and to end, and about as many to add shares
+_FEWEST_TOKENS, _FEWEST_CHUNKS = 512, 48  # below them, a kernel that shares out the tokens fills more of the GPU
+_AT_ONCE = 132  # blocks that run at once on an H200
 _NO_MORE = 1.15  # times what lower blocks cover
 _DTYPES = tuple(HALF_FORMATS.values())
 _SWIZZLED, _PLAIN = 3, 0  # CUtensorMapSwizzle
@@ -50,8 +50,6 @@ class GradientTile(TextTile):
         Outputs of a chunk.
     boxes
         Strips of 64 inputs of a chunk.
-    split
-        Blocks that share the tokens of one chunk.
 
     Examples
     --------
@@ -61,17 +59,20 @@ class GradientTile(TextTile):
 
     height: int = 128
     boxes: int = 4
-    split: int = 1
 
     _choices: ClassVar[dict[str, tuple[int, ...]]] = {
         "height": (64, 128),
         "boxes": (2, 4, 8),
-        "split": (1, 2, 4, 8),
     }
 
     @property
+    def fetched(self) -> int:
+        """Boxes of 64 channels that are fetched for 64 tokens: with it grows what a block takes for its chunk."""
+        return self.height // _BOX + self.boxes
+
+    @property
     def _stage_bytes(self) -> int:
-        return (self.height // _BOX + self.boxes) * _BOX_BYTES + 16
+        return self.fetched * _BOX_BYTES + 16
 
     @property
     def stages(self) -> int:
@@ -82,6 +83,9 @@ class GradientTile(TextTile):
     def shared_bytes(self) -> int:
         """Shared memory of a block: the ring with its barriers, zeros, ones, what aligns them."""
         return self.stages * self._stage_bytes + _BOX_BYTES + 2048
+
+
+_TILES = (GradientTile(128, 4), GradientTile(128, 2), GradientTile(64, 8), GradientTile(64, 4))
 
 
 class _Call(ctypes.Structure):
@@ -126,16 +130,16 @@ class MatrixGradient:
     weight
         Of shape (N, K), multiples of 8.
     tile
-        How it is cut; with a `split` of None, tokens are shared out as suits their number.
+        How it is cut.
     """
 
-    def __init__(self, weight: TeSA, height: int, boxes: int, split: int | None = None) -> None:
-        self._weight, self._height, self._boxes, self._split = weight, height, boxes, split
-        self._kept = kept_grid(weight, (height, _BOX)).cpu()
-        layout = BlockLayout(weight, BlockTile(height=height, width=_BOX))
+    def __init__(self, weight: TeSA, tile: GradientTile) -> None:
+        self._weight, self._tile = weight, tile
+        self._kept = kept_grid(weight, (tile.height, _BOX)).cpu()
+        layout = BlockLayout(weight, BlockTile(height=tile.height, width=_BOX))
         self._whole = weight.count("live") == layout.inside(*self._kept.nonzero(as_tuple=True))
         self._on: dict[tuple[torch.device, bool], _Index] = {}
-        self._loaded: dict[tuple[torch.device, torch.dtype, int], _Loaded] = {}
+        self._loaded: dict[tuple[torch.device, torch.dtype], _Loaded] = {}
 
     @staticmethod
     def takes(x: Tensor) -> bool:
@@ -161,8 +165,7 @@ class MatrixGradient:
         if not count:
             return x.new_zeros(n, k), summed
         result, (grad, x) = x.new_empty(n, k), (_addressable(each) for each in (grad, x))
-        split = self._split or _split(count, -(-tokens // _BOX))
-        loaded = self._load(device, x.dtype, split)
+        loaded = self._load(device, x.dtype)
         maps = (
             loaded.of_box(grad.data_ptr(), tokens, n, grad.stride(0) if tokens > 1 else n),
             loaded.of_box(x.data_ptr(), tokens, k, x.stride(0) if tokens > 1 else k),
@@ -174,32 +177,31 @@ class MatrixGradient:
             index.columns.data_ptr(), index.dead.data_ptr(), None if shown is None else shown.data_ptr(),
             result.data_ptr(), None if summed is None else summed.data_ptr(), tokens, n, k, len(index.dead),
         )  # fmt: skip
-        loaded.function.launch((count * split, 1), call, device)
+        loaded.function.launch((count, 1), call, device)
         return result, summed
 
-    def _load(self, device: torch.device, dtype: torch.dtype, split: int) -> _Loaded:
-        known = self._loaded.get((device, dtype, split))
+    def _load(self, device: torch.device, dtype: torch.dtype) -> _Loaded:
+        known, tile = self._loaded.get((device, dtype)), self._tile
         if known is not None:
             return known
-        tile = GradientTile(self._height, self._boxes, split)
-        constants = {"STAGES": tile.stages, "CLUSTER": split, "GROUPS": _GROUPS, "BESIDE": 1}
+        constants = {"STAGES": tile.stages, "CLUSTER": 1, "GROUPS": _GROUPS, "BESIDE": 1}
         block = ((_GROUPS + 1) * 128, tile.shared_bytes)
         function = load_tile("gradient", tile, (dtype, None), block, device, constants, early=True, exactly=True)
         of_box, of_result = (
             tensor_map(dtype, (_BOX, _BOX), swizzle, function.context) for swizzle in (_SWIZZLED, _PLAIN)
         )
-        loaded = self._loaded[device, dtype, split] = _Loaded(function, of_box, of_result)
+        loaded = self._loaded[device, dtype] = _Loaded(function, of_box, of_result)
         return loaded
 
     def _index(self, device: torch.device, bias: bool) -> _Index:  # noqa: FBT001 - the other half of a key
         if (device, bias) not in self._on:
-            made = _chunked(self._kept, self._height, self._boxes, bias=bias)
+            made = _chunked(self._kept, self._tile, bias=bias)
             self._on[device, bias] = _Index(*(each.to(device) for each in made))
         return self._on[device, bias]
 
 
-def gradient_tile(weight: TeSA, density: float) -> tuple[int, int] | None:
-    """Return the height and the strips of chunks for a weight (N, K); None where the kernel is not for it.
+def gradient_tile(weight: TeSA, density: float) -> GradientTile | None:
+    """Return the tile that suits a weight (N, K) best; None where the kernel is not for it.
 
     Parameters
     ----------
@@ -208,55 +210,48 @@ def gradient_tile(weight: TeSA, density: float) -> tuple[int, int] | None:
     """
     if min(weight.shape) < 1 or any(size % 8 for size in weight.shape) or capability() != HOPPER:
         return None
-    if not nvrtc_here(HOPPER):
+    if not nvrtc_here(HOPPER) or coverage(weight, [(64, _BOX)])[64, _BOX] > _NO_MORE * density:
         return None
-    covered = coverage(weight, [(64, _BOX), (128, _BOX)])
-    if covered[64, _BOX] > _NO_MORE * density:
-        return None
-    return (128, 4) if covered[128, _BOX] <= _NO_MORE * covered[64, _BOX] else (64, 8)
+    counts = {tile: _count(kept_grid(weight, (tile.height, _BOX)).cpu(), tile) for tile in _TILES}
+    best = min(counts, key=lambda tile: -(-counts[tile] // _AT_ONCE) * tile.fetched)
+    return best if counts[best] >= _FEWEST_CHUNKS else None
 
 
-def _chunked(kept: Tensor, height: int, boxes: int, *, bias: bool) -> _Index:
+def _count(kept: Tensor, tile: GradientTile) -> int:
+    """Return the number of chunks of kept strips (rows, columns)."""
+    return int((-(-kept.sum(1) // tile.boxes)).sum())
+
+
+def _chunked(kept: Tensor, tile: GradientTile, *, bias: bool) -> _Index:
     """Return the kept strips (rows, columns) in chunks of one block row, of about as many each, the largest first.
 
-    >>> made = _chunked(torch.tensor([[True, True, False], [False] * 3]), 64, 4, bias=True)
+    >>> made = _chunked(torch.tensor([[True, True, False], [False] * 3]), GradientTile(64, 4), bias=True)
     >>> made.chunks.tolist(), made.columns.tolist(), made.dead.tolist()
     ([[0, 0, 2, 1], [64, 2, 0, 1]], [0, 64], [[0, 128], [64, 0], [64, 64], [64, 128]])
     """
     counts = kept.sum(1)
     begins, chunks = counts.cumsum(0) - counts, []
     for row, (count, begin) in enumerate(zip(counts.tolist(), begins.tolist(), strict=True)):
-        parts = max(-(-count // boxes), int(bias))
+        parts = max(-(-count // tile.boxes), int(bias))
         cuts = [count * part // max(1, parts) for part in range(parts + 1)]
-        pairs = zip(cuts[:-1], cuts[1:], strict=True)
+        pairs = itertools.pairwise(cuts)
         chunks += [
-            (row * height, begin + first, end - first, int(bias and not part)) for part, (first, end) in enumerate(pairs)
+            (row * tile.height, begin + first, end - first, int(bias and not part))
+            for part, (first, end) in enumerate(pairs)
         ]
     chunks.sort(key=lambda chunk: -chunk[2])
     columns = kept.nonzero()[:, 1] * _BOX
-    dead = (~kept).repeat_interleave(height // _BOX, 0).nonzero() * _BOX
+    dead = (~kept).repeat_interleave(tile.height // _BOX, 0).nonzero() * _BOX
     as_rows = torch.tensor(chunks, dtype=torch.int32).view(-1, 4)
     return _Index(as_rows, columns.to(torch.int32), dead.to(torch.int32).contiguous())
-
-
-def _split(chunks: int, steps: int) -> int:
-    """Return how many blocks share the tokens of a chunk, so that every multiprocessor has work.
-
-    >>> [_split(chunks, 128) for chunks in (20, 60, 110)]
-    [4, 2, 1]
-    """
-    most = steps * _BOX // _FEWEST_TOKENS
-
-    def taken(split: int) -> float:
-        return -(-chunks // _AT_ONCE[split]) * (-(-steps // split) + (_AROUND if split == 1 else 2 * _AROUND))
-
-    return min((split for split in _AT_ONCE if split <= max(1, most)), key=taken)
 
 
 def _addressable(matrix: Tensor) -> Tensor:
     """Return a matrix as the copy engine can read it, copied only if it cannot."""
     columns, stride = matrix.shape[1], matrix.stride(0)
     fits = matrix.stride(1) == 1 and stride % 8 == 0 and stride >= columns and matrix.data_ptr() % 16 == 0
-    return matrix if fits or (matrix.shape[0] == 1 and matrix.is_contiguous()) else matrix.clone(
-        memory_format=torch.contiguous_format
+    return (
+        matrix
+        if fits or (matrix.shape[0] == 1 and matrix.is_contiguous())
+        else matrix.clone(memory_format=torch.contiguous_format)
     )

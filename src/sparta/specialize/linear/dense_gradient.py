@@ -4,7 +4,7 @@ The product is PyTorch's. What comes after it, to make pruned weights exactly 0 
 take PyTorch two passes of a kernel each; here one kernel does both at once, and sums at the rate of memory.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913, PLR0917 - Triton's own conventions
+# ruff: noqa: ANN001, ANN201, N803, PLR0913, PLR0917 - Triton's own conventions
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations

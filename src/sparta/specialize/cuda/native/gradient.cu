@@ -1,14 +1,12 @@
 // The gradient of a weight whose blocks are kept or dead, on Hopper: grad^T x in kept blocks, zeros elsewhere, and the
 // sums of grad, by the matrix instructions of a warpgroup (wgmma).
 //
-// A cluster of SPLIT blocks of threads computes one chunk: HEIGHT outputs times up to BOXES strips of 64 inputs in which
-// they have kept blocks, so that what is read of grad serves all of them. Each block takes a share of the tokens; in the
-// end each gets the sums of the others for some of the columns and adds them to its own, in a fixed order. Neither grad nor
-// x is transposed: both lie in shared memory as they do in memory, 64 tokens by 64 channels at once, and the instruction
-// takes them so. One thread has the copy engine fetch what is next, another has it write zeros into dead blocks.
+// A block of threads computes one chunk: HEIGHT outputs times up to BOXES strips of 64 inputs in which they have kept
+// blocks, so that what is read of grad serves all of them. Neither grad nor x is transposed: both lie in shared memory as
+// they do in memory, 64 tokens by 64 channels at once, and the instruction takes them so. One thread has the copy engine
+// fetch what is next, another has it write zeros into dead blocks.
 //
-// Compile-time numbers: IS_HALF, HEIGHT (64 or 128), BOXES (2, 4 or 8), STAGES, SPLIT, CLUSTER (the same), GROUPS (2),
-// BESIDE (1).
+// Compile-time numbers: IS_HALF, HEIGHT (64 or 128), BOXES (2, 4 or 8), STAGES, CLUSTER and BESIDE (1), GROUPS (2).
 #include "few_tokens.cuh"
 #include "warpgroup.cuh"
 
@@ -18,13 +16,9 @@ constexpr int BOX = STEP * 64 * 2;            // bytes of them, of 64 channels
 constexpr int HIGH = HEIGHT / 64;             // boxes of grad
 constexpr int STAGE = (HIGH + BOXES) * BOX;
 constexpr int OWN = HIGH == 2 ? BOXES : BOXES / 2; // strips of a warpgroup: all for half of the outputs, or half for all
-constexpr int COLUMNS = OWN * 64, UNITS = COLUMNS / 8; // columns whose sums are written together: 8
-constexpr int MOST_UNITS = (UNITS + SPLIT - 1) / SPLIT; // of one block
-__device__ constexpr int first_unit(int rank) { return UNITS * rank / SPLIT; }
-constexpr int SHARES = SPLIT * MOST_UNITS * CONSUMERS * 16; // bytes of what blocks give each other
+constexpr int COLUMNS = OWN * 64;
 constexpr int ONES = 1024;
 static_assert(COLUMNS == 128 || COLUMNS == 256, "what instructions are written out for");
-static_assert(SPLIT == 1 || SHARES + SPLIT * CONSUMERS * 16 <= STAGES * STAGE, "sums of shares lie where the ring was");
 
 struct Call {
     alignas(64) unsigned char grad_map[128];
@@ -50,30 +44,20 @@ struct Ring {
     }
 };
 
-// The tokens of one block, in steps: there is one at least.
-struct Steps {
-    int begin, end;
-    __device__ __forceinline__ Steps(const Call& call, int rank) {
-        const int steps = (call.tokens + STEP - 1) / STEP;
-        begin = steps * rank / SPLIT, end = steps * (rank + 1) / SPLIT;
-    }
-};
-
-__device__ __forceinline__ void fetch(const Call& call, const int4& chunk, const Steps& steps, u32 memory, u32 full,
-                                      u32 empty) {
+__device__ __forceinline__ void fetch(const Call& call, const int4& chunk, u32 memory, u32 full, u32 empty) {
     int columns[BOXES];
 #pragma unroll
     for (int b = 0; b < BOXES; ++b) columns[b] = b < chunk.z ? __ldg(call.columns + chunk.y + b) : 0;
     Ring ring;
-    for (int step = steps.begin; step < steps.end; ++step, ring.next()) {
+    for (int token = 0; token < call.tokens; token += STEP, ring.next()) {
         const u32 stage = memory + ring.stage * STAGE, done = full + ring.stage * 8;
         wait(empty + ring.stage * 8, ring.phase ^ 1);
         expect(done, (HIGH + chunk.z) * BOX);
 #pragma unroll
-        for (int h = 0; h < HIGH; ++h) copy_box(stage + h * BOX, call.grad_map, chunk.x + h * 64, step * STEP, done);
+        for (int h = 0; h < HIGH; ++h) copy_box(stage + h * BOX, call.grad_map, chunk.x + h * 64, token, done);
 #pragma unroll
         for (int b = 0; b < BOXES; ++b)
-            if (b < chunk.z) copy_box(stage + (HIGH + b) * BOX, call.x_map, columns[b], step * STEP, done);
+            if (b < chunk.z) copy_box(stage + (HIGH + b) * BOX, call.x_map, columns[b], token, done);
     }
 }
 
@@ -128,22 +112,22 @@ __device__ __forceinline__ void add_up(float (&sums)[4], u32 grad, u32 ones, int
                  : "l"(described_boxes(grad)), "l"(described(ones, 128, 0)), "r"(adds));
 }
 
-// Multiplies all steps of a block.
+// Multiplies all tokens.
 template <bool SUMMED>
-__device__ __forceinline__ void multiply_steps(float (&sums)[COLUMNS / 2], float (&of_grad)[4], const Steps& steps,
-                                               u32 memory, u32 full, u32 empty, u32 ones) {
+__device__ __forceinline__ void multiply_all(float (&sums)[COLUMNS / 2], float (&of_grad)[4], int tokens, u32 memory,
+                                             u32 full, u32 empty, u32 ones) {
     const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
     Ring ring;
     u32 before = 0; // the barrier of the stage whose multiplications may still run
-    for (int step = steps.begin; step < steps.end; ++step, ring.next()) {
+    for (int token = 0; token < tokens; token += STEP, ring.next()) {
         const u32 stage = memory + ring.stage * STAGE;
         const u32 grad = stage + (HIGH == 2 ? group * BOX : 0), x = stage + (HIGH + (HIGH == 2 ? 0 : group * OWN)) * BOX;
         wait(full + ring.stage * 8, ring.phase);
         begin_multiplying();
 #pragma unroll
         for (int part = 0; part < STEP / 16; ++part) {
-            multiply(sums, grad + part * 2048, x + part * 2048, step + part > steps.begin);
-            if constexpr (SUMMED) add_up(of_grad, grad + part * 2048, ones, step + part > steps.begin);
+            multiply(sums, grad + part * 2048, x + part * 2048, token + part > 0);
+            if constexpr (SUMMED) add_up(of_grad, grad + part * 2048, ones, token + part > 0);
         }
         end_multiplying();
         wait_multiplied<1>(); // for the step before
@@ -154,47 +138,6 @@ __device__ __forceinline__ void multiply_steps(float (&sums)[COLUMNS / 2], float
     if (before && lane == 0) arrive(before, 0);
 }
 
-// Where a block has what block `from` gave it of a unit of its columns, for this thread; after all units, of sums of grad.
-__device__ __forceinline__ u32 given_by(u32 memory, int from, int unit) {
-    return memory + ((from * MOST_UNITS + unit) * CONSUMERS + threadIdx.x) * 16;
-}
-
-__device__ __forceinline__ u32 summed_by(u32 memory, int from) {
-    return memory + SHARES + (from * CONSUMERS + threadIdx.x) * 16;
-}
-
-#if SPLIT > 1
-__device__ __forceinline__ void write16_there(u32 place, int rank, float4 four) {
-    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-                 "st.shared::cluster.v4.f32 [there], {%2,%3,%4,%5};\n}" ::"r"(place), "r"(rank), "f"(four.x), "f"(four.y),
-                 "f"(four.z), "f"(four.w) : "memory");
-}
-
-// Gives the other blocks of the cluster the sums of their columns, and the first one those of grad.
-__device__ __forceinline__ void give(const float (&sums)[COLUMNS / 2], const float (&of_grad)[4], u32 memory, int rank) {
-#pragma unroll
-    for (int q = 0; q < SPLIT; ++q) {
-        if (q == rank) continue;
-#pragma unroll
-        for (int unit = 0; unit < MOST_UNITS; ++unit) {
-            const float* four = sums + (first_unit(q) + unit) * 4;
-            if (first_unit(q) + unit < first_unit(q + 1))
-                write16_there(given_by(memory, rank, unit), q, make_float4(four[0], four[1], four[2], four[3]));
-        }
-        if (q == 0)
-            write16_there(summed_by(memory, rank), 0, make_float4(of_grad[0], of_grad[1], of_grad[2], of_grad[3]));
-    }
-}
-
-__device__ __forceinline__ void add(float (&total)[4], u32 place) {
-    const uint4 more = read16(place);
-    total[0] += __uint_as_float(more.x);
-    total[1] += __uint_as_float(more.y);
-    total[2] += __uint_as_float(more.z);
-    total[3] += __uint_as_float(more.w);
-}
-#endif
-
 // Writes two neighbours of one row, 0 where the weight is dead.
 __device__ __forceinline__ void write_pair(const Call& call, int row, int column, float first, float second) {
     if (row >= call.outputs || column >= call.inputs) return;
@@ -204,67 +147,37 @@ __device__ __forceinline__ void write_pair(const Call& call, int row, int column
     *reinterpret_cast<u32*>(call.result + place) = pair;
 }
 
-__device__ __forceinline__ void compute(const Call& call, const int4& chunk, const Steps& steps, u32 memory, u32 full,
-                                        u32 empty, u32 ones, int rank) {
+__device__ __forceinline__ void compute(const Call& call, const int4& chunk, u32 memory, u32 full, u32 empty, u32 ones) {
     const int group = threadIdx.x / 128, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     float sums[COLUMNS / 2], of_grad[4] = {};
     if (chunk.w)
-        multiply_steps<true>(sums, of_grad, steps, memory, full, empty, ones);
+        multiply_all<true>(sums, of_grad, call.tokens, memory, full, empty, ones);
     else
-        multiply_steps<false>(sums, of_grad, steps, memory, full, empty, ones);
-#if SPLIT > 1
-    __syncwarp(); // barriers of clusters count warps whose lanes come together
-    meet_cluster(); // all have read their rings
-    give(sums, of_grad, memory, rank);
-    meet_cluster();
-#endif
+        multiply_all<false>(sums, of_grad, call.tokens, memory, full, empty, ones);
     const int row = chunk.x + (HIGH == 2 ? group * 64 : 0) + warp * 16 + lane / 4;
     const int first_strip = HIGH == 2 ? 0 : group * OWN;
-    int columns[OWN];
 #pragma unroll
-    for (int b = 0; b < OWN; ++b)
-        columns[b] = first_strip + b < chunk.z ? __ldg(call.columns + chunk.y + first_strip + b) : call.inputs;
+    for (int strip = 0; strip < OWN; ++strip) {
+        if (first_strip + strip >= chunk.z) break;
+        const int first = __ldg(call.columns + chunk.y + first_strip + strip) + lane % 4 * 2;
 #pragma unroll
-    for (int q = 0; q < SPLIT; ++q) {
-        if (q != rank) continue;
-#pragma unroll
-        for (int unit = 0; unit < MOST_UNITS; ++unit) {
-            const int of_all = first_unit(q) + unit;
-            if (of_all >= first_unit(q + 1)) continue;
-            float total[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) total[i] = sums[of_all * 4 + i];
-#if SPLIT > 1
-#pragma unroll
-            for (int from = 0; from < SPLIT; ++from)
-                if (from != q) add(total, given_by(memory, from, unit));
-#endif
-            const int column = columns[of_all / 8] + of_all % 8 * 8 + lane % 4 * 2;
-            write_pair(call, row, column, total[0], total[1]);
-            write_pair(call, row + 8, column, total[2], total[3]);
+        for (int j = 0; j < 8; ++j) {
+            const float* four = sums + (strip * 8 + j) * 4;
+            write_pair(call, row, first + j * 8, four[0], four[1]);
+            write_pair(call, row + 8, first + j * 8, four[2], four[3]);
         }
     }
-    if (!chunk.w || rank || (HIGH == 1 && group)) return;
-#if SPLIT > 1
-#pragma unroll
-    for (int from = 1; from < SPLIT; ++from) add(of_grad, summed_by(memory, from));
-#endif
+    if (!chunk.w || (HIGH == 1 && group)) return;
     if (lane % 4) return;
     if (row < call.outputs) call.summed[row] = to_bits(of_grad[0]);
     if (row + 8 < call.outputs) call.summed[row + 8] = to_bits(of_grad[2]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-#if SPLIT > 1
-    __cluster_dims__(SPLIT, 1, 1)
-#endif
-        gradient(const __grid_constant__ Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gradient(const __grid_constant__ Call call) {
     extern __shared__ unsigned char raw[];
     const u32 memory = (address_of(raw) + 1023) / 1024 * 1024, zeros = memory + STAGES * STAGE, ones = zeros + BOX;
     const u32 full = ones + ONES, empty = full + STAGES * 8;
-    const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0;
-    const int4 chunk = __ldg(call.chunks + blockIdx.x / SPLIT);
-    const Steps steps(call, rank);
+    const int4 chunk = __ldg(call.chunks + blockIdx.x);
     for (int at = threadIdx.x * 4; at < BOX; at += THREADS * 4) write4(zeros + at, 0.f);
     for (int at = threadIdx.x * 4; at < ONES; at += THREADS * 4)
         write4(ones + at, __uint_as_float(IS_HALF ? 0x3c003c00 : 0x3f803f80));
@@ -281,15 +194,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     wait_for_last();
     if (threadIdx.x >= CONSUMERS) {
         fewer_registers();
-        if (threadIdx.x == CONSUMERS) fetch(call, chunk, steps, memory, full, empty);
+        if (threadIdx.x == CONSUMERS) fetch(call, chunk, memory, full, empty);
         if (threadIdx.x == CONSUMERS + 32) write_zeros(call, zeros);
-        __syncwarp();
-#if SPLIT > 1
-        meet_cluster();
-        meet_cluster();
-#endif
     } else {
         more_registers();
-        compute(call, chunk, steps, memory, full, empty, ones, rank);
+        compute(call, chunk, memory, full, empty, ones);
     }
 }

@@ -31,8 +31,8 @@ class BlockKernel(LinearKernel):
         self._layout = layout
         self._pack = BlockPacker(layout)
         self._gradient = BlockGradient(layout)
-        cut = gradient_tile(layout.weight, self._gradient.density)
-        self._matrix = None if cut is None else MatrixGradient(layout.weight, *cut)
+        tile = gradient_tile(layout.weight, self._gradient.density)
+        self._matrix = None if tile is None else MatrixGradient(layout.weight, tile)
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         """Return kept blocks, their columns, the schedule."""
