@@ -1,4 +1,4 @@
-"""How the gradient of a block-sparse weight is cut into chunks: each kept strip is in one of them, and all else is dead."""
+"""How the gradient of a block-sparse weight is cut into chunks: each kept strip is in one, and all else is dead."""
 
 import torch
 from hypothesis import given
