@@ -218,7 +218,7 @@ def gradient_tile(weight: TeSA, density: float) -> GradientTile | None:
 
 
 def _guessed(tile: GradientTile, chunks: int) -> float:
-    """Guess how long a gradient takes, in microseconds with 8192 tokens on an H200; it only has to put tiles in order."""
+    """Guess microseconds of a gradient, with 8192 tokens on an H200; they only have to put tiles in order."""
     rounds, multiplied = -(-chunks // _AT_ONCE), tile.height * tile.boxes / 256
     return rounds * (40 * multiplied + 8) + 0.05 * chunks * tile.fetched
 
