@@ -32,20 +32,20 @@ def run_poisoned(kernel, weight, *inputs):
 
 
 @pytest.mark.parametrize("format", [FP8, "int8"])
+@pytest.mark.parametrize("density", [0.02, 0.05, 0.3, 1.0], ids="live{}".format)
 @pytest.mark.parametrize(("tokens", "nibbles"), list(itertools.product((1, 2, 4), (0, 1))))
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_every_layout_in_8_bits(n, k, tokens, nibbles, format):
-    for density in (0.02, 0.05, 0.3, 1.0):
-        weight, bias = torch.randn(n, k, device="cuda"), draw(n)
-        mask = torch.rand(n, k) < density
-        mask[n // 2, k // 2] = True  # a weight with nothing live has no format
-        tesa = scaled_weight(weight, TeSA.from_mask(mask), format)
-        spec = scaled_linear_spec(tesa, tokens, epilogue=Epilogue(bias=True))
-        for depth, stages in COPIES:
-            kernel = ScaledBanks().build(spec, {"tile": str(BanksTile(tokens, 8, 3, depth, nibbles, 2, stages))})
-            for m in (1, tokens, 9):
-                x = draw(m, k)
-                check(run_poisoned(kernel, weight, x, bias, None), reference(spec, weight, x, bias), reduction=k)
+def test_every_layout_in_8_bits(n, k, tokens, nibbles, density, format):
+    weight, bias = torch.randn(n, k, device="cuda"), draw(n)
+    mask = torch.rand(n, k) < density
+    mask[n // 2, k // 2] = True  # a weight with nothing live has no format
+    tesa = scaled_weight(weight, TeSA.from_mask(mask), format)
+    spec = scaled_linear_spec(tesa, tokens, epilogue=Epilogue(bias=True))
+    for depth, stages in COPIES:
+        kernel = ScaledBanks().build(spec, {"tile": str(BanksTile(tokens, 8, 3, depth, nibbles, 2, stages))})
+        for m in (1, tokens, 9):
+            x = draw(m, k)
+            check(run_poisoned(kernel, weight, x, bias, None), reference(spec, weight, x, bias), reduction=k)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

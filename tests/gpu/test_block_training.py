@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from sparta.nn import SparseLinear
+from sparta.specialize.cuda.device import HOPPER, capability
 from sparta.specialize.implement import implement_named
+from sparta.specialize.linear.cuda_block_gradient import GradientTile, MatrixGradient
 from sparta.specialize.linear.spec import linear_spec
 from sparta.specialize.linear.triton_block.layout import BlockLayout
 from sparta.specialize.linear.triton_block.tile import BlockTile
@@ -50,6 +52,48 @@ def test_the_gradient_of_kept_blocks(shape, block, dtype):
     check(summed, grad.double().sum(0), reduction=tokens)
     assert all(map(torch.equal, (found, summed), gradient(grad, x, mask, bias=True)))  # the same bits again
     assert torch.equal(found, gradient(grad, x, mask)[0])
+
+
+@pytest.mark.skipif(capability() != HOPPER, reason="the kernel is for Hopper GPUs")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "masked"])
+@pytest.mark.parametrize("cut", [(128, 4), (128, 2), (64, 8), (64, 4)], ids="{0[0]}by{0[1]}".format)
+@pytest.mark.parametrize(
+    "shape", [(512, 384, 1000), (304, 200, 577), (256, 1024, 5000), (128, 128, 512)], ids="{0[0]}x{0[1]}".format
+)
+def test_the_gradient_by_warpgroups(shape, cut, whole, dtype):
+    n, k, tokens = shape
+    mask = block_mask((n, k), (64, 64), 0.6, seed=1, device="cuda")
+    if not whole:
+        mask &= torch.rand(n, k, device="cuda") < 0.9
+    mask[64:192] = False  # outputs with nothing kept have sums too
+    gradient = MatrixGradient(TeSA.from_mask(mask), GradientTile(*cut))
+    grad, x = draw(tokens, 2 * n, dtype=dtype)[:, :n], draw(tokens, k + 4, dtype=dtype)[:, 4:]
+    gradient(grad, x, mask, bias=True)[0].fill_(torch.nan)  # the next call is given the same memory
+    found, summed = gradient(grad, x, mask, bias=True)
+    check(found, torch.where(mask, grad.double().t() @ x.double(), 0.0), reduction=tokens)
+    assert not found[~mask].any()
+    check(summed, grad.double().sum(0), reduction=tokens)
+    assert all(map(torch.equal, (found, summed), gradient(grad, x, mask, bias=True)))  # the same bits again
+    assert torch.equal(found, gradient(grad, x, mask)[0])
+
+
+@pytest.mark.skipif(capability() != HOPPER, reason="the kernel is for Hopper GPUs")
+def test_what_is_not_finite_stays_in_its_blocks_of_the_gradient():
+    mask = block_mask((256, 512), (64, 64), 0.5, seed=1, device="cuda")
+    grad, x = draw(700, 256), draw(700, 512)
+    grad[3, 70], x[5, 200] = torch.nan, torch.inf
+    found, summed = MatrixGradient(TeSA.from_mask(mask), GradientTile(128, 4))(grad, x, mask, bias=True)
+    touched = torch.zeros_like(mask)
+    touched[70], touched[:, 200] = True, True
+    assert not found[mask & touched].isfinite().any()
+    assert found[mask & ~touched].isfinite().all()
+    assert not found[~mask].any()
+    assert summed.isnan().nonzero().flatten().tolist() == [70]
+    dead = torch.zeros_like(mask)
+    found, summed = MatrixGradient(TeSA.from_mask(dead), GradientTile(128, 4))(grad, x, dead, bias=True)
+    assert not found.any()
+    check(summed[:64], grad.double().sum(0)[:64], reduction=700)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

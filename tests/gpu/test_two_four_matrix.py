@@ -33,6 +33,7 @@ TILES = [shaped(shape, 1) for shape in SHAPES] + [
     MatrixTile(64, 1, 2, 2, depth=2), MatrixTile(64, 2, 1, 4, 2), MatrixTile(128, 2, 1, 4, each=2, split=4),
     MatrixTile(32, 1, 1, 2, 2, depth=2),
 ]  # fmt: skip
+QUARTERS = {f"tiles{quarter}": TILES[quarter::4] for quarter in range(4)}  # a process may take a part of them
 FIRST, SMALL = MatrixTile(256, 2, 2, 4), MatrixTile(64, 1, 1, 14)
 SIZES = [(128, 256, 512), (17, 8, 16), (300, 136, 80), (1000, 520, 1040), (77, 1000, 2064), (4096, 1024, 1024)]
 
@@ -43,21 +44,23 @@ def mask_of(rows, columns, keep=2, seed=0):
     return kept.flatten(1)[:, :columns]
 
 
+@pytest.mark.parametrize("tiles", QUARTERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
-def test_every_tile_is_right(m, n, k, dtype):
+def test_every_tile_is_right(m, n, k, dtype, tiles):
     mask = mask_of(n, k, seed=m)
     x, weight, bias = draw(m, k, dtype=dtype), draw(n, k, dtype=dtype), draw(n, dtype=dtype)
     spec = linear_spec(TeSA.from_mask(mask), m, dtype, epilogue=Epilogue(bias=True), device="cuda")
     assert TwoFourMatrix().supports(spec), TwoFourMatrix().supports(spec).reason
     expected = linear_reference(x, weight, bias, weight_mask=mask.cuda())
-    for tile in TILES:
+    for tile in QUARTERS[tiles]:
         y = run_poisoned(TwoFourMatrix().build(spec, {"tile": str(tile)}), weight, x, bias, None)
         check(y, expected, reduction=k, what=str(tile))
 
 
+@pytest.mark.parametrize("tiles", QUARTERS)
 @pytest.mark.parametrize(("m", "n", "k"), SIZES)
-def test_every_tile_is_right_in_fp8(m, n, k):
+def test_every_tile_is_right_in_fp8(m, n, k, tiles):
     mask = mask_of(n, k, keep=1 if m == 77 else 2, seed=m)
     weight, bias = torch.randn(n, k, device="cuda") * (torch.rand(n, 1, device="cuda") + 0.5), draw(n)
     tesa = scaled_weight(weight, TeSA.from_mask(mask))
@@ -65,7 +68,7 @@ def test_every_tile_is_right_in_fp8(m, n, k):
     assert Fp8Matrix().supports(spec), Fp8Matrix().supports(spec).reason
     x = rounded_rows(draw(m, k))
     expected = reference(spec, weight, x, bias)
-    for tile in (tile for tile in TILES if tile.fits(1)):
+    for tile in (tile for tile in QUARTERS[tiles] if tile.fits(1)):
         y = run_poisoned(Fp8Matrix().build(spec, {"tile": str(tile)}), weight, x, bias, None)
         check(y, expected, reduction=k, what=str(tile))
 
@@ -168,7 +171,7 @@ def test_a_layer_trains_and_compiles_with_it():
         check(torch.compile(layer, fullgraph=True)(x), expected, reduction=512)
 
 
-def test_a_mask_that_is_two_four_along_both_axes_has_a_sparse_gradient_too():
+def test_a_mask_that_is_two_four_along_both_axes_has_sparse_gradients():
     n, k, m = 256, 512, 300
     mask = torch.eye(2, dtype=torch.bool).repeat_interleave(2, 0).repeat_interleave(2, 1).repeat(n // 4, k // 4)
     kernels = []
@@ -176,12 +179,15 @@ def test_a_mask_that_is_two_four_along_both_axes_has_a_sparse_gradient_too():
         spec = linear_spec(TeSA.from_mask(side), m, torch.bfloat16, device="cuda")
         kernels.append(TwoFourMatrix().build(spec, TwoFourMatrix().default(spec)))
     state = LinearState(TeSA.from_mask(mask), *kernels)
-    x, weight, grad = draw(m, k).requires_grad_(), draw(n, k).requires_grad_(), draw(m, n)
-    run_linear(x, weight, None, state, keep=False).backward(grad)
-    exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, weight))
-    functional.linear(exact_x, torch.where(mask.cuda(), exact_weight, 0.0)).backward(grad.double())
+    given = [draw(m, k), draw(n, k), draw(n)]
+    x, weight, bias = (each.clone().requires_grad_() for each in given)
+    grad = draw(m, n)
+    run_linear(x, weight, bias, state, keep=False).backward(grad)
+    exact_x, exact_weight, exact_bias = (each.double().requires_grad_() for each in given)
+    functional.linear(exact_x, torch.where(mask.cuda(), exact_weight, 0.0), exact_bias).backward(grad.double())
     check(x.grad, exact_x.grad, reduction=n)
     check(weight.grad, exact_weight.grad, reduction=m)
+    check(bias.grad, exact_bias.grad, reduction=m)
     assert not weight.grad[~mask.cuda()].any()
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sparta.specialize.cuda.device import triton_here
 from sparta.specialize.cuda.graphs import weight_packed
 from sparta.specialize.cuda.nvrtc import raw_stream
 from sparta.specialize.linear.spec import LinearKernel
@@ -21,6 +22,8 @@ from sparta.specialize.runtime.handles import KernelState, state_of
 from sparta.tesa.attribute import TeSA
 
 __all__ = ["LinearState", "linear", "run_linear"]
+
+_SUMMED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes whose sums may be in float32
 
 
 class LinearState(KernelState):
@@ -69,10 +72,7 @@ class LinearState(KernelState):
         grad_x = grad_weight = grad_bias = None
         if of_weight:
             found = self.forward.weight_gradient(grad, x, self.mask(weight.device), bias=of_bias)
-            if found is None:
-                grad_weight = (grad.t() @ x).masked_fill_(self._dead(weight.device), 0)
-            else:
-                grad_weight, grad_bias = found
+            grad_weight, grad_bias = found or self._dense_gradient(grad, x, bias=of_bias)
         if of_bias and grad_bias is None:
             grad_bias = grad.sum(0)
         if of_x and self.backward is None:
@@ -83,6 +83,15 @@ class LinearState(KernelState):
             packed = known[1] if known is not None and fits else self.backward.pack(weight.t())
             grad_x = self.backward.run(packed, grad.contiguous(), None, None)
         return grad_x, grad_weight, grad_bias
+
+    def _dense_gradient(self, grad: Tensor, x: Tensor, *, bias: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the gradient of the weight by the dense product, and that of the bias where a kernel gives both."""
+        dead = self._dead(x.device)
+        if x.is_cuda and x.dtype == grad.dtype and x.dtype in _SUMMED and grad.stride(1) == 1 and triton_here():
+            from sparta.specialize.linear.dense_gradient import dense_gradient
+
+            return dense_gradient(grad, x, dead, bias=bias)
+        return (grad.t() @ x).masked_fill_(dead, 0), None
 
     def _pack(self, weight: Tensor, *, keep: bool) -> Sequence[Tensor]:
         """Pack the weight; one that is trained also as its gradient will read it, where a kernel does both at once."""
@@ -97,7 +106,7 @@ class LinearState(KernelState):
     def _dead(self, device: torch.device) -> Tensor:
         """Return where the weight is pruned, on `device`."""
         if self._pruned is None or self._pruned.device != device:
-            self._pruned = ~self.mask(device)
+            self._pruned = (~self.mask(device)).contiguous()
         return self._pruned
 
 

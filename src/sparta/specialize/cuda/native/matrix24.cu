@@ -259,6 +259,7 @@ struct Consumer {
         end_multiplying();
         wait_multiplied<1>(); // for the stage before
         keep(others);
+        __syncwarp(); // all lanes have read their places before one of them gives the stage back
         if (before && lane < BESIDE) arrive(before, lane);
         before = empty + ring.stage * 8;
         ring.next();
@@ -291,6 +292,7 @@ struct Consumer {
         wait_multiplied<0>();
         keep(even);
         keep(odd);
+        __syncwarp();
         if (before && lane < BESIDE) arrive(before, lane);
         before = 0;
     }
@@ -356,6 +358,7 @@ __device__ __forceinline__ void compute(const Call& call, Tiles& tiles, u32 memo
         consumer.multiply_tile(sums, steps);
 #if SPLIT > 1
         const bool any = steps.begin < steps.end;
+        __syncwarp(); // barriers of clusters count warps whose lanes come together
         meet_cluster(); // all have read their rings; there is one tile for each cluster
         give(sums, any, memory, group, rank);
         meet_cluster();

@@ -33,12 +33,19 @@ struct Call {
     int settled; // whether the weight is older than the kernels before this one
 };
 
-// Waits for the threads that share a part of K.
+// Waits for the threads that share a part of K. Numbers of barriers are known, or the compiler reserves all there are.
+template <int NUMBER = 0>
 __device__ __forceinline__ void meet(int group) {
-    if (WARPS_N == 1)
+    if constexpr (WARPS_N == 1) {
         __syncwarp();
-    else
-        asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP_THREADS) : "memory");
+    } else if constexpr (NUMBER + 1 < WARPS_K) {
+        if (group == NUMBER)
+            asm volatile("bar.sync %0, %1;" ::"n"(NUMBER + 1), "n"(GROUP_THREADS) : "memory");
+        else
+            meet<NUMBER + 1>(group);
+    } else {
+        asm volatile("bar.sync %0, %1;" ::"n"(NUMBER + 1), "n"(GROUP_THREADS) : "memory");
+    }
 }
 
 // Starts the copy of one chunk of x, (TOKENS, CHUNK), into the ring; beyond the edges it is 0.
@@ -105,17 +112,20 @@ __launch_bounds__(WARPS_N * WARPS_K * 32) stream24(const Call call) {
     // ldmatrix: lane l gives the address of token l % 8 and of the 16-byte piece l / 8 of a multiply's four.
     const u32 row_offset = (lane % 8) * PIECES * 16;
     const int piece = lane / 8;
-    for (int first = begin; first < end; first += STAGES) {
+    // All groups meet as often, also those with one chunk less.
+    const int rounds = (call.chunks + parts - 1) / parts;
+    for (int first = 0; first < rounds; first += STAGES) {
 #pragma unroll
         for (int stage = 0; stage < STAGES; ++stage) {
-            const int chunk = first + stage;
-            if (chunk < end) {
+            if (first + stage < rounds) {
+                const int chunk = begin + first + stage;
                 asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
                 meet(group);
                 const u32 x = ring + stage * STAGE_BYTES + row_offset;
-                multiply_chunk(sums, pieces[stage], [&](int n, int j) {
-                    return x + n * 8 * PIECES * 16 + (((j * 4 + piece) ^ (lane % 8)) * 16);
-                });
+                if (chunk < end)
+                    multiply_chunk(sums, pieces[stage], [&](int n, int j) {
+                        return x + n * 8 * PIECES * 16 + (((j * 4 + piece) ^ (lane % 8)) * 16);
+                    });
                 meet(group);
                 const int next = chunk + STAGES;
                 if (next < end) {

@@ -14,6 +14,8 @@ constexpr int THREADS = WARPS * 32;
 constexpr int UNROLL = TOKENS > 2 ? 4 : 8; // rows that a warp has on their way
 constexpr int PITCH = COLUMNS + 4;
 
+static_assert(ROUND % 1024 == 0, "counts of live channels are added up 32 at a time");
+
 struct Call {
     const u16* x;
     const u16* weight;
@@ -67,11 +69,20 @@ __device__ __forceinline__ int list_live(const Call& call, Lists& lists, int fir
     __syncthreads();
     int total = 0, before[TURNS] = {};
 #pragma unroll
-    for (int i = 0; i < ROUND / 32; ++i) {
+    for (int part = 0; part < ROUND / 1024; ++part) { // each warp adds up 32 counts at once
+        const int count = lists.counts[part * 32 + lane];
+        int upto = count;
 #pragma unroll
-        for (int turn = 0; turn < TURNS; ++turn)
-            if (i == turn * WARPS + warp) before[turn] = total;
-        total += lists.counts[i];
+        for (int far = 1; far < 32; far *= 2) {
+            const int more = __shfl_up_sync(0xffffffffu, upto, far);
+            if (lane >= far) upto += more;
+        }
+#pragma unroll
+        for (int turn = 0; turn < TURNS; ++turn) {
+            const int mine = turn * WARPS + warp, there = __shfl_sync(0xffffffffu, upto - count, mine % 32);
+            if (mine / 32 == part) before[turn] = total + there;
+        }
+        total += __shfl_sync(0xffffffffu, upto, 31);
     }
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {

@@ -25,11 +25,14 @@ class BlockKernel(LinearKernel):
 
     def __init__(self, layout: BlockLayout) -> None:
         need_triton()
+        from sparta.specialize.linear.cuda_block_gradient import MatrixGradient, gradient_tile
         from sparta.specialize.linear.triton_block.training import BlockGradient, BlockPacker
 
         self._layout = layout
         self._pack = BlockPacker(layout)
         self._gradient = BlockGradient(layout)
+        tile = gradient_tile(layout.weight, self._gradient.density)
+        self._matrix = None if tile is None else MatrixGradient(layout.weight, tile)
 
     def pack(self, operand: Tensor) -> tuple[Tensor, ...]:
         """Return kept blocks, their columns, the schedule."""
@@ -52,7 +55,11 @@ class BlockKernel(LinearKernel):
         self, grad: Tensor, x: Tensor, mask: Tensor, *, bias: bool = False
     ) -> tuple[Tensor, Tensor | None] | None:
         """Return the gradient in kept blocks and zeros elsewhere, unless most blocks are kept."""
-        return self._gradient(grad, x, mask, bias=bias) if self._gradient.density <= _MOST_OF_A_GRADIENT else None
+        if self._gradient.density > _MOST_OF_A_GRADIENT:
+            return None
+        if self._matrix is not None and self._matrix.takes(x):
+            return self._matrix(grad, x, mask, bias=bias)
+        return self._gradient(grad, x, mask, bias=bias)
 
 
 class _TritonKernel(BlockKernel):
