@@ -165,10 +165,11 @@ def test_a_second_compilation_takes_what_the_first_one_found():
     model, x = pruned(Mlp(), "blocks of 128"), draw(512, 512)
     first = sparta.compile(model, x)
     second = sparta.compile(model, x)
-    # What was decided for the whole model is looked at again where other processes use the GPU; layers are not.
-    assert [plan.first.config for plan in second.report.plan.layers] == [
-        plan.first.config for plan in first.report.plan.layers
-    ]
+    # What was decided for the whole model is looked at again where other processes use the GPU, and so are layers whose
+    # timings these made unstable; others are not.
+    for before, after in zip(first.report.plan.layers, second.report.plan.layers, strict=True):
+        if "unstable" not in before.first.reason:
+            assert after.first.config == before.first.config
 
 
 @pytest.mark.parametrize("rows", [4, 256])

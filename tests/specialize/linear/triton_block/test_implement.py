@@ -214,7 +214,7 @@ def test_gelu_between_the_numbers_of_16_bits(dtype):
     texts = [text.partition("}")[0] for text in source.split("constexpr float GELU[] = {")[1:]]
     factors = [float(each) for each in re.findall(number, texts[dtype == torch.bfloat16])]
     triton = Path(kernel.__file__).read_text(encoding="utf-8")
-    triton = triton.partition(f"KIND == tl.{str(dtype).partition('.')[2]}:")[2].partition("y = x / ")[0]
+    triton = triton.partition(f"tl.{str(dtype).partition('.')[2]} == KIND:")[2].partition("y = x / ")[0]
     triton = triton.replace("- ", "-")
     assert [float(each) for each in re.findall(number, triton)] == factors
     small = torch.logspace(-30, 4, 100_001)
