@@ -1,7 +1,7 @@
-"""The packages that everything here counts on, looked for before long work begins.
+"""The packages that compiling and tuning need, looked for before long work begins.
 
-Whoever installs with pip has them all. In an environment put together by hand one may be missing; a compilation would
-then give up step after step, name the package in its notes, and hand over a model that is no faster than before.
+An installation by pip has them all. In an environment put together by hand one may be missing; a compilation would then
+give up step after step, name the package in its notes, and return a model that is no faster than before.
 """
 
 from __future__ import annotations
